@@ -151,7 +151,7 @@ class App:
 
         def ended(answer: JournaledAnswer | None) -> None:
             context.body = None  # a stored answer keeps its context
-            self._endpoint.bodies.give_back(context.key, context.held_bytes)
+            self._endpoint.bodies.give_back(context.asker.turn, context.held_bytes)
             if uses_model:
                 self._endpoint.leave(context.key)
 

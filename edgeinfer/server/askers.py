@@ -24,11 +24,18 @@ T = TypeVar("T")
 class Asker(msgspec.Struct, frozen=True):
     """Whom a request is from: the name of the client's API key, and whether it is an administrator.
 
-    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one.
+    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `shares`: it
+    takes turns with others.
     """
 
     name: str
     is_admin: bool
+    shares: bool = False
+
+    @property
+    def turn(self) -> str:
+        """Return the name under which it takes turns; "" if it takes none."""
+        return self.name if self.shares else ""
 
 
 NOBODY = Asker("", is_admin=False)

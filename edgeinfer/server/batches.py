@@ -313,7 +313,7 @@ class Batches:
         own = sum(running.asker == asker for running in self._running.values())
         if len(self._running) >= _MOST_RUNNING:
             raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
-        if asker.name and own >= _MOST_OF_KEY:
+        if asker.shares and own >= _MOST_OF_KEY:
             raise too_many(f"{own} batches of this key run already.", 60)
 
     async def begin(

@@ -76,7 +76,7 @@ class RequestContext:
 
     def hold(self, n_bytes: int) -> None:
         """Count bytes that this request holds until it ends. Raises Problem 429 and 503."""
-        self.endpoint.bodies.take(self.key, n_bytes)
+        self.endpoint.bodies.take(self.asker.turn, n_bytes)
         self.held_bytes += n_bytes
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -206,7 +206,7 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
     try:
         context.version = version_of(lease.engine.info.sha256)
         calls, engine = context.endpoint.engine_calls, lease.engine
-        return await asyncio.wrap_future(calls.begin(context.key, lambda: work(engine)))
+        return await asyncio.wrap_future(calls.begin(context.asker.turn, lambda: work(engine)))
     except EngineClosedError:
         lease.failed()
         raise

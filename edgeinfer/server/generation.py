@@ -110,7 +110,7 @@ async def _read_files(
         document_files.use_salt(context.cache_salt)
         return work()
 
-    requests = await context.endpoint.preparation.read_files(context.key, read)
+    requests = await context.endpoint.preparation.read_files(context.asker.turn, read)
     first = requests[0]
     files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
     context.hold(first.length + sum(map(len, files)))
@@ -153,7 +153,7 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     endpoint.queue(context.model, engine.info.n_parallel, len(requests))
     generations: list[Generation] = []
-    asker, has_places = context.key, False
+    asker, has_places = context.asker.turn, False
     context.is_queued = True
     try:
         async with endpoint.preparation.turn(asker, requests[0]):
@@ -309,7 +309,7 @@ class _GenerationResponse(Response):
         if self.task is not None:
             self.endpoint.running.difference_update(self.task.generations)
             context = self.context
-            self.endpoint.unqueue(context.model, len(self.task.generations), context.key)
+            self.endpoint.unqueue(context.model, len(self.task.generations), context.asker.turn)
             self._cancel()
             self.task.lease.release()
 

@@ -333,7 +333,7 @@ async def _prefilled(context: RequestContext, task: GenerationTask) -> None:
         raise
     finally:
         endpoint.running.difference_update(task.generations)
-        endpoint.unqueue(context.model, 1, context.key)
+        endpoint.unqueue(context.model, 1, context.asker.turn)
         task.lease.release()
         endpoint.leave(context.key)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 #: A callback may take so much processor time (s). The promise is 10 ms; this is generous because a
 #: shared core and first imports take several times as long.
@@ -15,7 +16,7 @@ _watched: dict[asyncio.AbstractEventLoop, list[tuple[float, str]]] = {}
 _run = asyncio.Handle._run
 
 
-def _timed_run(self: asyncio.Handle) -> None:
+def _timed_run(self: Any) -> None:
     slow = _watched.get(self._loop)
     if slow is None:
         _run(self)
@@ -27,11 +28,11 @@ def _timed_run(self: asyncio.Handle) -> None:
         slow.append((taken_s, _name(self)))
 
 
-def _name(handle: asyncio.Handle) -> str:
+def _name(handle: Any) -> str:
     callback = handle._callback
     task = getattr(callback, "__self__", None)
     if isinstance(task, asyncio.Task):
-        coroutine = task.get_coro()
+        coroutine: Any = task.get_coro()
         frames = []
         while coroutine is not None:
             frames.append(getattr(coroutine, "__qualname__", repr(coroutine)))

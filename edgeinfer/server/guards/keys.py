@@ -28,8 +28,8 @@ class Keys:
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._digests = tuple(dict.fromkeys(digests))
 
-    def __bool__(self) -> bool:
-        return bool(self._digests)
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def name(self, offered: str) -> str | None:
         """Return the matching key's name, or None. Every key is compared, each in constant time."""

@@ -105,11 +105,12 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     def asker(self, key: str, connection: Connection | None) -> Asker:
         """Return whom a request is from. Raises Problem 403 for another user, if there are no keys."""
         if self.keys:
-            return Asker(key, self.keys.is_first(key))
+            return Asker(key, self.keys.is_first(key), shares=len(self.keys) > 1)
         if self._is_owners(connection):
             return OWN
         if self.any_user:
-            return Asker(f"uid-{connection.uid if connection else None}", is_admin=False)
+            uid = connection.uid if connection else None
+            return Asker(f"uid-{uid}", is_admin=False, shares=True)
         raise Problem(
             403,
             f"Without an API key this endpoint answers the programs of user {self.owner} alone; "

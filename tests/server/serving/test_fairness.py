@@ -41,6 +41,16 @@ def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     assert not here.endpoint.places
 
 
+def test_lone_key_has_the_engine_for_itself(serve, until):
+    gate = StepGate()
+    engine = FakeEngine([[gate]])
+    here = serve(engine, keys=[BUSY])
+    asking = [here.pool.submit(_ask, here, BUSY) for _ in range(12)]
+    until(lambda: len(engine.requests) == 12, "all to be in the engine")
+    gate.opened.set()
+    assert [one.result().status_code for one in asking] == [200] * 12
+
+
 def test_places_of_clients_that_leave_are_given_on(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
