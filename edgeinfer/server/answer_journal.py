@@ -76,8 +76,10 @@ class JournaledAnswer:
         finally:
             self.is_done = True
             self.ended_at = time.monotonic()
-            for callback in self.done_callbacks:
-                callback(self)
+            outcome = self._outcome()
+            self._outcome = lambda: outcome  # the request is not needed any more
+            while self.done_callbacks:
+                self.done_callbacks.pop(0)(self)
             self._wake()
 
     async def _append(self, message: Message) -> None:
@@ -214,4 +216,4 @@ class AnswerJournal:
                 or number[key] > self._limits.kept_answers
                 or size_bytes > self._limits.kept_bytes
             ):
-                del self._answers[key, name]
+                self._answers.pop((key, name)).attachment = None

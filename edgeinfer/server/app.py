@@ -150,7 +150,8 @@ class App:
             self._endpoint.enter(context.key)
 
         def ended(answer: JournaledAnswer | None) -> None:
-            context.body = None  # a stored answer keeps its context
+            context.body = context.journaled = None  # the context lies in a cycle with its scope
+            context.__dict__.pop("request", None)
             self._endpoint.bodies.give_back(context.asker.turn, context.held_bytes)
             if uses_model:
                 self._endpoint.leave(context.key)

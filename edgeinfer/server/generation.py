@@ -312,6 +312,8 @@ class _GenerationResponse(Response):
             self.endpoint.unqueue(context.model, len(self.task.generations), context.asker.turn)
             self._cancel()
             self.task.lease.release()
+            for generation in self.task.generations:
+                generation.tap(None)  # otherwise a cycle holds the request until the collector runs
 
     def _check_cancelled(self, event: Event) -> None:
         """Raise Problem 503 for a generation that the endpoint itself cancelled."""
