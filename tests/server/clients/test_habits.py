@@ -113,7 +113,7 @@ def test_completion_tells_its_settings_and_only_the_fields_asked_for(serve):
     assert (settings["top_k"], settings["n_predict"], settings["stop"]) == (7, 5, ["x"])
     fields = ["content", "generation_settings/top_k", "no/such", "nothing"]
     only = here.client.post("/completion", json=ask | {"response_fields": fields}).json()
-    assert only == {"content": "a", "top_k": 7}
+    assert only == {"content": "a", "generation_settings/top_k": 7}
 
 
 def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):

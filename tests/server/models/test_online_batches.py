@@ -10,6 +10,7 @@ import pytest
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.server import batches
+from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
@@ -237,10 +238,10 @@ def test_batch_may_do_what_its_asker_may(serve, tmp_path, until, url, body, stat
     assert here.endpoint.models.is_loaded("fake")
 
 
-def _as_other_user(stranger, here, path: str, **body: object) -> tuple[int, bytes]:
+def _as_other_user(stranger, here, path: str, method: str = "", **body: object) -> tuple[int, bytes]:
     """Ask as another user: one request in each connection, which is made as that user."""
     with stranger(), httpx2.Client(base_url=here.url, timeout=30) as client:
-        reply = client.request("POST" if body else "GET", path, **body)
+        reply = client.request(method or ("POST" if body else "GET"), path, **body)
         return reply.status_code, reply.content
 
 
@@ -255,6 +256,16 @@ def test_users_of_one_machine_share_no_file_batch_or_tool(serve, tmp_path, until
     for path in paths:
         assert here.client.get(path).status_code == 200, path
         assert _as_other_user(stranger, here, path)[0] == 404, path
+    ids = [mine.input_file_id, mine.output_file_id, mine.id, kept]
+    for operation in (
+        o for o in OPERATIONS if "{id}" in o.path and not o.path.startswith("/v1/models")
+    ):
+        for name in ids:
+            path = operation.path.replace("{id}", name)
+            status, _ = _as_other_user(stranger, here, path, operation.method)
+            assert status in (400, 403, 404), (operation.method, path)
+    for path in paths:
+        assert here.client.get(path).status_code == 200, path
     for path in ("/v1/files", "/v1/batches"):
         assert json.loads(_as_other_user(stranger, here, path)[1])["data"] == []
     assert json.loads(_as_other_user(stranger, here, "/slots")[1])["slots"] == []

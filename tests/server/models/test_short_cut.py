@@ -39,6 +39,18 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
         transport.abort()
 
 
+async def test_connection_of_a_client_that_left_is_cut():
+    """A half-closed connection is not read any more: only a write tells that its client is gone."""
+    connection, transport, client = await connected()
+    transport.pause_reading()
+    client.close()
+    short_cut = connection.short_cut(words)
+    assert await asyncio.to_thread(short_cut, TextDelta("x"))
+    await asyncio.sleep(0)
+    assert transport.is_closing()
+    assert not short_cut(TextDelta("y"))
+
+
 async def test_a_client_that_left_and_a_defect_do_no_harm():
     connection, transport, client = await connected()
     client.close()
