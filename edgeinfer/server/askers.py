@@ -75,6 +75,9 @@ class RoundRobin(Generic[T]):
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
 
+    def __contains__(self, asker: str) -> bool:
+        return asker in self._waiting
+
     def add(self, asker: str, item: T) -> None:
         self._waiting.setdefault(asker, deque()).append(item)
 
@@ -189,6 +192,10 @@ class Places:
             if not turn[1].cancelled():
                 self.give_back(asker, n)
             raise
+
+    def has(self, asker: str) -> bool:
+        """Return whether an asker has places, or waits for some."""
+        return asker in self._taken or asker in self._waiting
 
     def give_back(self, asker: str, n: int) -> None:
         if not asker:

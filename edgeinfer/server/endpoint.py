@@ -103,10 +103,14 @@ class Endpoint:
         self.taking = asyncio.Lock()
 
     def enter(self, key: str) -> None:
-        """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After."""
+        """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
+
+        A key's only request is not refused for the requests of others.
+        """
         if self.draining:
             raise shutting_down()
-        if self.in_flight >= self.limits.max_requests:
+        is_only = key != "" and not self._by_key[key]
+        if self.in_flight >= self.limits.max_requests and not is_only:
             self.metrics.refused.labels("requests").inc()
             raise unavailable("Too many requests at once.", "queue_full", 1)
         if key and self._by_key[key] >= self.limits.max_per_key:
@@ -150,9 +154,13 @@ class Endpoint:
         await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
-    def queue(self, model: str, n_parallel: int, n: int) -> None:
-        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError."""
-        if self.inside[model] + n > n_parallel + self.limits.max_queue:
+    def queue(self, model: str, n_parallel: int, n: int, asker: str = "") -> None:
+        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError.
+
+        An asker's only ones are not refused for those of others.
+        """
+        is_only = asker != "" and not self.places[model].has(asker)
+        if self.inside[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
             raise QueueFullError(
                 f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"

@@ -151,9 +151,9 @@ async def submit_all(
     They count in the model's queue until `_release`.
     """
     endpoint, engine = context.endpoint, lease.engine
-    endpoint.queue(context.model, engine.info.n_parallel, len(requests))
-    generations: list[Generation] = []
     asker, has_places = context.asker.turn, False
+    endpoint.queue(context.model, engine.info.n_parallel, len(requests), asker)
+    generations: list[Generation] = []
     context.is_queued = True
     try:
         async with endpoint.preparation.turn(asker, requests[0]):

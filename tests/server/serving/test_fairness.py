@@ -41,6 +41,21 @@ def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     assert not here.endpoint.places
 
 
+@pytest.mark.parametrize("limits", [Limits(max_queue=2), Limits(max_requests=6)], ids=["queue", "all"])
+def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
+    gate = StepGate()
+    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    here = serve(engine, keys=KEYS, limits=limits)
+    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(6)]
+    until(lambda: here.endpoint.in_flight == 6, "six requests to wait")
+    refused = _ask(here, BUSY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+    assert _ask(here, OTHER).status_code == 200
+    gate.opened.set()
+    assert [one.result().status_code for one in asking] == [200] * 6
+    assert not here.endpoint.places
+
+
 def test_lone_key_has_the_engine_for_itself(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate]])
