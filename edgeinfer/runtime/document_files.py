@@ -20,16 +20,10 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Texts of the last documents by the SHA-256 of salt and file: conversations send them again each turn.
+#: Texts of the last documents by the SHA-256 of asker and file: a chat sends them again each turn.
 _KEPT = 8
 _kept: OrderedDict[bytes, str] = OrderedDict()
 _keeping = threading.Lock()
-_salt = threading.local()
-
-
-def use_salt(cache_salt: str) -> None:
-    """Keep what this thread reads from now on apart from what is read with other salts."""
-    _salt.text = cache_salt
 
 
 def is_document(data: bytes) -> bool:
@@ -105,8 +99,8 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
 
 def _text(data: bytes, name: str, param: str) -> str:
-    salt = hashlib.sha256(getattr(_salt, "text", "").encode()).digest()
-    key = hashlib.sha256(salt + data).digest()
+    asker = hashlib.sha256(pictures.current_asker().encode()).digest()
+    key = hashlib.sha256(asker + data).digest()
     with _keeping:
         if key in _kept:
             _kept.move_to_end(key)

@@ -15,9 +15,12 @@ import re
 import signal
 import struct
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import BoundedSemaphore
+from weakref import WeakValueDictionary
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
@@ -111,8 +114,32 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Decoders at once: each may take 512 MB. An endpoint's API key has two of them at most.
+#: Decoders at once: each may take 512 MB. One of several askers (API keys) has two of them at most.
 _decoders = BoundedSemaphore(3)
+_MOST_OF_ASKER = 2
+_decoders_of: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
+_choosing = threading.Lock()
+_thread = threading.local()
+
+
+def work_for(asker: str) -> None:
+    """Count what this thread decodes from now on as this asker's; "" is not limited."""
+    _thread.asker = asker
+
+
+def current_asker() -> str:
+    """Return whom this thread works for."""
+    return str(getattr(_thread, "asker", ""))
+
+
+def _own_decoders() -> AbstractContextManager[object]:
+    asker = current_asker()
+    if not asker:
+        return nullcontext()
+    with _choosing:
+        own = _decoders_of.get(asker) or BoundedSemaphore(_MOST_OF_ASKER)
+        _decoders_of[asker] = own
+        return own
 
 
 def format_of(data: bytes) -> str:
@@ -179,7 +206,7 @@ def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
     Raises ValueError with the reason that it, or its limits, refuse the file for.
     """
     try:
-        with _decoders:
+        with _own_decoders(), _decoders:
             done = subprocess.run(
                 child_command(helper, *arguments),
                 input=data,

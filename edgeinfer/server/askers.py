@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from edgeinfer.runtime.pictures import work_for
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import too_many, unavailable
 
@@ -132,6 +133,7 @@ class FairPool:
     def _run(self, asker: str, future: Future[Any], work: Callable[[], Any]) -> None:
         mark = object()
         self._begun[mark] = time.monotonic()
+        work_for(asker)
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  the future raises it again, in the caller

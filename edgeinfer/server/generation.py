@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -105,12 +104,7 @@ async def _read_files(
     context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
 ) -> Sequence[GenerateRequest]:
     """Decode a request with files; what its files hold counts among the bodies, once for all copies."""
-
-    def read() -> Sequence[GenerateRequest]:
-        document_files.use_salt(context.cache_salt)
-        return work()
-
-    requests = await context.endpoint.preparation.read_files(context.asker.turn, read)
+    requests = await context.endpoint.preparation.read_files(context.asker.turn, work)
     first = requests[0]
     files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
     context.hold(first.length + sum(map(len, files)))

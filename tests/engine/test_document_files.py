@@ -2,11 +2,15 @@
 
 import base64
 import contextlib
+import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from made_documents import make_docx, make_pdf
+from other_processes import wait_until
 
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime import document_files, document_reader_process, pictures
@@ -140,7 +144,7 @@ def test_nested_paragraphs_are_read_once_or_refused():
         text_of(make_docx([deep]), "a")
 
 
-def test_texts_kept_for_one_salt_are_not_found_with_another(monkeypatch):
+def test_texts_kept_for_one_asker_are_not_found_by_another(monkeypatch):
     data = make_pdf(["Of one key alone."])
     read = []
     answer_of = pictures.answer_of
@@ -150,11 +154,11 @@ def test_texts_kept_for_one_salt_are_not_found_with_another(monkeypatch):
         return answer_of(*given)
 
     monkeypatch.setattr(pictures, "answer_of", counted)
-    for salt, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
-        document_files.use_salt(salt)
+    for asker, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
+        pictures.work_for(asker)
         assert "alone" in text_of(data, "a.pdf")
         assert len(read) == n
-    document_files.use_salt("")
+    pictures.work_for("")
 
 
 @pytest.mark.parametrize(
@@ -190,3 +194,26 @@ def test_mutated_documents_are_text_or_a_refusal(original):
             data[place] = rng.integers(256)
         with contextlib.suppress(InvalidRequestError):
             assert isinstance(text_of(bytes(data), "a"), str)
+
+
+def test_asker_leaves_a_decoder_to_others(monkeypatch):
+    opened, begun = threading.Event(), []
+
+    def run(*command, **given):
+        begun.append(pictures.current_asker())
+        assert opened.wait(30)
+        return subprocess.CompletedProcess(command, 0, b"1 1\n\0\0\0", b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+    def decode(asker: str) -> pictures.Picture:
+        pictures.work_for(asker)
+        return pictures.decode(b"\x89PNG\r\n\x1a\n")
+
+    with ThreadPoolExecutor(6) as pool:
+        busy = [pool.submit(decode, "busy") for _ in range(4)]
+        wait_until(lambda: begun == ["busy"] * 2, "two decoders to work")
+        other = pool.submit(decode, "other")
+        wait_until(lambda: sorted(begun) == ["busy", "busy", "other"], "the third to work")
+        opened.set()
+        assert all(one.result(30).width == 1 for one in [*busy, other])
