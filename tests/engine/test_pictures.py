@@ -20,7 +20,6 @@ from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
-from edgeinfer.runtime import vision as vision_module
 from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
@@ -571,44 +570,6 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
     requests[3].wait(requests[3].spans[0], 60)
     assert requests[3].rows(requests[3].spans[0]).shape == (1, 4)
     assert encoded == [a, c]
-    vision.park()
-
-
-class _Pixels(bytes):
-    """Counts the bytes that are alive."""
-
-    alive = 0
-
-    def __init__(self, *_: object) -> None:
-        _Pixels.alive += len(self)
-
-    def __del__(self) -> None:
-        _Pixels.alive -= len(self)
-
-
-def test_pixels_of_waiting_pictures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 white pictures in 1.4 MB of requests would hold 740 MiB until their turn comes."""
-
-    class OneRow:
-        def chunks(self, width: int, height: int) -> list[Chunk]:
-            return [Chunk(n_rows=1)]
-
-        def encode(self, picture: Picture) -> list[np.ndarray]:
-            return [np.full((1, 4), picture.width, np.float32)]
-
-    monkeypatch.setattr(vision_module, "decode", lambda file: Picture(1000, 1000, _Pixels(3_000_000)))
-    vision = Vision(OneRow(), "key", max_rows=1)  # type: ignore[arg-type]
-    spans: list[Span] = []
-    for number in range(40):
-        vision.append([], spans, b"%d" % number, chat(""))
-    assert len(spans) == 40
-    assert _Pixels.alive <= 48 << 20
-    request = PromptPictures(vision, spans)
-    request.encode_behind(-1)
-    for span in spans:
-        request.wait(span, 60)
-        assert request.rows(span).max() == 1000
-    assert _Pixels.alive == 0
     vision.park()
 
 
