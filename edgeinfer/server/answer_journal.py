@@ -180,12 +180,6 @@ class AnswerJournal:
         self._evict()
         return self._answers.get((key, name))
 
-    def answers(self, key: str) -> list[JournaledAnswer]:
-        """Return the answers of a key that are done, the oldest first."""
-        self._evict()
-        answers = self._answers.items()
-        return [answer for (owner, _), answer in answers if owner == key and answer.is_done]
-
     def add(self, key: str, name: str, answer: JournaledAnswer) -> None:
         """Add an answer; it is removed when it fails, or is evicted later."""
         self._answers[key, name] = answer

@@ -6,7 +6,6 @@ conversation before it.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from typing import Any
@@ -35,18 +34,13 @@ from edgeinfer.server.responses.wire import (
 
 ROUTES = RouteTable()
 _OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
-_NO_REFERENCES = (
-    "responses are not stored, so send the item itself (in Vercel's AI SDK: "
-    "`providerOptions: {openai: {store: false}}`, or the model by `openai.chat(MODEL)`); "
-    "`store-responses` under [serve] switches storing on"
-)
 _SEQUENCE = re.compile(rb'^data: \{"type":"[\w.]+","sequence_number":(\d+)', re.MULTILINE)
 
 
 @ROUTES.post("/v1/responses", reply=ResponseReply, streams=True, may_store=True)
 async def responses(context: RequestContext, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
-    whole = with_previous(context, await with_referenced(context, body))
+    whole = with_previous(context, body)
     mcp = await mcp_calls(context, whole)
     name = journal_answer(context, whole)
     if mcp is not None:
@@ -132,35 +126,6 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
     return msgspec.structs.replace(
         body, input=[*stored.items, *_output_items(answer), *_own_items(body)]
     )
-
-
-async def with_referenced(
-    context: RequestContext, body: wire.ResponsesRequest
-) -> wire.ResponsesRequest:
-    """Replace references to items of this key's stored responses. Raises Problem 400."""
-    if isinstance(body.input, str):
-        return body
-    wanted = {item.id for item in body.input if isinstance(item, wire.ItemReference)}
-    if not wanted:
-        return body
-    journal = context.endpoint.journal
-    if journal is None:
-        raise unsupported("input", _NO_REFERENCES)
-    stored = await asyncio.to_thread(_items_by_id, journal.answers(context.key), wanted)
-    absent = sorted(wanted - stored.keys())
-    if absent:
-        message = f"Item with id '{absent[0][:200]}' not found."
-        raise Problem(400, message, param="input", code="item_not_found")
-    items = [stored[i.id] if isinstance(i, wire.ItemReference) else i for i in body.input]
-    return msgspec.structs.replace(body, input=items)
-
-
-def _items_by_id(answers: list[JournaledAnswer], wanted: set[str]) -> dict[str | None, wire.Item]:
-    items: list[wire.Item] = []
-    for stored in answers:
-        if any(name.encode() in stored.body for name in wanted):
-            items += _output_items(stored)
-    return {getattr(item, "id", None): item for item in items}
 
 
 def journal_answer(context: RequestContext, body: wire.ResponsesRequest) -> str:

@@ -39,12 +39,6 @@ class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
     """A text as the chat API spells it."""
 
 
-class ItemReference(Wire, frozen=True, tag="item_reference", tag_field="type"):
-    """An item of a stored response, by its id."""
-
-    id: ShortText
-
-
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
     """A picture in a `data:` URI; nothing is fetched."""
 
@@ -104,6 +98,7 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     is_untagged_form: ClassVar = True
     hints: ClassVar = frozenset({"phase"})
     other_types: ClassVar[Mapping[str, str]] = {
+        "item_reference": "responses are not stored, send the item itself",
         "compaction": "only who encrypted it can read it",
         "configuration_update": "a request has one configuration",
         "computer_call": "there is no computer",
@@ -200,7 +195,6 @@ Item = (
     | McpCallItem
     | McpApprovalRequestItem
     | McpApprovalResponseItem
-    | ItemReference
 )
 
 

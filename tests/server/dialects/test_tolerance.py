@@ -120,29 +120,3 @@ def test_folders_of_the_operator_are_not_told(path):
     problem = from_error(ModelLoadError(f"{path}: not a model, see https://a.example/b/c"))
     assert problem.message.startswith(("a.gguf: not", "/a.gguf: not"))
     assert problem.message.endswith("https://a.example/b/c")
-
-
-def test_item_references_are_looked_up(serve):
-    engine = FakeEngine([["one"], ["two"], ["three"]])
-    here = serve(engine, store_responses=True, keys=["one-key-of-many", "another-key-here"])
-
-    def ask(key: str, items: list) -> tuple[int, dict]:
-        reply = here.client.post("/v1/responses", json={"input": items}, headers={"x-api-key": key})
-        return reply.status_code, reply.json()
-
-    user = {"role": "user", "content": "hi"}
-    _, first = ask("one-key-of-many", [user])
-    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-    status, _ = ask("one-key-of-many", [user, reference, user])
-    assert status == 200
-    assert [turn.content for turn in engine.requests[-1].messages] == ["hi", "one", "hi"]
-    for key, item in (("another-key-here", reference), ("one-key-of-many", reference | {"id": "x"})):
-        status, refused = ask(key, [user, item])
-        assert (status, refused["error"]["code"]) == (400, "item_not_found")
-
-
-def test_item_reference_without_storing_names_the_way_out(here):
-    items = [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "a"}]
-    error = here.client.post("/v1/responses", json={"input": items}).json()["error"]
-    assert "store-responses" in error["message"]
-    assert "store: false" in error["message"]
