@@ -147,7 +147,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stran
     monkeypatch.setattr(webbrowser, "open", open_browser)
     monkeypatch.setenv("DISPLAY", ":7")
     monkeypatch.setattr(web, "own_endpoint", lambda *_: RemoteEndpoint(url=here.url, model="fake"))
-    result = web.run(SimpleNamespace(no_open=False), Host())
+    result = web.run(SimpleNamespace(model=None, no_open=False), Host())
     assert (opened, result.opened) == ([here.url], True)
     with stranger(), httpx2.Client(base_url=here.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
