@@ -93,6 +93,22 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), _SIGKILL)
 
 
+def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
+    """Return a `preexec_fn` by which Linux ends the child, across exec, when this thread ends."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: the child only calls it
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(127)
+
+    return prepare
+
+
 def step_back() -> None:
     """Give this process, and the session that it leads, the lowest CPU priority.
 
