@@ -36,6 +36,7 @@ from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
+from edgeinfer.platform.process import dying_with_parent
 from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
@@ -205,7 +206,7 @@ class _OwnServers:
         """Start an endpoint of a model. Raises ServeError."""
         where = ["--log=json", "--host=127.0.0.1", f"--port={free_port()}"]
         command = [*own_command(), "serve", model, *where, *self._typed]
-        remote, pid = endpoint.start(command, keys.own_key(), self._environment)
+        remote, pid = endpoint.start(command, keys.own_key(), self._environment, dies_with_parent=True)
         self._pids[remote.url] = pid
         return Target(url=remote.url, model=remote.model, key=remote.key)
 
@@ -227,7 +228,12 @@ class _OwnServers:
         pipe = subprocess.PIPE
         began = time.perf_counter()
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=self._environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            env=self._environment,
+            preexec_fn=dying_with_parent(),
         ) as process:
             assert process.stdout is not None
             process.stdout.read(1)
