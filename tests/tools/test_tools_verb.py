@@ -65,6 +65,11 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         {"name": "x" * 200, "inputSchema": {}},
         {"name": "x" * 201, "inputSchema": {}},
         {"name": "broken", "inputSchema": {"type": "array"}},
+        {
+            "name": "loose",
+            "inputSchema": {"properties": {"n": {"pattern": "^(?!a)b$", "type": "string"}}},
+        },
+        {"name": "nulls", "inputSchema": {"properties": None}},
         {"name": "", "inputSchema": {}},
         {"name": "fine\nline"},
         {"name": ["no name"]},
@@ -89,6 +94,8 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         "files is a built-in server",
         "/no/such/program cannot be started",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
+        "listing__loose: the model may write other arguments: ",
+        "listing__nulls: the model may write other arguments: ",
         "Figma-Dev-Mode",
         "weather",
     ):
