@@ -114,11 +114,13 @@ class McpClient:
         self.list_changed = False
         self.capabilities: dict[str, Any] = {}
         self._transport: StdioTransport | HttpTransport
+        self._is_connected = threading.Event()
         if spec.url:
             self._transport = HttpTransport(spec.url, spec.headers, self._received)
         else:
             command, variables, cwd = started_apart(spec, folder) if is_apart else started(spec, folder)
             self._transport = StdioTransport(command, variables, cwd, self._received, self._lost)
+        self._is_connected.set()
         try:
             self._initialize(stop)
         except BaseException:
@@ -140,7 +142,7 @@ class McpClient:
         self.capabilities = capabilities if isinstance(capabilities, dict) else {}
         if isinstance(self._transport, HttpTransport):
             self._transport.version = version
-        self._notify("notifications/initialized")
+        self._notify("notifications/initialized", stop=stop or Stop())
 
     # what a server offers
 
@@ -299,11 +301,21 @@ class McpClient:
         start = f"tool server {self.spec.name}: "
         return ToolServerError(start + text.removeprefix(start), hint=hint)
 
-    def _notify(self, method: str, params: dict[str, Any] | None = None) -> None:
+    def _notify(
+        self, method: str, params: dict[str, Any] | None = None, stop: Stop | None = None
+    ) -> None:
+        """Send a notification; with `stop`, wait until it is sent, or until that is set."""
         with_params = {"params": params} if params else {}
-        self._transport.send({"jsonrpc": "2.0", "method": method, **with_params})
+        sent = self._transport.send({"jsonrpc": "2.0", "method": method, **with_params})
+        if stop is not None:
+            is_over = threading.Event()
+            sent.add_done_callback(lambda _: is_over.set())
+            stop.add(is_over.set)
+            is_over.wait(self._timeout_s)
+            stop.remove(is_over.set)
 
     def _received(self, message: dict[str, Any]) -> None:
+        self._is_connected.wait()  # a server may speak first
         method, number = message.get("method"), message.get("id")
         if method is None:
             if (pending := self._pending_of(number)) is not None:
@@ -327,8 +339,9 @@ class McpClient:
         if pending is not None and pending.on_progress is not None:
             pending.heard_s = time.monotonic()
             done, total = params.get("progress"), params.get("total")
-            share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
-            pending.on_progress(str(params.get("message") or share))
+            with contextlib.suppress(Exception):  # a front end's: the reader of messages goes on
+                share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
+                pending.on_progress(str(params.get("message") or share))
 
     def _answer(self, method: Any) -> dict[str, Any]:
         """Return the answer to a request of the server's own."""

@@ -276,11 +276,10 @@ class HttpTransport:
     def send(self, message: Message) -> Future[None]:
         """Post a message, and hand on all that answers it. The future fails with ToolServerError."""
         is_request = "method" in message and "id" in message
-        if self._is_closed or (not is_request and self._n_notifying >= _MAX_UNSENT):
+        if self._is_closed:
             refused: Future[None] = Future()
-            refused.set_exception(ToolServerError("the session is closed or too busy"))
+            refused.set_exception(ToolServerError("the session is closed"))
             return refused
-        self._n_notifying += not is_request
         work = self._ask(message) if is_request else self._notify(message)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -290,7 +289,10 @@ class HttpTransport:
         return False
 
     async def _notify(self, message: Message) -> None:
-        """Post a message without an answer, one at a time."""
+        """Post a message without an answer, one at a time; too many are dropped."""
+        if self._n_notifying >= _MAX_UNSENT:
+            return
+        self._n_notifying += 1
         try:
             async with self._notifying, asyncio.timeout(_NOTIFY_S):
                 await self._post(message)
@@ -393,8 +395,10 @@ class HttpTransport:
     async def _close(self) -> None:
         import httpx2
 
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
+        posts = asyncio.all_tasks() - {asyncio.current_task()}
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
         if self.session:
             with contextlib.suppress(httpx2.HTTPError, EdgeInferError):
                 await self._client.delete(self._url, headers=self._headers(), timeout=_CLOSE_S)

@@ -252,10 +252,13 @@ class Toolbox:
 
     def client(self, name: str) -> McpClient:
         """Return the session of an MCP server. Raises ToolServerError."""
-        found = self.start(name)
-        if not isinstance(found, McpClient):
-            raise ToolServerError(f"{name} is built in: it has tools alone")
-        return found
+        try:
+            session = self.start(name)
+        except StoppedError as error:
+            raise ToolServerError(f"tool server {name}: stopped") from error
+        if not isinstance(session, McpClient):
+            raise ToolServerError(f"{name} is built in: it only has tools")
+        return session
 
     def close(self) -> None:
         """End every server. Idempotent."""

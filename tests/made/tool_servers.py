@@ -194,6 +194,18 @@ def result_of(message):
     return {"content": [{"type": "text", "text": "went"}]}
 
 
+def forward():
+    """Ask before the client has said anything."""
+    _send({"id": "early", "method": "ping"})
+    answers = [json.loads(sys.stdin.readline()), sys.stdin.readline()]
+    early = next(json.dumps(answer) for answer in answers if isinstance(answer, dict))
+    message = json.loads(answers[1])
+    if message.get("id") == "early":
+        early, message = json.dumps(message), json.loads(early)
+    _send({"id": message["id"], "result": result_of(message)})
+    raw(lambda number, params: text(number, early))
+
+
 def refusing(number, params):
     failure = {"code": -32602, "message": "bad", "data": {"why": "no such city"}}
     _send({"id": number, "error": failure})

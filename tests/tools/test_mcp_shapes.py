@@ -181,3 +181,14 @@ def test_a_broken_document_is_named(connect):
     text = connect("parts").call("go", {"content": content}).text
     assert text.startswith("[file:///a.pdf: ")
     assert text.endswith("]\nb")
+
+
+def test_a_server_that_speaks_first_is_answered(connect):
+    assert json.loads(connect("forward").call("go", {}).text)["result"] == {}
+
+
+def test_a_front_end_that_fails_to_show_progress_costs_no_call(connect):
+    def fail(words):
+        raise RuntimeError("the screen is gone")
+
+    assert connect("progressing").call("go", {}, on_progress=fail).text == "done"
