@@ -121,7 +121,7 @@ async def mcp(context: RequestContext) -> Response:
     if version and version not in VERSIONS:
         return _failure(None, _INVALID, f"version {version} is not spoken here", 400)
     if not raw.lstrip().startswith(b"["):
-        return _answered(context, raw)
+        return _answer(context, raw)
     try:
         batch = msgspec.json.decode(raw, type=_Batch)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -131,7 +131,7 @@ async def mcp(context: RequestContext) -> Response:
     return _BatchResponse(context, batch)
 
 
-def _answered(context: RequestContext, raw: bytes) -> Response:
+def _answer(context: RequestContext, raw: bytes) -> Response:
     try:
         message = msgspec.json.decode(raw, type=McpMessage)
     except msgspec.ValidationError as error:
@@ -146,13 +146,13 @@ def _answered(context: RequestContext, raw: bytes) -> Response:
         return Response(status_code=202)
     match message.method:
         case "initialize":
-            return _initialized(message)
+            return _initialize(message)
         case "ping":
             return _result(message.id, {})
         case "tools/list":
-            return _result(message.id, {"tools": [_described(name) for name in _offered(context)]})
+            return _result(message.id, {"tools": [_describe(name) for name in _tool_names(context)]})
         case "tools/call":
-            return _called(context, message)
+            return _start_call(context, message)
     return _failure(message.id, _NO_METHOD, f"{message.method} is not offered")
 
 
@@ -173,14 +173,14 @@ class _BatchResponse(Response):
             async def collect(event: Any, answer: bytearray = answer) -> None:
                 answer += event.get("body", b"")
 
-            await _answered(self._context, bytes(raw))(scope, receive, collect)
+            await _answer(self._context, bytes(raw))(scope, receive, collect)
             answers += [answer] if answer else []
         body = b"[" + b",".join(answers) + b"]"
         reply = Response(body, media_type="application/json") if answers else Response(status_code=202)
         await reply(scope, receive, send)
 
 
-def _initialized(message: McpMessage) -> Response:
+def _initialize(message: McpMessage) -> Response:
     asked = message.params.get("protocolVersion")
     result: dict[str, Any] = {
         "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
@@ -222,13 +222,13 @@ def _sees_files(context: RequestContext) -> bool:
     return context.is_admin and here is not None and here.uid == os.getuid()
 
 
-def _offered(context: RequestContext) -> list[str]:
+def _tool_names(context: RequestContext) -> list[str]:
     hidden = set() if _sees_files(context) else {"search_conversations", "read_document"}
     hidden |= {"search_conversations"} if context.endpoint.web is None else set()
     return [name for name in _TOOLS if name not in hidden]
 
 
-def _described(name: str) -> dict[str, Any]:
+def _describe(name: str) -> dict[str, Any]:
     kind = _TOOLS[name]
     schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
     description = schema.pop("description")
@@ -237,9 +237,9 @@ def _described(name: str) -> dict[str, Any]:
     return {"name": name, "description": description, "inputSchema": schema, "annotations": claims}
 
 
-def _called(context: RequestContext, message: McpMessage) -> Response:
+def _start_call(context: RequestContext, message: McpMessage) -> Response:
     name = message.params.get("name")
-    if name not in _offered(context):
+    if name not in _tool_names(context):
         return _failure(message.id, _PARAMS, f"there is no tool {name}")
     try:
         arguments = msgspec.convert(message.params.get("arguments") or {}, _TOOLS[name])
@@ -296,7 +296,7 @@ class _Call(Response):
             case Ask():
                 return await self._ask(self._arguments)
             case Embed(texts=texts, model=model):
-                return _result(self._id, await self._with_engine(model, lambda e: _embedded(e, texts)))
+                return _result(self._id, await self._with_engine(model, lambda e: _embed(e, texts)))
             case SearchConversations(words=words, limit=limit):
                 found = await self._context.endpoint.web.conversations.use(
                     lambda store: store.search(words, limit)
@@ -413,7 +413,7 @@ def _request(
     return infer_request(InferRequest(prompt=prompt, max_tokens=max_tokens), info)
 
 
-def _embedded(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
+def _embed(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
     if not engine.info.can_embed:
         raise InvalidRequestError(f"{engine.info.model} makes no embeddings", param="model")
     vectors = engine.embed(texts)

@@ -21,7 +21,7 @@ import msgspec
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.runtime import document_files
-from edgeinfer.tools.mcp_servers import ServerSpec, started, started_apart
+from edgeinfer.tools.mcp_servers import ServerSpec, plan_start, plan_start_apart
 from edgeinfer.tools.mcp_transports import (
     MAX_ANSWER_S,
     HttpTransport,
@@ -116,10 +116,11 @@ class McpClient:
         self._transport: StdioTransport | HttpTransport
         self._is_connected = threading.Event()
         if spec.url:
-            self._transport = HttpTransport(spec.url, spec.headers, self._received)
+            self._transport = HttpTransport(spec.url, spec.headers, self._receive)
         else:
-            command, variables, cwd = started_apart(spec, folder) if is_apart else started(spec, folder)
-            self._transport = StdioTransport(command, variables, cwd, self._received, self._lost)
+            plan = plan_start_apart if is_apart else plan_start
+            command, variables, cwd = plan(spec, folder)
+            self._transport = StdioTransport(command, variables, cwd, self._receive, self._lost)
         self._is_connected.set()
         try:
             self._initialize(stop)
@@ -136,8 +137,10 @@ class McpClient:
         result = self.request("initialize", params, timeout_s=_START_S, stop=stop)
         version = result.get("protocolVersion")
         if version not in VERSIONS:
-            known = f"{VERSIONS[-1]} to {VERSIONS[0]}"
-            raise self._error(f"it speaks version {version!r} of the protocol; known here: {known}")
+            range_text = f"{VERSIONS[-1]} to {VERSIONS[0]}"
+            raise self._error(
+                f"it speaks version {version!r} of the protocol; known here: {range_text}"
+            )
         capabilities = result.get("capabilities")
         self.capabilities = capabilities if isinstance(capabilities, dict) else {}
         if isinstance(self._transport, HttpTransport):
@@ -166,18 +169,18 @@ class McpClient:
         on_progress: Callable[[str], object] | None = None,
     ) -> CallResult:
         """Call a tool; `on_progress` gets words. Raises ToolServerError, StoppedError."""
-        found = self.request(
+        result = self.request(
             "tools/call", {"name": name, "arguments": arguments}, stop=stop, on_progress=on_progress
         )
-        text = "\n".join(map(_part_text, _dicts(found.get("content"))))
-        if not text and "structuredContent" in found:
-            text = msgspec.json.encode(found["structuredContent"]).decode()
-        return CallResult(text, found.get("isError") is True)
+        text = "\n".join(map(_item_text, _dicts(result.get("content"))))
+        if not text and "structuredContent" in result:
+            text = msgspec.json.encode(result["structuredContent"]).decode()
+        return CallResult(text, result.get("isError") is True)
 
     def read(self, uri: str) -> str:
         """Read a resource as text. Raises ToolServerError."""
-        found = self.request("resources/read", {"uri": uri})
-        return "\n".join(_resource_text(part) for part in _dicts(found.get("contents")))
+        result = self.request("resources/read", {"uri": uri})
+        return "\n".join(_resource_text(item) for item in _dicts(result.get("contents")))
 
     def prompts(self) -> list[dict[str, Any]]:
         """List the prompts as the protocol has them; none if the server has none."""
@@ -185,9 +188,9 @@ class McpClient:
 
     def prompt(self, name: str, arguments: dict[str, str]) -> str:
         """Return the text of a prompt. Raises ToolServerError."""
-        found = self.request("prompts/get", {"name": name, "arguments": arguments})
-        parts = [message.get("content") for message in _dicts(found.get("messages"))]
-        return "\n\n".join(map(_part_text, _dicts(parts)))
+        result = self.request("prompts/get", {"name": name, "arguments": arguments})
+        contents = [message.get("content") for message in _dicts(result.get("messages"))]
+        return "\n\n".join(map(_item_text, _dicts(contents)))
 
     def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
         """Return the entries of a list, as far as its limits and one answer's time go."""
@@ -314,7 +317,7 @@ class McpClient:
             is_over.wait(self._timeout_s)
             stop.remove(is_over.set)
 
-    def _received(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         self._is_connected.wait()  # a server may speak first
         method, number = message.get("method"), message.get("id")
         if method is None:
@@ -325,7 +328,7 @@ class McpClient:
         elif method == "notifications/tools/list_changed":
             self.list_changed = True
         elif method == "notifications/progress":
-            self._progressed(message.get("params"))
+            self._note_progress(message.get("params"))
 
     def _pending_of(self, number: Any) -> _Pending | None:
         """Return the request with an id, which some servers send back as a string or a float."""
@@ -333,7 +336,7 @@ class McpClient:
             return self._pending.get(int(number))
         return None
 
-    def _progressed(self, params: Any) -> None:
+    def _note_progress(self, params: Any) -> None:
         params = params if isinstance(params, dict) else {}
         pending = self._pending_of(params.get("progressToken"))
         if pending is not None and pending.on_progress is not None:
@@ -352,8 +355,8 @@ class McpClient:
             return {"result": {"roots": [root]}}
         return {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not offered"}}
 
-    def _lost(self, why: str) -> None:
-        self.lost = self.lost or why
+    def _lost(self, reason: str) -> None:
+        self.lost = self.lost or reason
         with self._lock:
             waiting = list(self._pending.values())
         for pending in waiting:
@@ -366,7 +369,7 @@ class McpClient:
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    yield from (part for part in value if isinstance(part, dict)) if isinstance(value, list) else ()
+    yield from (item for item in value if isinstance(item, dict)) if isinstance(value, list) else ()
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -391,31 +394,31 @@ def _tool(entry: dict[str, Any]) -> ToolInfo | None:
     )
 
 
-def _part_text(part: dict[str, Any]) -> str:
-    match part.get("type"):
+def _item_text(item: dict[str, Any]) -> str:
+    match item.get("type"):
         case "text":
-            return str(part.get("text") or "")
+            return str(item.get("text") or "")
         case "resource":
-            inner = part.get("resource")
+            inner = item.get("resource")
             return _resource_text(inner) if isinstance(inner, dict) else ""
         case "resource_link":
-            fields = (part.get(name) for name in ("uri", "name", "mimeType", "description"))
+            fields = (item.get(name) for name in ("uri", "name", "mimeType", "description"))
             return f"[{' · '.join(str(field) for field in fields if field)}]"
         case kind:
-            return f"[{kind}, {part.get('mimeType', 'of no type')}: not shown]"
+            return f"[{kind}, {item.get('mimeType', 'of no type')}: not shown]"
 
 
-def _resource_text(part: dict[str, Any]) -> str:
-    if "text" in part:
-        return str(part["text"] or "")
-    uri = str(part.get("uri") or "")
+def _resource_text(item: dict[str, Any]) -> str:
+    if "text" in item:
+        return str(item["text"] or "")
+    uri = str(item.get("uri") or "")
     try:
-        data = base64.b64decode(str(part.get("blob") or ""), validate=True)
+        data = base64.b64decode(str(item.get("blob") or ""), validate=True)
         if document_files.is_document(data):
             return f"[{uri}]\n{document_files.text_of(data, uri.rpartition('/')[2] or 'document')}"
     except (ValueError, EdgeInferError) as error:
         return f"[{uri}: {error}]"
-    return f"[{uri}, {part.get('mimeType', 'of no type')}: not text]"
+    return f"[{uri}, {item.get('mimeType', 'of no type')}: not text]"
 
 
 def _json(value: Any) -> str:

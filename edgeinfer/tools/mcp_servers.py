@@ -62,7 +62,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, _Scalar] | None = None
 
 
-def configured(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
+def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
     """Return the enabled servers, each name once, and why others are left out.
 
     config.toml goes before the files it names.
@@ -83,7 +83,7 @@ def configured(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], lis
 
 
 def _sources(config: ToolsConfig, left_out: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "config.toml", {name: msgspec.to_builtins(one) for name, one in config.servers.items()}
+    yield "config.toml", {name: msgspec.to_builtins(server) for name, server in config.servers.items()}
     for file in config.mcp_files:
         try:
             yield file, _entries(Path(file).expanduser())
@@ -128,25 +128,25 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{label}: {error}") from error
     url = entry.url or entry.server_url
-    words = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
+    command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
     if not name:
         raise ConfigError(f"{label}: a name has letters or digits")
-    if bool(words) == bool(url):
+    if bool(command) == bool(url):
         raise ConfigError(f"{label}: give either `command` or `url`")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{label}: {url} is not an address", hint="https://…")
     env = {**(entry.env or {}), **{name: f"${{env:{name}}}" for name in entry.pass_env or ()}}
-    filled = [_filled(label, word, folder) for word in (*words, *(entry.args or ()))]
+    filled = [_fill(label, word, folder) for word in (*command, *(entry.args or ()))]
     return ServerSpec(
         name=name,
-        command=(os.path.expanduser(filled[0]), *filled[1:]) if words else (),
-        env={key: _filled(label, text, folder) for key, text in env.items()},
-        url=_filled(label, url, folder) if url else "",
-        headers={key: _filled(label, text, folder) for key, text in (entry.headers or {}).items()},
+        command=(os.path.expanduser(filled[0]), *filled[1:]) if command else (),
+        env={key: _fill(label, text, folder) for key, text in env.items()},
+        url=_fill(label, url, folder) if url else "",
+        headers={key: _fill(label, text, folder) for key, text in (entry.headers or {}).items()},
     )
 
 
-def _filled(label: str, text: Any, folder: Path) -> str:
+def _fill(label: str, text: Any, folder: Path) -> str:
     """Replace `${env:NAME}`, `${NAME}`, `${NAME:-DEFAULT}` and `${workspaceFolder}`.
 
     Raises ConfigError for others.
@@ -171,20 +171,20 @@ def _filled(label: str, text: Any, folder: Path) -> str:
     return _PLACE.sub(value, str(text))
 
 
-def started(spec: ServerSpec, folder: Path) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
+def plan_start(spec: ServerSpec, folder: Path) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
     """Return a server's command, variables and working folder."""
     passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return spec.command, passed | spec.env, folder
 
 
-def started_apart(
+def plan_start_apart(
     spec: ServerSpec, folder: Path
 ) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
-    """Return what `started` does, so that no program or module below `folder` runs.
+    """Return what `plan_start` does, so that no program or module below `folder` runs.
 
     Commands of `shell` and `python` may have written it. Raises ToolServerError.
     """
-    command, variables, _ = started(spec, folder)
+    command, variables, _ = plan_start(spec, folder)
     for name in [name for name in variables if name.endswith("PATH")]:
         entries = variables[name].split(os.pathsep)
         outside = [entry for entry in entries if os.path.isabs(entry) and not _is_below(entry, folder)]
@@ -209,5 +209,5 @@ def started_apart(
 def _is_below(path: str | Path, folder: Path) -> bool:
     """Return whether a file, or the link to it, lies below `folder`."""
     real = os.path.realpath(folder)
-    places = (os.path.realpath(path), os.path.realpath(os.path.dirname(path)))
-    return any(Path(place).is_relative_to(real) for place in places)
+    paths = (os.path.realpath(path), os.path.realpath(os.path.dirname(path)))
+    return any(Path(path).is_relative_to(real) for path in paths)

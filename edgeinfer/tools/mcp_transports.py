@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,6 +258,7 @@ class HttpTransport:
         self.version = self.session = ""
         self._is_closed = False
         self._n_notifying = 0
+        self._posts: set[asyncio.Task[Any] | None] = set()
         self._notifying = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -294,17 +295,27 @@ class HttpTransport:
             return
         self._n_notifying += 1
         try:
-            async with self._notifying, asyncio.timeout(_NOTIFY_S):
-                await self._post(message)
-        except TimeoutError:
-            pass
+            with self._cancelled_by_close(), contextlib.suppress(TimeoutError):
+                async with self._notifying, asyncio.timeout(_NOTIFY_S):
+                    await self._post(message)
         finally:
             self._n_notifying -= 1
 
+    @contextlib.contextmanager
+    def _cancelled_by_close(self) -> Iterator[None]:
+        """Have `close` cancel this task; httpx has tasks of its own, which only httpx may cancel."""
+        task = asyncio.current_task()
+        self._posts.add(task)
+        try:
+            yield
+        finally:
+            self._posts.discard(task)
+
     async def _ask(self, message: Message) -> None:
         try:
-            async with asyncio.timeout(MAX_ANSWER_S):
-                is_answered = await self._post(message)
+            with self._cancelled_by_close():
+                async with asyncio.timeout(MAX_ANSWER_S):
+                    is_answered = await self._post(message)
         except TimeoutError as error:
             raise ToolServerError(f"{self._url}: no answer within {MAX_ANSWER_S:g} s") from error
         if not is_answered:
@@ -395,7 +406,7 @@ class HttpTransport:
     async def _close(self) -> None:
         import httpx2
 
-        posts = asyncio.all_tasks() - {asyncio.current_task()}
+        posts = [post for post in self._posts if post is not None]
         for post in posts:
             post.cancel()
         await asyncio.gather(*posts, return_exceptions=True)
@@ -420,11 +431,11 @@ def _refuse_long(size: int) -> None:
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events."""
-    rest, data = b"", bytearray()
+    line_start, data = b"", bytearray()
     async for piece in pieces:
-        rest += piece
-        _refuse_long(len(rest) + len(data))
-        *lines, rest = rest.split(b"\n")
+        line_start += piece
+        _refuse_long(len(line_start) + len(data))
+        *lines, line_start = line_start.split(b"\n")
         for line in lines:
             line = line.removeprefix(_BOM).rstrip(b"\r")
             if line.startswith(b"data:"):

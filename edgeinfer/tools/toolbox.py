@@ -24,7 +24,7 @@ from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
 from edgeinfer.tools.mcp_client import McpClient, StoppedError, ToolInfo
-from edgeinfer.tools.mcp_servers import configured
+from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.uses import Stop, safe_text, shown_name
 from edgeinfer.tools.web import Web
@@ -75,7 +75,7 @@ class Toolbox:
         }
         #: Those that can run as far as is known, and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
-        specs, self.notices = configured(config, folder)
+        specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
             self.notices.append(f"{name} is a built-in server: give yours another name: left out")

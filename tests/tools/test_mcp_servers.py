@@ -6,13 +6,13 @@ import pytest
 
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig
 from edgeinfer.errors import ToolServerError
-from edgeinfer.tools.mcp_servers import ServerSpec, configured, started_apart
+from edgeinfer.tools.mcp_servers import ServerSpec, load_servers, plan_start_apart
 
 
 def read_all(tmp_path, text):
     file = tmp_path / "mcp.json"
     file.write_text(text if isinstance(text, str) else json.dumps(text))
-    return configured(ToolsConfig(mcp_files=(str(file),)), tmp_path)
+    return load_servers(ToolsConfig(mcp_files=(str(file),)), tmp_path)
 
 
 def read(tmp_path, text):
@@ -118,7 +118,7 @@ def test_a_bad_file_leaves_only_itself_out(tmp_path, text):
     if text is not None:
         bad.write_bytes(text if isinstance(text, bytes) else text.encode())
     files = (str(bad), "~nobodyx/mcp.json", str(good))
-    specs, left_out = configured(ToolsConfig(mcp_files=files), tmp_path)
+    specs, left_out = load_servers(ToolsConfig(mcp_files=files), tmp_path)
     assert [spec.name for spec in specs] == ["one"]
     assert len(left_out) == 2
     assert "bad.json" in left_out[0]
@@ -128,14 +128,14 @@ def test_disabled_servers_stay_out_and_config_toml_goes_first(tmp_path):
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({"mcpServers": {"one": SERVER, "off": {**SERVER, "disabled": True}}}))
     own = ToolServerConfig(command=("own",))
-    specs, _ = configured(ToolsConfig(mcp_files=(str(file),), servers={"one": own}), tmp_path)
+    specs, _ = load_servers(ToolsConfig(mcp_files=(str(file),), servers={"one": own}), tmp_path)
     assert [(spec.name, spec.command) for spec in specs] == [("one", ("own",))]
 
 
 def test_named_variables_are_passed(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN", "t0")
     server = ToolServerConfig(command=("x",), pass_env=("TOKEN",))
-    specs, _ = configured(ToolsConfig(servers={"one": server}), tmp_path)
+    specs, _ = load_servers(ToolsConfig(servers={"one": server}), tmp_path)
     assert specs[0].env == {"TOKEN": "t0"}
 
 
@@ -150,7 +150,7 @@ def program(path):
 
 
 def apart(folder, *command, **env):
-    return started_apart(ServerSpec(name="x", command=command, env=env), folder)
+    return plan_start_apart(ServerSpec(name="x", command=command, env=env), folder)
 
 
 @pytest.fixture

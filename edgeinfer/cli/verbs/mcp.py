@@ -123,5 +123,5 @@ class _Bridge:
             sys.stdout.buffer.flush()
 
 
-def _failure(number: Any, code: int, words: str) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": words}}
+def _failure(number: Any, code: int, text: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": text}}

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
         notices = tools.prepare(refresh=options.check)
         if options.check:
             notices += filter(None, map(_describe_loose, tools.shown()))
-        found = tools.offered()
+        by_server = tools.offered()
     finally:
         tools.close()
     return ToolsResult(
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
                     for tool, level in offered
                 ),
             )
-            for name, offered in found.items()
+            for name, offered in by_server.items()
         ),
         notices=tuple(notices),
     )
