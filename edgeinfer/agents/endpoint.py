@@ -20,7 +20,7 @@ import msgspec
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
-from edgeinfer.platform.process import dying_with_parent
+from edgeinfer.platform.process import start_dying
 
 #: An edgeinfer endpoint answers /health at once.
 _HEALTH_S = 5.0
@@ -133,14 +133,14 @@ def start(
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        process = subprocess.Popen(
+        start_process = start_dying if dies_with_parent else subprocess.Popen
+        process = start_process(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=out,
             start_new_session=True,
-            preexec_fn=dying_with_parent() if dies_with_parent else None,
         )
     try:
         remote = _wait_for(process, log, key)

@@ -72,7 +72,8 @@ VERBS = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_child_outlives_its_verb(begin, smollm2, tmp_path, verb, number):
     words, child = VERBS[verb]
-    process = begin(*(word.format(model=smollm2) for word in words))
+    (tmp_path / "tmp").mkdir()
+    process = begin(*(word.format(model=smollm2) for word in words), TMPDIR=str(tmp_path / "tmp"))
 
     def children():
         assert process.poll() is None, (tmp_path / "said").read_text()
@@ -80,6 +81,9 @@ def test_no_child_outlives_its_verb(begin, smollm2, tmp_path, verb, number):
         return pids if any(child in word for pid in pids for word in words_of(pid)) else []
 
     end_and_wait(process, number, wait_until(children, f"a child of {verb}"))
+    if number == signal.SIGTERM:
+        assert process.returncode == 130, (tmp_path / "said").read_text()
+        assert not list((tmp_path / "tmp").iterdir()), "it cleans up"
 
 
 DYING = """
@@ -98,6 +102,22 @@ def test_a_child_dies_with_its_parent(number, ends_by):
     command = [sys.executable, "-c", DYING.format(number=number)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         end_and_wait(parent, ends_by, [int(parent.stdout.readline())])
+
+
+INTERRUPTED = """
+import os, signal
+from edgeinfer.platform.process import start_dying
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+try:
+    start_dying(["true"])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_signal_in_the_midst_of_a_fork_is_not_lost():
+    assert run_python(INTERRUPTED) == "interrupted\n"
 
 
 ORPHAN = """

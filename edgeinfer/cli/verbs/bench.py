@@ -36,7 +36,7 @@ from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
-from edgeinfer.platform.process import dying_with_parent
+from edgeinfer.platform.process import start_dying
 from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
@@ -227,13 +227,8 @@ class _OwnServers:
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]
         pipe = subprocess.PIPE
         began = time.perf_counter()
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            env=self._environment,
-            preexec_fn=dying_with_parent(),
+        with start_dying(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=self._environment
         ) as process:
             assert process.stdout is not None
             process.stdout.read(1)
