@@ -233,6 +233,12 @@ def whereabouts(number, params):
     text(number, json.dumps({**told, "json": json.__file__, "roots": answer["result"]["roots"]}))
 
 
+def asking(number, params):
+    """Send a request of the named method, and answer with what comes."""
+    _send({"id": "own", "method": params["arguments"]["method"], "params": {"message": "Who are you?"}})
+    text(number, sys.stdin.readline())
+
+
 def crashing(number, params):
     sys.stderr.write("Segmentation fault\n")
     sys.stderr.flush()
@@ -294,6 +300,7 @@ if __name__ == "__main__":
     if kind in ("stdio", "http"):
         sdk(kind)
     elif kind in (
+        "asking",
         "pinging",
         "rooting",
         "garbage",

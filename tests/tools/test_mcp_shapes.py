@@ -183,6 +183,12 @@ def test_a_broken_document_is_named(connect):
     assert text.endswith("]\nb")
 
 
+@pytest.mark.parametrize("method", ["elicitation/create", "sampling/createMessage", "no/such"])
+def test_requests_of_a_server_that_are_not_offered_are_refused(connect, method):
+    answer = json.loads(connect("asking").call("go", {"method": method}).text)
+    assert (answer["id"], answer["error"]["code"]) == ("own", -32601)
+
+
 def test_a_server_that_speaks_first_is_answered(connect):
     assert json.loads(connect("forward").call("go", {}).text)["result"] == {}
 
