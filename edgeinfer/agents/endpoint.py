@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
+from edgeinfer.platform.process import start_dying
 
 #: An edgeinfer endpoint answers /health at once.
 _HEALTH_S = 5.0
@@ -117,7 +119,11 @@ def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
 
 
 def start(
-    command: list[str], key: str, environment: Mapping[str, str] = os.environ
+    command: list[str],
+    key: str,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
     """Start `command`, a `serve`, in a session of its own; return the endpoint and its pid.
 
@@ -126,25 +132,34 @@ def start(
     log = paths.state_dir() / _LOG_NAME
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    pid = os.posix_spawnp(
-        command[0],
-        command,
-        environment,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 2, str(log), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600),
-        ],
-        setsid=True,
-    )
-    found = None
-    while found is None:
-        if os.waitpid(pid, os.WNOHANG)[0]:
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        start_process = start_dying if dies_with_parent else subprocess.Popen
+        process = start_process(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        remote = _wait_for(process, log, key)
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.returncode = 0  # whether it has ended is told by its pid: it may outlive this process
+    return remote, process.pid
+
+
+def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEndpoint:
+    while True:
+        if process.poll() is not None:
             raise ServeError(f"`serve` exited: {_last_words(log)}", hint=f"its log: {log}")
         time.sleep(_LOOK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
-        found = look_at(url, key) if url else None
-    return found, pid
+        if url and (remote := look_at(url, key)):
+            return remote
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:

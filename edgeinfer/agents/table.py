@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from edgeinfer.errors import UsageError
+from edgeinfer.platform.process import start_dying
 
 #: The provider's name in agents that want one.
 PROVIDER = "edgeinfer"
@@ -286,7 +287,7 @@ def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> in
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, env={**os.environ, **environment})
+        return start_dying(command, signal.SIGTERM, env={**os.environ, **environment})
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
 

@@ -53,7 +53,6 @@ class Repl:
         self._source = source
         self._out = out
         self._interactive = source.isatty() and out.isatty()
-        self._asking = threading.Lock()
         self._failure: EdgeInferError | None = None
         self._read_ahead = ReadAhead(self.session)
         self._attachments: list[Attachment] = list(launch.attachments)
@@ -261,26 +260,21 @@ class Repl:
         if not self._interactive:
             self.show_text(card.text())
             return Decision("no", "no user is here to allow it")
-        return card.ask(self.ask)
+        return card.ask(self._ask_user)
 
-    def ask(self, text: str) -> str | None:
+    def _ask_user(self, text: str) -> str | None:
         stop = self.session.tools.running if self.session.tools is not None else None
-        with self._asking:
-            if stop is None or stop.is_set:
-                return None
-            self.show_text(text)
-            if not self._interactive:
-                return None
-            self._write("? ")
-            with contextlib.suppress(OSError):  # nothing to wait for: a text in memory, or Windows
-                # a read would go on when the calls have ended, and take the next question
-                while not select.select([self._source], [], [], 0.1)[0] and not stop.is_set:
-                    pass
-            if stop.is_set:
-                self._write("\n")
-                return None
-            line = self._source.readline()
-            return line.rstrip("\n") if line else None
+        self.show_text(text)
+        self._write("? ")
+        with contextlib.suppress(OSError):  # nothing to wait for: a text in memory, or Windows
+            # a read would go on when the calls have been stopped, and take the next question
+            while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
+                pass
+        if stop is not None and stop.is_set:
+            self._write("\n")
+            return None
+        line = self._source.readline()
+        return line.rstrip("\n") if line else None
 
     def show_use(self, use: ToolUse, words: str) -> None:
         name, _, tool = use.name.partition("__")

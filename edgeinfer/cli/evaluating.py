@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -30,9 +31,12 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
+from edgeinfer.platform.machine import read_gpus
+from edgeinfer.runtime.llama import backends, libedgeinfer
 from edgeinfer.runtime.requests import preparing
 from edgeinfer.runtime.sampling.grammar import follows
 from edgeinfer.server.batches import BatchLine
+from edgeinfer.snapshots import fingerprint
 
 #: What an item may be checked by, each a field of `Item`.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
@@ -129,7 +133,7 @@ _FORM = f'an item is a line such as {{"id": "1", "prompt": "2 + 2?", "number": 4
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with a system prompt and adapters. `stamp` identifies its weights and load options."""
+    """A model with a system prompt and adapters. `stamp` is of weights, options and machine."""
 
     name: str
     model: str
@@ -244,12 +248,29 @@ def _candidate(
     return _Candidate(
         name=" + ".join(filter(None, [name, label and f"“{label}”", adapter])),
         model=files.name if typed == options.model else host.resolve(typed).name,
-        stamp=[loading, files.sha256, [(one.st_size, one.st_mtime_ns) for one in stats]],
+        stamp=[
+            *(loading, files.sha256, [(one.st_size, one.st_mtime_ns) for one in stats]),
+            *_engine_stamp(host),
+        ],
         system=requesting.system_prompt(system, host.config),
         lora=None
         if adapter is None
         else [{"name": name, "scale": scale} for name, (_, scale) in adapters.items()],
     )
+
+
+def _engine_stamp(host: Host) -> list[Any]:
+    """Return what an answer's bits depend on beside the model: processor, devices and libraries."""
+    llama = importlib.util.find_spec("llama_cpp")
+    folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
+    folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]
+    libraries = sorted(path for folder in folders for path in folder.glob("*.so"))
+    return [
+        fingerprint.machine_keys()["cpu"],
+        read_gpus(),
+        host.config.gpu,
+        [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in libraries],
+    ]
 
 
 def _judging(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:

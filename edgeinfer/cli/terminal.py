@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -36,11 +37,16 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
 
 @contextmanager
 def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
-    """Turn Ctrl-C in the block into InterruptedByUser."""
+    """Turn Ctrl-C and SIGTERM in the block into InterruptedByUser."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
         yield
     except KeyboardInterrupt as error:
         raise InterruptedByUser(message, hint=hint) from error
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:

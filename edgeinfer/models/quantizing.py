@@ -29,7 +29,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.platform.process import child_command
+from edgeinfer.platform.process import child_command, start_dying
 
 #: Tokens of a user's text that are scored, and so not read for an importance matrix.
 _SCORED_TOKENS = 1024
@@ -168,7 +168,7 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
-        with subprocess.Popen(
+        with start_dying(
             child_command(module, *args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -12,7 +12,9 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Mapping
+    from typing import Any
 
 #: In the frozen binary `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
@@ -91,6 +93,45 @@ def die_with_parent() -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
     if os.getppid() != parent:  # it went while we asked
         os.kill(os.getpid(), _SIGKILL)
+
+
+def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
+    """Return a `preexec_fn` by which Linux ends the child, across exec, when this thread ends."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: the child only calls it
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(127)
+
+    return prepare
+
+
+def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a child that Linux ends with this thread. Raises what `subprocess.Popen` does.
+
+    Signal handlers run afterwards: Python drops an exception that one raises in the midst of a fork.
+    """
+    import signal
+    import subprocess
+    import threading
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    handled = [number for number in numbers if callable(signal.getsignal(number))]
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in handled}
+    try:
+        return subprocess.Popen(command, preexec_fn=dying_with_parent(number), **settings)
+    finally:
+        for handled_number, handler in before.items():
+            signal.signal(handled_number, handler)
+        for arrived_number in arrived:
+            signal.raise_signal(arrived_number)
 
 
 def step_back() -> None:

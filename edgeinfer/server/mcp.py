@@ -1,4 +1,4 @@
-"""The endpoint as an MCP server (Streamable HTTP): one message a request, answers in JSON.
+"""The endpoint as an MCP server (Streamable HTTP): a message or a batch a request, answers in JSON.
 
 `edgeinfer mcp` is the same over standard streams: it posts its lines here.
 """
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from edgeinfer import __version__
 from edgeinfer.chat import attachments
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.errors import EdgeInferError, EngineClosedError, InvalidRequestError
+from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
@@ -43,6 +43,10 @@ _PARSE, _INTERNAL = -32700, -32603
 _INVALID, _NO_METHOD = -32600, -32601
 _PARAMS = -32602
 _INSTRUCTIONS = "A language model on this machine. It sees what `ask` gives it and nothing else."
+
+#: Later versions have no batches; clients of this one do not name it in a header.
+_LAST_WITH_BATCHES = "2025-03-26"
+_Batch = Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=64)]
 
 Id = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | Annotated[str, Meta(max_length=1024)] | None
 _PATH = "Absolute path of a text, PDF or DOCX file, or of a folder of text files"
@@ -113,15 +117,27 @@ _reading: set[asyncio.Task[Any]] = set()
 async def mcp(context: RequestContext) -> Response:
     """Answer one message of the Model Context Protocol."""
     raw = await read_body(context.request)
+    version = context.headers.get("mcp-protocol-version", "")
+    if version and version not in VERSIONS:
+        return _failure(None, _INVALID, f"version {version} is not spoken here", 400)
+    if not raw.lstrip().startswith(b"["):
+        return _answer(context, raw)
+    try:
+        batch = msgspec.json.decode(raw, type=_Batch)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        return _failure(None, _INVALID, f"not a batch: {error}", 400)
+    if version > _LAST_WITH_BATCHES:
+        return _failure(None, _INVALID, f"version {version} has no batches", 400)
+    return _BatchResponse(context, batch)
+
+
+def _answer(context: RequestContext, raw: bytes) -> Response:
     try:
         message = msgspec.json.decode(raw, type=McpMessage)
     except msgspec.ValidationError as error:
         return _failure(None, _INVALID, str(error), 400)
     except (msgspec.DecodeError, RecursionError) as error:
         return _failure(None, _PARSE, str(error), 400)
-    version = context.headers.get("mcp-protocol-version", VERSIONS[0])
-    if version not in VERSIONS:
-        return _failure(message.id, _INVALID, f"version {version} is not spoken here", 400)
     if message.id is None or not message.method:
         if message.method == "notifications/cancelled" and "mcp-session-id" in context.headers:
             number = message.params.get("requestId")
@@ -130,17 +146,41 @@ async def mcp(context: RequestContext) -> Response:
         return Response(status_code=202)
     match message.method:
         case "initialize":
-            return _initialized(message)
+            return _initialize(message)
         case "ping":
             return _result(message.id, {})
         case "tools/list":
-            return _result(message.id, {"tools": [_described(name) for name in _offered(context)]})
+            return _result(message.id, {"tools": [_describe(name) for name in _tool_names(context)]})
         case "tools/call":
-            return _called(context, message)
+            return _start_call(context, message)
     return _failure(message.id, _NO_METHOD, f"{message.method} is not offered")
 
 
-def _initialized(message: McpMessage) -> Response:
+class _BatchResponse(Response):
+    """The answers to a batch, one message after another."""
+
+    background = None
+
+    def __init__(self, context: RequestContext, batch: list[msgspec.Raw]) -> None:
+        self._context = context
+        self._batch = batch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answers = []
+        for raw in self._batch:
+            answer = bytearray()
+
+            async def collect(event: Any, answer: bytearray = answer) -> None:
+                answer += event.get("body", b"")
+
+            await _answer(self._context, bytes(raw))(scope, receive, collect)
+            answers += [answer] if answer else []
+        body = b"[" + b",".join(answers) + b"]"
+        reply = Response(body, media_type="application/json") if answers else Response(status_code=202)
+        await reply(scope, receive, send)
+
+
+def _initialize(message: McpMessage) -> Response:
     asked = message.params.get("protocolVersion")
     result: dict[str, Any] = {
         "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
@@ -182,23 +222,24 @@ def _sees_files(context: RequestContext) -> bool:
     return context.is_admin and here is not None and here.uid == os.getuid()
 
 
-def _offered(context: RequestContext) -> list[str]:
+def _tool_names(context: RequestContext) -> list[str]:
     hidden = set() if _sees_files(context) else {"search_conversations", "read_document"}
     hidden |= {"search_conversations"} if context.endpoint.web is None else set()
     return [name for name in _TOOLS if name not in hidden]
 
 
-def _described(name: str) -> dict[str, Any]:
+def _describe(name: str) -> dict[str, Any]:
     kind = _TOOLS[name]
     schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
     description = schema.pop("description")
-    claims = {"readOnlyHint": True, "openWorldHint": False}
+    # agents call what only reads unasked, and may send the user's files and conversations elsewhere
+    claims = {"readOnlyHint": kind is Embed, "openWorldHint": False}
     return {"name": name, "description": description, "inputSchema": schema, "annotations": claims}
 
 
-def _called(context: RequestContext, message: McpMessage) -> Response:
+def _start_call(context: RequestContext, message: McpMessage) -> Response:
     name = message.params.get("name")
-    if name not in _offered(context):
+    if name not in _tool_names(context):
         return _failure(message.id, _PARAMS, f"there is no tool {name}")
     try:
         arguments = msgspec.convert(message.params.get("arguments") or {}, _TOOLS[name])
@@ -238,7 +279,9 @@ class _Call(Response):
         try:
             reply = await self._reply()
             await reply(scope, receiving, sending)
-        except (Problem, EdgeInferError) as error:
+        except Exception as error:
+            if self._context.status:
+                raise
             problem = self._context.endpoint.problem_of(error, self._context.id)
             self._context.outcome = problem.code or ""
             reply = _result(self._id, _content(problem.message, is_error=True))
@@ -253,7 +296,7 @@ class _Call(Response):
             case Ask():
                 return await self._ask(self._arguments)
             case Embed(texts=texts, model=model):
-                return _result(self._id, await self._with_engine(model, lambda e: _embedded(e, texts)))
+                return _result(self._id, await self._with_engine(model, lambda e: _embed(e, texts)))
             case SearchConversations(words=words, limit=limit):
                 found = await self._context.endpoint.web.conversations.use(
                     lambda store: store.search(words, limit)
@@ -287,13 +330,8 @@ class _Call(Response):
         """Read a file. Raises Problem 403, and EdgeInferError for one that is no text."""
         if not _sees_files(self._context):
             raise Problem(403, "Files are read for this machine's operator.", code="admin_only")
-        if not Path(path).expanduser().is_absolute():
-            raise InvalidRequestError(f"{path} is no absolute path", param="path")
-        read = self._context.endpoint.in_thread(attachments.read, Path(path).expanduser())
-        found: Attachment = await read
-        if found.is_picture:
-            raise InvalidRequestError(f"{path} is a picture", param="path")
-        return found
+        document: Attachment = await self._context.endpoint.in_thread(_read_document, path)
+        return document
 
     async def _read(self, path: str, model: str | None) -> Response:
         document, context = [await self._attachment(path)], self._context
@@ -347,6 +385,27 @@ class _AskRenderer(ChatRenderer):
         return msgspec.json.encode(McpReply(id=self._number, result=_content(answers[0].text)))
 
 
+def _read_document(typed: str) -> Attachment:
+    """Read a file that is not hidden. Raises InvalidRequestError, UsageError."""
+    try:
+        path = Path(typed).expanduser()
+        real = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"{typed}: {error}", param="path") from error
+    if not path.is_absolute():
+        raise InvalidRequestError(f"{typed} is not an absolute path", param="path")
+    if any(name.startswith(".") for name in real.parts):
+        raise InvalidRequestError(
+            f"{typed} is hidden, or in a hidden folder: an agent that asks may not be yours to trust",
+            hint="copy it into another folder",
+            param="path",
+        )
+    document = attachments.read(real)
+    if document.is_picture:
+        raise InvalidRequestError(f"{typed} is a picture", param="path")
+    return document
+
+
 def _request(
     question: str, document: Sequence[Attachment], info: EngineInfo, max_tokens: int | None = None
 ) -> GenerateRequest:
@@ -354,7 +413,7 @@ def _request(
     return infer_request(InferRequest(prompt=prompt, max_tokens=max_tokens), info)
 
 
-def _embedded(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
+def _embed(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
     if not engine.info.can_embed:
         raise InvalidRequestError(f"{engine.info.model} makes no embeddings", param="model")
     vectors = engine.embed(texts)

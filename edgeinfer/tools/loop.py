@@ -227,17 +227,13 @@ class ChatTools:
     def start(
         self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls; until it returns, `running` stops them.
-
-        Then it is set itself, which ends a form that is still open.
-        """
+        """Return a function that runs the calls; until it returns, `running` stops them."""
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
             try:
                 return self.run(uses, front, stop, past=past, conversation=conversation)
             finally:
-                stop.set()
                 self.running = None
 
         return run
@@ -270,12 +266,9 @@ class ChatTools:
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
         self._stops.add(stop)
-        self.toolbox.front = front
         try:
             return self._run(uses, front, stop, past, conversation)
         finally:
-            if self.toolbox.front is front:
-                self.toolbox.front = None
             self._stops.discard(stop)
 
     def _run(
@@ -323,7 +316,9 @@ class ChatTools:
             return use.ended("failed", "there is no such tool")
         try:
             front.show_use(use, "starting…")
-            self.toolbox.start(bound.server)
+            self.toolbox.start(bound.server, stop)
+        except StoppedError:
+            return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
             return use.ended("failed", safe_text(error.message, 2000))
         bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
@@ -402,7 +397,7 @@ class ChatTools:
             front.show_use(use, safe_text(words, 200))
 
         try:
-            session = self.toolbox.start(bound.server)
+            session = self.toolbox.start(bound.server, stop)
             found = session.call(bound.info.name, arguments, stop, progress)
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")

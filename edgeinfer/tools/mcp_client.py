@@ -5,25 +5,38 @@ The official SDK would cost 0.7 s of import and 70 MB (docs/decisions/108-own-mc
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import edgeinfer
-from edgeinfer.errors import ToolServerError
-from edgeinfer.tools.mcp_servers import ServerSpec
-from edgeinfer.tools.mcp_transports import HttpTransport, StdioTransport
-from edgeinfer.tools.uses import Stop
+from edgeinfer.errors import EdgeInferError, ToolServerError
+from edgeinfer.runtime import document_files
+from edgeinfer.tools.mcp_servers import ServerSpec, plan_start, plan_start_apart
+from edgeinfer.tools.mcp_transports import (
+    MAX_ANSWER_S,
+    HttpTransport,
+    SessionEndedError,
+    StdioTransport,
+)
+from edgeinfer.tools.uses import Stop, safe_text
 
 #: The newest version first; a server answers with one that it speaks.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Pages of a list that are read, and entries in all.
+#: Pages of a list that are read; entries and bytes in all.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
+_MAX_LIST_BYTES = 4 << 20
+#: Bytes of a notice's list of names.
+_MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
 
@@ -53,61 +66,100 @@ class _Pending:
     def __init__(self, on_progress: Callable[[str], object] | None) -> None:
         self.answer: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self.on_progress = on_progress
+        self.began_s = self.heard_s = time.monotonic()
+
+    def note_sent(self, sent: Future[None]) -> None:
+        """End the wait if the message cannot be sent."""
+        if not sent.cancelled() and (error := sent.exception()) is not None:
+            self.answer.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    def wait(self, timeout_s: float) -> dict[str, Any] | Exception | None:
+        """Return the answer; None if there was neither answer nor progress within `timeout_s`."""
+        while True:
+            end_s = min(self.heard_s + timeout_s, self.began_s + max(timeout_s, MAX_ANSWER_S))
+            left_s = end_s - time.monotonic()
+            try:
+                return self.answer.get(timeout=max(left_s, 0))
+            except queue.Empty:
+                if left_s <= 0:
+                    return None
 
 
 class McpClient:
-    """A session with a server, started by the constructor. Any thread. Raises ToolServerError."""
+    """A session with a server, started by the constructor. Any thread.
+
+    With `is_apart` the server starts outside of `folder`, which commands of a model may have changed.
+    Raises ToolServerError, and StoppedError if `stop` is set meanwhile.
+    """
 
     def __init__(
         self,
         spec: ServerSpec,
         folder: Path,
         timeout_s: float,
-        elicit: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        *,
+        is_apart: bool = False,
+        stop: Stop | None = None,
     ) -> None:
         self.spec = spec
-        self._elicit = elicit
-        self._asking = threading.Lock()
         self._folder = folder
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
         self.lost = ""
+        #: What has been left out of its lists.
+        self.notices: list[str] = []
         self.list_changed = False
         self.capabilities: dict[str, Any] = {}
         self._transport: StdioTransport | HttpTransport
+        self._is_connected = threading.Event()
         if spec.url:
-            self._transport = HttpTransport(spec.url, spec.headers, timeout_s, self._received)
+            self._transport = HttpTransport(spec.url, spec.headers, self._receive)
         else:
-            self._transport = StdioTransport(spec.command, spec.env, folder, self._received, self._lost)
+            plan = plan_start_apart if is_apart else plan_start
+            command, variables, cwd = plan(spec, folder)
+            self._transport = StdioTransport(command, variables, cwd, self._receive, self._lost)
+        self._is_connected.set()
         try:
-            self._initialize()
+            self._initialize(stop)
         except BaseException:
             self.close()
             raise
 
-    def _initialize(self) -> None:
-        client = {"name": "edgeinfer", "version": edgeinfer.__version__}
-        offered: dict[str, Any] = {"roots": {}} | ({"elicitation": {}} if self._elicit else {})
-        asked = {"protocolVersion": VERSIONS[0], "capabilities": offered, "clientInfo": client}
-        found = self.request("initialize", asked, timeout_s=_START_S)
-        version = found.get("protocolVersion")
+    def _initialize(self, stop: Stop | None) -> None:
+        params = {
+            "protocolVersion": VERSIONS[0],
+            "capabilities": {"roots": {}},
+            "clientInfo": {"name": "edgeinfer", "version": edgeinfer.__version__},
+        }
+        result = self.request("initialize", params, timeout_s=_START_S, stop=stop)
+        version = result.get("protocolVersion")
         if version not in VERSIONS:
-            known = f"{VERSIONS[-1]} to {VERSIONS[0]}"
-            raise self._error(f"it speaks version {version!r} of the protocol; known here: {known}")
-        capabilities = found.get("capabilities")
+            range_text = f"{VERSIONS[-1]} to {VERSIONS[0]}"
+            raise self._error(
+                f"it speaks version {version!r} of the protocol; known here: {range_text}"
+            )
+        capabilities = result.get("capabilities")
         self.capabilities = capabilities if isinstance(capabilities, dict) else {}
         if isinstance(self._transport, HttpTransport):
             self._transport.version = version
-        self._notify("notifications/initialized")
+        self._notify("notifications/initialized", stop=stop or Stop())
 
     # what a server offers
 
-    def tools(self) -> list[ToolInfo]:
-        """List the tools. Raises ToolServerError."""
+    def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
+        """List the tools; `notices` names those that are left out. Raises ToolServerError."""
         self.list_changed = False
-        return [_tool(entry) for entry in self._listed("tools")]
+        entries = self._list("tools", stop)
+        tools = [_tool(entry) for entry in entries]
+        pairs = zip(entries, tools, strict=True)
+        wrong = [str(entry.get("name", "")) for entry, tool in pairs if tool is None]
+        if wrong:
+            names = safe_text(", ".join(name or "(no name)" for name in wrong), _MAX_NAMES)
+            self.notices.append(f"tools of {self.spec.name} without a name or a valid schema: {names}")
+        return [tool for tool in tools if tool is not None]
 
     def call(
         self,
@@ -117,39 +169,50 @@ class McpClient:
         on_progress: Callable[[str], object] | None = None,
     ) -> CallResult:
         """Call a tool; `on_progress` gets words. Raises ToolServerError, StoppedError."""
-        found = self.request(
+        result = self.request(
             "tools/call", {"name": name, "arguments": arguments}, stop=stop, on_progress=on_progress
         )
-        text = "\n".join(map(_part_text, _dicts(found.get("content"))))
-        if not text and "structuredContent" in found:
-            text = msgspec.json.encode(found["structuredContent"]).decode()
-        return CallResult(text, found.get("isError") is True)
+        text = "\n".join(map(_item_text, _dicts(result.get("content"))))
+        if not text and "structuredContent" in result:
+            text = msgspec.json.encode(result["structuredContent"]).decode()
+        return CallResult(text, result.get("isError") is True)
 
     def read(self, uri: str) -> str:
         """Read a resource as text. Raises ToolServerError."""
-        found = self.request("resources/read", {"uri": uri})
-        return "\n".join(_resource_text(part) for part in _dicts(found.get("contents")))
+        result = self.request("resources/read", {"uri": uri})
+        return "\n".join(_resource_text(item) for item in _dicts(result.get("contents")))
 
     def prompts(self) -> list[dict[str, Any]]:
         """List the prompts as the protocol has them; none if the server has none."""
-        return self._listed("prompts") if "prompts" in self.capabilities else []
+        return self._list("prompts") if "prompts" in self.capabilities else []
 
     def prompt(self, name: str, arguments: dict[str, str]) -> str:
         """Return the text of a prompt. Raises ToolServerError."""
-        found = self.request("prompts/get", {"name": name, "arguments": arguments})
-        parts = [message.get("content") for message in _dicts(found.get("messages"))]
-        return "\n\n".join(map(_part_text, _dicts(parts)))
+        result = self.request("prompts/get", {"name": name, "arguments": arguments})
+        contents = [message.get("content") for message in _dicts(result.get("messages"))]
+        return "\n\n".join(map(_item_text, _dicts(contents)))
 
-    def _listed(self, kind: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
+        """Return the entries of a list, as far as its limits and one answer's time go."""
+        entries: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
+        end_s, left_bytes = time.monotonic() + self._timeout_s, _MAX_LIST_BYTES
         for _ in range(_MAX_PAGES):
-            page = self.request(f"{kind}/list", cursor)
-            found += _dicts(page.get(kind))
-            if not page.get("nextCursor") or len(found) >= _MAX_ENTRIES:
-                return found[:_MAX_ENTRIES]
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            page = self.request(f"{kind}/list", cursor, timeout_s=left_s, stop=stop)
+            for entry in _dicts(page.get(kind)):
+                left_bytes -= len(msgspec.json.encode(entry))
+                if left_bytes >= 0 and len(entries) < _MAX_ENTRIES:
+                    entries.append(entry)
+            if not page.get("nextCursor"):
+                return entries
+            if left_bytes < 0 or len(entries) == _MAX_ENTRIES:
+                break
             cursor = {"cursor": page["nextCursor"]}
-        return found
+        self.notices.append(f"{kind} of {self.spec.name}: the list is too long, its first are taken")
+        return entries
 
     # JSON-RPC
 
@@ -162,131 +225,138 @@ class McpClient:
         stop: Stop | None = None,
         on_progress: Callable[[str], object] | None = None,
     ) -> dict[str, Any]:
-        """Return the result of one request. Raises ToolServerError, StoppedError."""
-        number = next(self._ids)
-        pending = _Pending(on_progress)
+        """Return the result of one request; in a new session if the server has forgotten this one.
+
+        Progress extends `timeout_s`. Raises ToolServerError, StoppedError.
+        """
+        timeout_s = timeout_s or self._timeout_s
+        try:
+            return self._request(method, params, timeout_s, stop, on_progress)
+        except SessionEndedError:
+            with self._renewing:
+                if not self._transport.session:
+                    self._transport.version = ""
+                    self._initialize(stop)
+            return self._request(method, params, timeout_s, stop, on_progress)
+
+    def _request(
+        self,
+        method: str,
+        params: dict[str, Any],
+        timeout_s: float,
+        stop: Stop | None,
+        on_progress: Callable[[str], object] | None,
+    ) -> dict[str, Any]:
+        stop = stop or Stop()
+        if stop.is_set:
+            raise StoppedError("stopped")
+        number, pending = next(self._ids), _Pending(on_progress)
         with self._lock:
             self._pending[number] = pending
         if self.lost:
             pending.answer.put(self._error(self.lost))
         if on_progress is not None:
             params = {**params, "_meta": {"progressToken": number}}
-        message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
-        hang_ups: list[Callable[[], object]] = []
 
-        def stopped() -> None:
+        def end() -> None:
             pending.answer.put(StoppedError("stopped"))
-            for hang_up in hang_ups:
-                hang_up()
 
-        if stop is not None:
-            stop.add(stopped)
+        stop.add(end)
+        sent = self._transport.send(
+            {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+        )
+        sent.add_done_callback(pending.note_sent)
         try:
-            return self._answered(message, pending, hang_ups, timeout_s or self._timeout_s)
-        except StoppedError:
-            self._cancel(number)
-            raise
+            answer = pending.wait(timeout_s)
         finally:
-            if stop is not None:
-                stop.remove(stopped)
+            stop.remove(end)
             with self._lock:
                 self._pending.pop(number, None)
+        if answer is None or isinstance(answer, StoppedError):
+            if self._transport.abandon(sent, is_late=answer is None):
+                self._lost("the server does not read its messages")
+            if method != "initialize":
+                self._notify("notifications/cancelled", {"requestId": number})
+        if answer is None:
+            printed = self._transport.last_output()
+            raise self._error(f"{method}: no answer within {timeout_s:.3g} s{printed}")
+        return self._result(method, answer)
 
-    def _answered(
-        self,
-        message: dict[str, Any],
-        pending: _Pending,
-        hang_ups: list[Callable[[], object]],
-        timeout_s: float,
-    ) -> dict[str, Any]:
-        try:
-            self._transport.send(message, hang_ups.append)
-        except ToolServerError as error:
-            if pending.answer.empty():  # otherwise it was stopped, or answered before the line broke
-                self.lost = error.message
-                raise self._error(error.message) from error
-        answer: dict[str, Any] | Exception | None = None
-        while answer is None:
-            try:
-                # over HTTP all has come by now
-                answer = pending.answer.get(timeout=0.1 if self.spec.url else timeout_s)
-            except queue.Empty:
-                if self._asking.locked() and not self.spec.url:
-                    continue  # the server waits for the user, too
-                self._cancel(message["id"])
-                waited = "no answer" if self.spec.url else f"no answer within {timeout_s:g} s"
-                raise self._error(f"{message['method']}: {waited}") from None
+    def _result(self, method: str, answer: dict[str, Any] | Exception) -> dict[str, Any]:
+        if isinstance(answer, SessionEndedError | StoppedError):
+            raise answer
+        if isinstance(answer, ToolServerError):  # the next call begins another session
+            self.lost = self.lost or answer.message
+            raise self._error(answer.message, answer.hint) from answer
         if isinstance(answer, Exception):
             raise answer
         failure = answer.get("error")
         if isinstance(failure, dict):
-            raise self._error(str(failure.get("message", "an error without words")))
+            text = str(failure.get("message") or "an error without a message")
+            data = failure.get("data")
+            raise self._error(text if data is None else f"{text}: {_json(data)}")
         result = answer.get("result")
         if not isinstance(result, dict):
-            raise self._error(f"{message['method']}: an answer without a result")
+            raise self._error(f"{method}: an answer without a result")
         return result
 
-    def _error(self, words: str) -> ToolServerError:
-        return ToolServerError(f"tool server {self.spec.name}: {words}")
+    def _error(self, text: str, hint: str | None = None) -> ToolServerError:
+        start = f"tool server {self.spec.name}: "
+        return ToolServerError(start + text.removeprefix(start), hint=hint)
 
-    def _cancel(self, number: int) -> None:
-        self._notify("notifications/cancelled", {"requestId": number})
+    def _notify(
+        self, method: str, params: dict[str, Any] | None = None, stop: Stop | None = None
+    ) -> None:
+        """Send a notification; with `stop`, wait until it is sent, or until that is set."""
+        with_params = {"params": params} if params else {}
+        sent = self._transport.send({"jsonrpc": "2.0", "method": method, **with_params})
+        if stop is not None:
+            is_over = threading.Event()
+            sent.add_done_callback(lambda _: is_over.set())
+            stop.add(is_over.set)
+            is_over.wait(self._timeout_s)
+            stop.remove(is_over.set)
 
-    def _notify(self, method: str, params: dict[str, Any] | None = None) -> None:
-        self._send({"jsonrpc": "2.0", "method": method, **({"params": params} if params else {})})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._transport.send(message)
-        except ToolServerError as error:
-            self.lost = self.lost or error.message
-
-    def _received(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
+        self._is_connected.wait()  # a server may speak first
         method, number = message.get("method"), message.get("id")
         if method is None:
-            with self._lock:
-                pending = self._pending.get(number) if isinstance(number, int) else None
-            if pending is not None:
+            if (pending := self._pending_of(number)) is not None:
                 pending.answer.put(message)
         elif number is not None:
-            # not here: over HTTP this thread reads the stream that the server writes
-            answering = (number, method, message.get("params"))
-            threading.Thread(target=self._answer, args=answering, daemon=True).start()
+            self._transport.send({"jsonrpc": "2.0", "id": number, **self._answer(method)})
         elif method == "notifications/tools/list_changed":
             self.list_changed = True
         elif method == "notifications/progress":
-            self._progressed(message.get("params"))
+            self._note_progress(message.get("params"))
 
-    def _progressed(self, params: Any) -> None:
+    def _pending_of(self, number: Any) -> _Pending | None:
+        """Return the request with an id, which some servers send back as a string or a float."""
+        with contextlib.suppress(TypeError, ValueError, OverflowError), self._lock:
+            return self._pending.get(int(number))
+        return None
+
+    def _note_progress(self, params: Any) -> None:
         params = params if isinstance(params, dict) else {}
-        token = params.get("progressToken")
-        pending = self._pending.get(token) if isinstance(token, int) else None
+        pending = self._pending_of(params.get("progressToken"))
         if pending is not None and pending.on_progress is not None:
+            pending.heard_s = time.monotonic()
             done, total = params.get("progress"), params.get("total")
-            share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
-            pending.on_progress(str(params.get("message") or share))
+            with contextlib.suppress(Exception):  # a front end's: the reader of messages goes on
+                share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
+                pending.on_progress(str(params.get("message") or share))
 
-    def _answer(self, number: Any, method: str, params: Any) -> None:
-        """Answer a request of the server's own."""
-        body: dict[str, Any]
+    def _answer(self, method: Any) -> dict[str, Any]:
+        """Return the answer to a request of the server's own."""
         if method == "ping":
-            body = {"result": {}}
-        elif method == "roots/list":
+            return {"result": {}}
+        if method == "roots/list":
             root = {"uri": self._folder.as_uri(), "name": self._folder.name}
-            body = {"result": {"roots": [root]}}
-        elif method == "elicitation/create" and self._elicit is not None and isinstance(params, dict):
-            body = {"result": {"action": "cancel"}}
-            if self._asking.acquire(blocking=False):  # one question at a time
-                try:
-                    body = {"result": self._elicit(params)}
-                finally:
-                    self._asking.release()
-        else:
-            body = {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not offered"}}
-        self._send({"jsonrpc": "2.0", "id": number, **body})
+            return {"result": {"roots": [root]}}
+        return {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not offered"}}
 
-    def _lost(self, why: str) -> None:
-        self.lost = self.lost or why
+    def _lost(self, reason: str) -> None:
+        self.lost = self.lost or reason
         with self._lock:
             waiting = list(self._pending.values())
         for pending in waiting:
@@ -294,42 +364,62 @@ class McpClient:
 
     def close(self) -> None:
         """End the session and the child. Idempotent."""
-        self.lost = self.lost or "the session is closed"
+        self._lost("the session is closed")
         self._transport.close()
 
 
 def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    yield from (part for part in value if isinstance(part, dict)) if isinstance(value, list) else ()
+    yield from (item for item in value if isinstance(item, dict)) if isinstance(value, list) else ()
 
 
 def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-def _tool(entry: dict[str, Any]) -> ToolInfo:
-    schema, claims = entry.get("inputSchema"), entry.get("annotations")
+def _tool(entry: dict[str, Any]) -> ToolInfo | None:
+    """Return a tool; None without a printable name, or with a schema that describes no arguments."""
+    name, claims = entry.get("name"), entry.get("annotations")
+    schema = entry.get("inputSchema") or {}
+    if not isinstance(name, str) or not name or not name.isprintable():
+        return None
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return None
     claims = claims if isinstance(claims, dict) else {}
     return ToolInfo(
-        name=str(entry.get("name", "")),
+        name=name,
         description=str(entry.get("description") or ""),
-        parameters=schema if isinstance(schema, dict) else {},
+        parameters=schema,
         destructive=claims.get("destructiveHint") is True,
         read_only=claims.get("readOnlyHint") is True,
     )
 
 
-def _part_text(part: dict[str, Any]) -> str:
-    match part.get("type"):
+def _item_text(item: dict[str, Any]) -> str:
+    match item.get("type"):
         case "text":
-            return str(part.get("text", ""))
+            return str(item.get("text") or "")
         case "resource":
-            inner = part.get("resource")
+            inner = item.get("resource")
             return _resource_text(inner) if isinstance(inner, dict) else ""
         case "resource_link":
-            return f"[{part.get('uri', '')}]"
+            fields = (item.get(name) for name in ("uri", "name", "mimeType", "description"))
+            return f"[{' · '.join(str(field) for field in fields if field)}]"
         case kind:
-            return f"[{kind}, {part.get('mimeType', 'of no type')}: not shown]"
+            return f"[{kind}, {item.get('mimeType', 'of no type')}: not shown]"
 
 
-def _resource_text(part: dict[str, Any]) -> str:
-    return str(part["text"]) if "text" in part else f"[{part.get('uri', '')}: not text]"
+def _resource_text(item: dict[str, Any]) -> str:
+    if "text" in item:
+        return str(item["text"] or "")
+    uri = str(item.get("uri") or "")
+    try:
+        data = base64.b64decode(str(item.get("blob") or ""), validate=True)
+        if document_files.is_document(data):
+            return f"[{uri}]\n{document_files.text_of(data, uri.rpartition('/')[2] or 'document')}"
+    except (ValueError, EdgeInferError) as error:
+        return f"[{uri}: {error}]"
+    return f"[{uri}, {item.get('mimeType', 'of no type')}: not text]"
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -8,16 +8,22 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import ConfigError
+from edgeinfer.errors import ConfigError, ToolServerError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
-_PLACE = re.compile(r"\$\{(?:(env|input):)?([^}]+)\}")
+_MAX_NAME = 48
+_PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
+#: The variables that a server may see without being named.
+_PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
+#: Ends of files that an interpreter may be given.
+_SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
 #: Strings stay; comments go, then commas before a closing bracket.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
@@ -41,20 +47,54 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
-def configured(config: ToolsConfig, folder: Path) -> list[ServerSpec]:
-    """Return the enabled servers, each name once; config.toml goes before the files it names.
+_Scalar = str | int | float | bool | None
 
-    Raises ConfigError for a file that cannot be read, and for a server that names nothing to start.
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A server as a file describes it."""
+
+    command: str | list[str] | None = None
+    args: list[_Scalar] | None = None
+    env: dict[str, _Scalar] | None = None
+    pass_env: list[str] | None = msgspec.field(default=None, name="pass-env")
+    url: str | None = None
+    server_url: str | None = msgspec.field(default=None, name="serverUrl")
+    headers: dict[str, _Scalar] | None = None
+
+
+def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
+    """Return the enabled servers, each name once, and why others are left out.
+
+    config.toml goes before the files it names.
     """
-    found = {
-        name: _spec("config.toml", name, msgspec.to_builtins(server), folder)
-        for name, server in config.servers.items()
-    }
+    specs: dict[str, ServerSpec] = {}
+    left_out: list[str] = []
+    for where, entries in _sources(config, left_out):
+        for given_name, entry in entries.items():
+            name = _valid_name(given_name)
+            if name in specs or _is_disabled(entry):
+                continue
+            try:
+                specs[name] = _spec(f"{where}: tool server {given_name}", name, entry, folder)
+            except ConfigError as error:
+                hint = f" ({error.hint})" if error.hint else ""
+                left_out.append(f"{error.message}{hint}: left out")
+    return list(specs.values()), left_out
+
+
+def _sources(config: ToolsConfig, left_out: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "config.toml", {name: msgspec.to_builtins(server) for name, server in config.servers.items()}
     for file in config.mcp_files:
-        for name, entry in _entries(Path(file).expanduser()).items():
-            if name not in found and not _is_disabled(entry):
-                found[name] = _spec(file, name, entry, folder)
-    return list(found.values())
+        try:
+            yield file, _entries(Path(file).expanduser())
+        except (ConfigError, RuntimeError) as error:
+            left_out.append(f"{error}: left out")
+
+
+def _valid_name(given_name: str) -> str:
+    """Return a name that fits into a tool's: `Figma Dev Mode` is Figma-Dev-Mode."""
+    name = re.sub(r"__+", "_", re.sub(r"[^A-Za-z0-9._-]+", "-", given_name)).strip("-._")
+    return name[:_MAX_NAME]
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -81,44 +121,93 @@ def _is_disabled(entry: Any) -> bool:
     return isinstance(entry, dict) and (entry.get("disabled") is True or entry.get("enabled") is False)
 
 
-def _spec(where: str, name: str, entry: Any, folder: Path) -> ServerSpec:
-    entry = entry if isinstance(entry, dict) else {}
-    label = f"{where}: tool server {name}"
-    if not _NAME.fullmatch(name) or "__" in name:
-        raise ConfigError(f"{label}: a name has letters, digits and single `-`, `_`, `.`")
-    command, url = entry.get("command"), entry.get("url") or entry.get("serverUrl")
-    words = [command, *(entry.get("args") or ())] if isinstance(command, str) else list(command or ())
-    if bool(words) == bool(url):
+def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
+    """Raises ConfigError for an entry from which nothing can be started."""
+    try:
+        entry = msgspec.convert(value, _Entry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{label}: {error}") from error
+    url = entry.url or entry.server_url
+    command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
+    if not name:
+        raise ConfigError(f"{label}: a name has letters or digits")
+    if bool(command) == bool(url):
         raise ConfigError(f"{label}: give either `command` or `url`")
-    if url and not str(url).startswith(("http://", "https://")):
-        raise ConfigError(f"{label}: {url} is no address", hint="https://…")
-    env = {**(entry.get("env") or {}), **{n: f"${{env:{n}}}" for n in entry.get("pass-env") or ()}}
-    filled = [_filled(label, word, folder) for word in words]
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{label}: {url} is not an address", hint="https://…")
+    env = {**(entry.env or {}), **{name: f"${{env:{name}}}" for name in entry.pass_env or ()}}
+    filled = [_fill(label, word, folder) for word in (*command, *(entry.args or ()))]
     return ServerSpec(
         name=name,
-        command=tuple(os.path.expanduser(word) for word in filled[:1]) + tuple(filled[1:]),
-        env={str(k): _filled(label, v, folder) for k, v in env.items()},
-        url=_filled(label, url, folder) if url else "",
-        headers={str(k): _filled(label, v, folder) for k, v in (entry.get("headers") or {}).items()},
+        command=(os.path.expanduser(filled[0]), *filled[1:]) if command else (),
+        env={key: _fill(label, text, folder) for key, text in env.items()},
+        url=_fill(label, url, folder) if url else "",
+        headers={key: _fill(label, text, folder) for key, text in (entry.headers or {}).items()},
     )
 
 
-def _filled(label: str, text: Any, folder: Path) -> str:
-    """Replace `${env:NAME}`, `${NAME}` and `${workspaceFolder}`. Raises ConfigError for others."""
+def _fill(label: str, text: Any, folder: Path) -> str:
+    """Replace `${env:NAME}`, `${NAME}`, `${NAME:-DEFAULT}` and `${workspaceFolder}`.
+
+    Raises ConfigError for others.
+    """
 
     def value(match: re.Match[str]) -> str:
-        kind, name = match.groups()
+        kind, name, default = match.groups()
         if kind == "input":
             raise ConfigError(
-                f"{label}: {match[0]} is asked by VS Code alone",
+                f"{label}: only VS Code asks for {match[0]}",
                 hint=f"write ${{env:{name}}} and set that variable",
             )
         if not kind and name in ("workspaceFolder", "cwd"):
             return str(folder)
         if not kind and name in ("userHome", "HOME"):
             return os.path.expanduser("~")
-        if name not in os.environ:
+        filled = os.environ.get(name) or default
+        if filled is None and name not in os.environ:
             raise ConfigError(f"{label}: the variable {name} is not set", hint=f"export {name}=…")
-        return os.environ[name]
+        return filled or ""
 
     return _PLACE.sub(value, str(text))
+
+
+def plan_start(spec: ServerSpec, folder: Path) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
+    """Return a server's command, variables and working folder."""
+    passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    return spec.command, passed | spec.env, folder
+
+
+def plan_start_apart(
+    spec: ServerSpec, folder: Path
+) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
+    """Return what `plan_start` does, so that no program or module below `folder` runs.
+
+    Commands of `shell` and `python` may have written it. Raises ToolServerError.
+    """
+    command, variables, _ = plan_start(spec, folder)
+    for name in [name for name in variables if name.endswith("PATH")]:
+        entries = variables[name].split(os.pathsep)
+        outside = [entry for entry in entries if os.path.isabs(entry) and not _is_below(entry, folder)]
+        variables[name] = os.pathsep.join(outside)
+    typed = str(folder / command[0]) if "/" in command[0] else command[0]
+    program = shutil.which(typed, path=variables.get("PATH"))
+    if program is None:
+        raise ToolServerError(
+            f"tool server {spec.name}: there is no program {command[0]} outside {folder}",
+            hint="install it, or correct `command` in the configuration",
+        )
+    scripts = [folder / word for word in command[1:] if word.endswith(_SCRIPTS)]
+    for path in (Path(program), *(path for path in scripts if path.is_file())):
+        if _is_below(path, folder):
+            raise ToolServerError(
+                f"tool server {spec.name}: `shell` and `python` can change {path}",
+                hint="move it elsewhere, or leave `shell` and `python` out of `tools.builtin`",
+            )
+    return (program, *command[1:]), variables | {"PYTHONSAFEPATH": "1"}, None
+
+
+def _is_below(path: str | Path, folder: Path) -> bool:
+    """Return whether a file, or the link to it, lies below `folder`."""
+    real = os.path.realpath(folder)
+    paths = (os.path.realpath(path), os.path.realpath(os.path.dirname(path)))
+    return any(Path(path).is_relative_to(real) for path in paths)

@@ -1,17 +1,21 @@
-"""Carries JSON-RPC messages to an MCP server and back: a child's standard streams, or HTTP."""
+"""Carries JSON-RPC messages to an MCP server and back: a child's standard streams, or HTTP.
+
+`send` never blocks: its future ends once the message is written, over HTTP once it is answered.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import ctypes
 import os
 import queue
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,45 +23,73 @@ import msgspec
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import EdgeInferError, ToolServerError
+from edgeinfer.platform.process import dying_with_parent
 
 if TYPE_CHECKING:
     import httpx2
 
 #: Bytes of one message; a server that sends more is ended.
 MAX_MESSAGE = 16 << 20
-#: Seconds for a child to end by itself once its stdin is closed.
-_END_S = 2.0
-_PR_SET_PDEATHSIG = 1
-#: The variables that a server may see without being named.
-_PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
+#: The longest wait (s) for an answer, whatever progress the server reports.
+MAX_ANSWER_S = 3600.0
+#: Seconds for a child to end by itself, then by SIGTERM, then by SIGKILL; for HTTP's farewell.
+_CLOSE_S = 0.5
+#: Messages that wait to be written: a server that reads nothing loses its own requests' answers.
+_MAX_UNSENT = 1000
+#: Seconds that a notification, or an answer to a server's own request, may take over HTTP.
+_NOTIFY_S = 10.0
+#: Seconds for a stream's last notifications, once the answer has come.
+_AFTER_ANSWER_S = 0.5
+_MAX_REDIRECTS = 3
+_BOM = b"\xef\xbb\xbf"
 
-Received = Callable[[dict[str, Any]], None]
+Message = dict[str, Any]
+Received = Callable[[Message], None]
 Lost = Callable[[str], None]
 
 
-def environment(named: Mapping[str, str]) -> dict[str, str]:
-    """Return a child's variables: a few that programs need, and those that its configuration names."""
-    return {name: os.environ[name] for name in _PASSED if name in os.environ} | dict(named)
+class SessionEndedError(ToolServerError):
+    """An HTTP server has forgotten the session: it asks for a new one."""
+
+
+class UnansweredError(ToolServerError):
+    """An HTTP server has ended its response to a request without an answer."""
+
+
+def decode_messages(data: bytes | bytearray) -> list[Message]:
+    """Return the messages of a JSON text, which is one or a batch; none if it is neither."""
+    try:
+        value = msgspec.json.decode(bytes(data).strip().removeprefix(_BOM))
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    batch = value if isinstance(value, list) else [value]
+    return [message for message in batch if isinstance(message, dict)]
 
 
 class StdioTransport:
-    """A child with one message a line. Its reader thread starts it: PDEATHSIG follows that thread."""
+    """A child with one message a line. Its reader thread starts it: PDEATHSIG follows that thread.
+
+    Without a `folder` the child starts in an empty private one.
+    """
+
+    #: Only HTTP servers have sessions.
+    session = version = ""
 
     def __init__(
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        cwd: Path,
+        folder: Path | None,
         received: Received,
         lost: Lost,
     ) -> None:
         self._received = received
         self._lost = lost
-        self._words: deque[str] = deque(maxlen=5)
-        self._writing = threading.Lock()
+        self._output: deque[str] = deque(maxlen=5)
+        self._unsent: queue.SimpleQueue[tuple[bytes, Future[None]] | None] = queue.SimpleQueue()
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=self._run, args=(list(command), environment(variables), cwd, started), daemon=True
+            target=self._run, args=(list(command), dict(variables), folder, started), daemon=True
         )
         self._thread.start()
         child = started.get()
@@ -72,108 +104,143 @@ class StdioTransport:
         self,
         command: list[str],
         variables: dict[str, str],
-        cwd: Path,
+        folder: Path | None,
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError],
     ) -> None:
-        try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=variables,
-                cwd=cwd,
-                start_new_session=True,
-                preexec_fn=_die_with_thread(),
-            )
-        except OSError as error:
-            started.put(error)
-            return
-        started.put(child)
-        words = threading.Thread(target=self._read_words, args=(child,), daemon=True)
-        words.start()
-        why = self._read(child)
-        self._end(child)
-        words.join(_END_S)
-        for stream in (child.stdin, child.stdout, child.stderr):
-            with contextlib.suppress(OSError):
-                assert stream is not None
-                stream.close()
-        said = f": {self._words[-1]}" if self._words else ""
-        self._lost(why or f"it ended with status {child.returncode}{said}")
+        with contextlib.ExitStack() as stack:
+            try:
+                if folder is None:
+                    empty = tempfile.TemporaryDirectory(
+                        prefix="edgeinfer-server-", ignore_cleanup_errors=True
+                    )
+                    folder = Path(stack.enter_context(empty))
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=variables,
+                    cwd=folder,
+                    start_new_session=True,
+                    preexec_fn=dying_with_parent(),
+                )
+            except OSError as error:
+                started.put(error)
+                return
+            started.put(child)
+            self._serve(child)
+
+    def _serve(self, child: subprocess.Popen[bytes]) -> None:
+        """Read messages until the child ends."""
+        assert child.stdout is not None
+        assert child.stderr is not None
+        errors = threading.Thread(target=self._read_errors, args=(child,), daemon=True)
+        errors.start()
+        threading.Thread(target=self._write, args=(child,), daemon=True).start()
+        reason = self._read(child)
+        self._unsent.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_CLOSE_S)
+        self.kill(signal.SIGKILL, child)  # the group: its children too
+        child.wait()
+        errors.join(_CLOSE_S)
+        child.stdout.close()
+        if not errors.is_alive():  # a grandchild in another group may keep the stream open
+            child.stderr.close()
+        self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
 
     def _read(self, child: subprocess.Popen[bytes]) -> str:
         """Read messages to the end; return what broke the protocol, or ""."""
         assert child.stdout is not None
+        text = bytearray()
         while line := child.stdout.readline(MAX_MESSAGE + 1):
-            if len(line) > MAX_MESSAGE:
+            is_continued = bool(text) and line[:1] in (b" ", b"\t", b"}", b"]")
+            if not is_continued:
+                text.clear()
+            text += line
+            if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            if not line.strip():
+            if is_continued and line[:1] in b" \t":  # pretty-printed: it ends with the outer bracket
                 continue
-            try:
-                message = msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.MsgspecError, RecursionError):
-                self._words.append(f"not a message: {line[:80].decode(errors='replace').strip()}")
-                continue  # programs print to stdout what belongs to stderr
-            self._received(message)
+            messages = decode_messages(text)
+            for message in messages:
+                self._received(message)
+            if messages or is_continued or not text.lstrip(_BOM + b" ").startswith((b"{", b"[")):
+                if not messages and line.strip():  # programs print to stdout what belongs to stderr
+                    shown = line[:80].decode(errors="replace").strip()
+                    self._output.append(f"not a message: {shown}")
+                text.clear()
         return ""
 
-    def _read_words(self, child: subprocess.Popen[bytes]) -> None:
+    def _read_errors(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stderr is not None
         while line := child.stderr.readline(4096):
             if line.strip():
-                self._words.append(line.decode(errors="replace").strip())
+                self._output.append(line.decode(errors="replace").strip())
 
-    def send(
-        self, message: dict[str, Any], stop: Callable[[Callable[[], object]], object] | None = None
-    ) -> None:
-        """Send one message. Raises ToolServerError if the child has ended."""
-        assert self._child.stdin is not None
-        try:
-            with self._writing:
-                self._child.stdin.write(msgspec.json.encode(message) + b"\n")
-                self._child.stdin.flush()
-        except (OSError, ValueError) as error:
-            raise ToolServerError("the server has ended") from error
+    def last_output(self) -> str:
+        """Return the last line that the child printed, to follow an error; "" for none."""
+        return f": {self._output[-1]}" if self._output else ""
+
+    def send(self, message: Message) -> Future[None]:
+        """Have a message written. The future fails with ToolServerError if the child reads nothing."""
+        sent: Future[None] = Future()
+        if self._unsent.qsize() < _MAX_UNSENT:
+            self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
+        else:
+            sent.set_exception(ToolServerError("the server does not read its messages"))
+        return sent
+
+    def _write(self, child: subprocess.Popen[bytes]) -> None:
+        """Write messages, and close the stream at the end: this thread alone may wait for it."""
+        assert child.stdin is not None
+        while unsent := self._unsent.get():
+            data, sent = unsent
+            if not sent.set_running_or_notify_cancel():
+                continue
+            try:
+                child.stdin.write(data)
+                child.stdin.flush()
+                sent.set_result(None)
+            except OSError:
+                sent.set_exception(ToolServerError("the server has ended"))
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+
+    def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
+        """Drop a message that is not written yet; end a child that is late with reading it.
+
+        Return whether the child is ended.
+        """
+        is_ended = is_late and not sent.done()
+        sent.cancel()
+        if is_ended:
+            self.kill(signal.SIGKILL)
+        return is_ended
 
     def close(self) -> None:
-        """Close the child's stdin, and end its process group."""
-        with contextlib.suppress(OSError, ValueError):
-            assert self._child.stdin is not None
-            self._child.stdin.close()
-        self._thread.join(_END_S)
-        if self._thread.is_alive():
-            self._kill(self._child, signal.SIGTERM)
-            self._thread.join(_END_S)
-            self._kill(self._child, signal.SIGKILL)
-            self._thread.join(_END_S)
+        """End the child and its process group: by the end of its stdin, or by signals."""
+        self._unsent.put(None)
+        self._thread.join(_CLOSE_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._thread.is_alive():
+                self.kill(number)
+                self._thread.join(_CLOSE_S)
 
-    def _end(self, child: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_END_S)
-        self._kill(child, signal.SIGKILL)  # the group: its children too
-        child.wait()
-
-    def _kill(self, child: subprocess.Popen[bytes], number: int) -> None:
+    def kill(self, number: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Send a signal to the child's process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, number)
-
-
-def _die_with_thread() -> Callable[[], object] | None:
-    """Return a function for the child that asks Linux to kill it when this thread ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl  # found before the fork: the child only calls it
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.killpg((child or self._child).pid, number)
 
 
 class HttpTransport:
-    """Streamable HTTP: each message is a POST, whose answer is JSON or a stream of events."""
+    """Streamable HTTP: each message is a POST, whose answer is JSON or a stream of events.
 
-    def __init__(
-        self, url: str, headers: Mapping[str, str], timeout_s: float, received: Received
-    ) -> None:
-        import httpx2  # 75 to 120 ms, for servers behind a URL alone
+    One thread has an event loop, where a post can be cancelled in every state.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
+        import httpx2  # 75 to 120 ms, only for servers behind a URL
 
         from edgeinfer.models.fetching.http_client import is_loopback
 
@@ -185,76 +252,176 @@ class HttpTransport:
         if not is_loopback(host):
             refuse_offline(host)
         self._received = received
-        self._client = httpx2.Client(
-            headers=dict(headers), timeout=httpx2.Timeout(10.0, read=timeout_s), follow_redirects=False
+        self._client = httpx2.AsyncClient(
+            headers=dict(headers), timeout=httpx2.Timeout(None, connect=10.0), follow_redirects=False
         )
-        self.version = ""
-        self._session = ""
+        self.version = self.session = ""
+        self._is_closed = False
+        self._n_notifying = 0
+        self._posts: set[asyncio.Task[Any] | None] = set()
+        self._notifying = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def send(
-        self, message: dict[str, Any], stop: Callable[[Callable[[], object]], object] | None = None
-    ) -> None:
-        """Send a message and hand on all that is answered to it. Raises ToolServerError.
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
-        `stop` gets a function that ends the wait from another thread.
-        """
+    def last_output(self) -> str:
+        """Return nothing: an HTTP server has no other output."""
+        return ""
+
+    def send(self, message: Message) -> Future[None]:
+        """Post a message, and hand on all that answers it. The future fails with ToolServerError."""
+        is_request = "method" in message and "id" in message
+        if self._is_closed:
+            refused: Future[None] = Future()
+            refused.set_exception(ToolServerError("the session is closed"))
+            return refused
+        work = self._ask(message) if is_request else self._notify(message)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
+        """End a post that waits; the session goes on."""
+        sent.cancel()
+        return False
+
+    async def _notify(self, message: Message) -> None:
+        """Post a message without an answer, one at a time; too many are dropped."""
+        if self._n_notifying >= _MAX_UNSENT:
+            return
+        self._n_notifying += 1
+        try:
+            with self._cancelled_by_close(), contextlib.suppress(TimeoutError):
+                async with self._notifying, asyncio.timeout(_NOTIFY_S):
+                    await self._post(message)
+        finally:
+            self._n_notifying -= 1
+
+    @contextlib.contextmanager
+    def _cancelled_by_close(self) -> Iterator[None]:
+        """Have `close` cancel this task; httpx has tasks of its own, which only httpx may cancel."""
+        task = asyncio.current_task()
+        self._posts.add(task)
+        try:
+            yield
+        finally:
+            self._posts.discard(task)
+
+    async def _ask(self, message: Message) -> None:
+        try:
+            with self._cancelled_by_close():
+                async with asyncio.timeout(MAX_ANSWER_S):
+                    is_answered = await self._post(message)
+        except TimeoutError as error:
+            raise ToolServerError(f"{self._url}: no answer within {MAX_ANSWER_S:g} s") from error
+        if not is_answered:
+            raise UnansweredError(f"{self._url}: {message['method']} has no answer in what it sent")
+
+    async def _post(self, message: Message) -> bool:
+        """Post a message; return whether its answer came. Raises ToolServerError."""
         import httpx2
 
-        from edgeinfer.models.fetching.http_client import hang_up
-
         try:
-            with self._client.stream(
-                "POST", self._url, content=msgspec.json.encode(message), headers=self._headers()
-            ) as response:
-                if stop is not None:
-                    stop(lambda: hang_up(response))
-                self._session = response.headers.get("mcp-session-id", self._session)
-                self._answered(response)
-        except httpx2.HTTPError as error:
+            for _ in range(_MAX_REDIRECTS + 1):
+                used_session = self.session
+                async with self._client.stream(
+                    "POST", self._url, content=msgspec.json.encode(message), headers=self._headers()
+                ) as response:
+                    if response.has_redirect_location:
+                        self._follow(response)
+                        continue
+                    if response.status_code >= 300:
+                        await self._refuse(response, used_session)
+                    self.session = response.headers.get("mcp-session-id", self.session)
+                    return await self._read(response, message.get("id"))
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ToolServerError(f"{self._url}: {str(error) or type(error).__name__}") from error
+        raise ToolServerError(f"{self._url} redirects again and again", hint="correct `url`")
 
     def _headers(self) -> dict[str, str]:
-        found = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
-        if self._session:
-            found["Mcp-Session-Id"] = self._session
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        if self.session:
+            headers["Mcp-Session-Id"] = self.session
         if self.version:
-            found["MCP-Protocol-Version"] = self.version
-        return found
+            headers["MCP-Protocol-Version"] = self.version
+        return headers
 
-    def _answered(self, response: httpx2.Response) -> None:
-        if response.status_code >= 300:
-            words = {401: "it wants a key: set `headers`", 404: "the session has ended"}
-            status = response.status_code
-            raise ToolServerError(
-                f"{self._url} answers {status}: {words.get(status, 'no MCP server there?')}"
-            )
+    def _follow(self, response: httpx2.Response) -> None:
+        """Take the new address of the same origin. Raises ToolServerError for another one."""
+        target = response.url.join(response.headers["Location"])
+        origins = {(url.scheme, url.host, url.port) for url in (response.url, target)}
+        if response.status_code not in (307, 308) or len(origins) > 1:
+            raise ToolServerError(f"{self._url} has moved to {target}", hint=f'set `url = "{target}"`')
+        self._url = str(target)
+
+    async def _refuse(self, response: httpx2.Response, used_session: str) -> None:
+        status = response.status_code
+        if status == 404 and used_session:
+            if self.session == used_session:
+                self.session = ""
+            raise SessionEndedError(f"{self._url} answers 404: the session has ended")
+        messages = decode_messages(await _body(response))
+        failure = messages[0].get("error") if messages else None
+        text = failure.get("message") if isinstance(failure, dict) else "no MCP server there?"
+        text = "it wants a key: set `headers`" if status == 401 else text
+        raise ToolServerError(f"{self._url} answers {status}: {text}")
+
+    async def _read(self, response: httpx2.Response, number: Any) -> bool:
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
-        if response.status_code == 202:
-            return
-        if kind == "text/event-stream":
-            for data in _events(response.iter_bytes()):
-                self._decoded(data)
-        elif kind == "application/json":
-            body = bytearray()
-            for piece in response.iter_bytes():
-                body += piece
-                _refuse_long(len(body))
-            self._decoded(bytes(body))
+        if kind != "text/event-stream":
+            return self._decode(await _body(response), number)
+        is_answered = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                async for data in _events(response.aiter_bytes()):
+                    if self._decode(data, number):
+                        is_answered = True
+                        limit.reschedule(self._loop.time() + _AFTER_ANSWER_S)
+        return is_answered
 
-    def _decoded(self, data: bytes) -> None:
-        try:
-            self._received(msgspec.json.decode(data, type=dict[str, Any]))
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ToolServerError(f"{self._url} sends no JSON-RPC: {error}") from error
+    def _decode(self, data: bytes | bytearray, number: Any) -> bool:
+        """Hand on messages; return whether the answer to `number` was among them."""
+        messages = decode_messages(data)
+        if data.strip() and not messages:
+            shown = bytes(data[:80]).decode(errors="replace").strip()
+            raise ToolServerError(f"{self._url} sends no JSON-RPC: {shown}")
+        for message in messages:
+            self._received(message)
+        return any("method" not in m and str(m.get("id")) == str(number) for m in messages)
 
     def close(self) -> None:
         """End the session, and every connection."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(2 * _CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    async def _close(self) -> None:
         import httpx2
 
-        if self._session:
+        posts = [post for post in self._posts if post is not None]
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
+        if self.session:
             with contextlib.suppress(httpx2.HTTPError, EdgeInferError):
-                self._client.request("DELETE", self._url, headers=self._headers(), timeout=_END_S)
-        self._client.close()
+                await self._client.delete(self._url, headers=self._headers(), timeout=_CLOSE_S)
+        await self._client.aclose()
+
+
+async def _body(response: httpx2.Response) -> bytearray:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        body += piece
+        _refuse_long(len(body))
+    return body
 
 
 def _refuse_long(size: int) -> None:
@@ -262,15 +429,15 @@ def _refuse_long(size: int) -> None:
         raise ToolServerError(f"the server sent a message of more than {MAX_MESSAGE >> 20} MiB")
 
 
-def _events(pieces: Iterator[bytes]) -> Iterator[bytes]:
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events."""
-    rest, data = b"", bytearray()
-    for piece in pieces:
-        rest += piece
-        _refuse_long(len(rest) + len(data))
-        *lines, rest = rest.split(b"\n")
+    line_start, data = b"", bytearray()
+    async for piece in pieces:
+        line_start += piece
+        _refuse_long(len(line_start) + len(data))
+        *lines, line_start = line_start.split(b"\n")
         for line in lines:
-            line = line.rstrip(b"\r")
+            line = line.removeprefix(_BOM).rstrip(b"\r")
             if line.startswith(b"data:"):
                 data += (b"\n" if data else b"") + line[5:].removeprefix(b" ")
             elif not line and data:

@@ -8,29 +8,33 @@ differs then is said, and its tools ask again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import ConfigError, EdgeInferError, ToolServerError
+from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
-from edgeinfer.tools import elicitation
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
-from edgeinfer.tools.mcp_client import McpClient, ToolInfo
-from edgeinfer.tools.mcp_servers import configured
+from edgeinfer.tools.mcp_client import McpClient, StoppedError, ToolInfo
+from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import safe_text
+from edgeinfer.tools.uses import Stop, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
-#: Between server and tool in the name that the model sees.
-SEPARATOR = "__"
 #: Characters of a description that the model sees.
 _MOST_DESCRIPTION = 4000
+#: Tools of a request.
+_MOST_TOOLS = 128
+#: Seconds between looks for a stop, while another thread starts the server.
+_LOOK_S = 0.1
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
@@ -60,9 +64,6 @@ class Toolbox:
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.notices: list[str] = []
-        #: The front end whose calls run; a server may ask its user.
-        self.front: object = None
         self._builtin: dict[str, Builtin] = {
             made.server: made
             for made in (
@@ -74,11 +75,17 @@ class Toolbox:
         }
         #: Those that can run as far as is known, and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
-        self._specs = {spec.name: spec for spec in configured(config, folder)}
-        for name in self.builtin.keys() & self._specs.keys():
-            raise ConfigError(f"{name} is a built-in server: give yours another name")
+        specs, self.notices = load_servers(config, folder)
+        self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
+        for name in self._builtin.keys() & {spec.name for spec in specs}:
+            self.notices.append(f"{name} is a built-in server: give yours another name: left out")
+        #: Commands of these can change the folder: no server starts from it.
+        self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
+        self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
+        self._ends: set[Stop] = set()
+        self._is_closed = False
         self._known = _read_records()
 
     def __enter__(self) -> Toolbox:
@@ -105,25 +112,37 @@ class Toolbox:
             if why and why != before.get(name):
                 tools = " and ".join(tool.name for tool in self._builtin[name].tools())
                 self.notices.append(f"{tools}: not offered: {why}")
-        for name in self.servers():
-            known = self._known.get(name)
-            if refresh or known is None or known.digest != self._specs[name].digest:
-                try:
-                    self.start(name)
-                except EdgeInferError as error:
-                    self.notices.append(error.message)
+        known = {name: self._known.get(name) for name in self.servers()}
+        unknown = [n for n, k in known.items() if k is None or k.digest != self._specs[n].digest]
+        failures: dict[str, str] = {}
+
+        def start(name: str) -> None:
+            try:
+                self.start(name)
+            except EdgeInferError as error:
+                failures[name] = safe_text(error.message, _MOST_DESCRIPTION)
+            except StoppedError:
+                failures[name] = f"tool server {name}: stopped"
+
+        asked = list(known) if refresh else unknown
+        _in_threads([functools.partial(start, name) for name in asked])
+        self.notices += [failures[name] for name in asked if name in failures]
+        names = list(self.bound())
+        if len(names) > _MOST_TOOLS:
+            cut = safe_text(", ".join(names[_MOST_TOOLS:]), _MOST_DESCRIPTION)
+            self.notices.append(f"more than {_MOST_TOOLS} tools: left out: {cut}")
 
     def bound(self) -> dict[str, BoundTool]:
         """Return the tools by the name that the model sees, in their order."""
         found: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
-                found[_seen(name, info)] = BoundTool(name, info)
+                found[shown_name(name, info.name)] = BoundTool(name, info)
         for name in self.servers():
             known = self._known.get(name)
             for info in known.tools if known is not None else ():
                 is_new = info.name in known.unapproved if known is not None else False
-                found.setdefault(_seen(name, info), BoundTool(name, info, is_new))
+                found.setdefault(shown_name(name, info.name), BoundTool(name, info, is_new))
         return found
 
     def tools(self) -> tuple[Tool, ...]:
@@ -134,30 +153,66 @@ class Toolbox:
                 description=safe_text(tool.info.description, _MOST_DESCRIPTION),
                 parameters=tool.info.parameters,
             )
-            for name, tool in self.bound().items()
+            for name, tool in islice(self.bound().items(), _MOST_TOOLS)
         )
 
-    def start(self, name: str) -> McpClient | Builtin:
-        """Return the session of a server, started if need be. Raises ToolServerError."""
+    def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
+        """Return the session of a server, started if need be.
+
+        Raises ToolServerError, and StoppedError if `stop` is set meanwhile or the toolbox closed.
+        """
+        if name in self.builtin:
+            return self.builtin[name]
+        if name not in self._specs:
+            raise ToolServerError(f"there is no tool server {name}")
+        end, stop = Stop(), stop or Stop()
+        stop.add(end.set)
         with self._lock:
-            if name in self.builtin:
-                return self.builtin[name]
-            client = self._started.get(name)
-            if client is not None and not client.lost:
-                if client.list_changed:
-                    self._note_list(name, client.tools())
-                return client
-            if name not in self._specs:
-                raise ToolServerError(f"there is no tool server {name}")
+            self._ends.add(end)
+            if self._is_closed:
+                end.set()
+        try:
+            while not self._starting[name].acquire(timeout=_LOOK_S):
+                if end.is_set:
+                    raise StoppedError("stopped")
+            try:
+                return self._start(name, end)
+            finally:
+                self._starting[name].release()
+        finally:
+            stop.remove(end.set)
+            self._ends.discard(end)
+
+    def _start(self, name: str, stop: Stop) -> McpClient:
+        client = self._started.get(name)
+        if client is not None and client.lost:
+            client.close()
+            client = None
+        is_new = client is None
+        if client is None:
             client = McpClient(
                 self._specs[name],
                 self.folder,
                 self.config.timeout_s,
-                lambda params: elicitation.answer(self.front, name, params),
+                is_apart=self._is_apart,
+                stop=stop,
             )
-            self._started[name] = client
-            self._note_list(name, client.tools())
-            return client
+            with self._lock:
+                if self._is_closed:
+                    client.close()
+                    raise StoppedError("stopped")
+                self._started[name] = client
+        if is_new or client.list_changed:
+            try:
+                tools = client.tools(stop)
+            except (ToolServerError, StoppedError):
+                client.lost = client.lost or "its list is not known"
+                raise
+            with self._lock:
+                self._note_list(name, tools)
+                self.notices += client.notices
+                client.notices = []
+        return client
 
     def _note_list(self, name: str, tools: list[ToolInfo]) -> None:
         """Keep a server's list: known tools first, in their order, new ones behind them."""
@@ -193,28 +248,36 @@ class Toolbox:
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):
             paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(records_path(), msgspec.json.encode(self._known))
+            write_whole(records_path(), msgspec.json.encode(self._known), 0o600)
 
     def client(self, name: str) -> McpClient:
         """Return the session of an MCP server. Raises ToolServerError."""
-        found = self.start(name)
-        if not isinstance(found, McpClient):
-            raise ToolServerError(f"{name} is built in: it has tools alone")
-        return found
+        try:
+            session = self.start(name)
+        except StoppedError as error:
+            raise ToolServerError(f"tool server {name}: stopped") from error
+        if not isinstance(session, McpClient):
+            raise ToolServerError(f"{name} is built in: it only has tools")
+        return session
 
     def close(self) -> None:
         """End every server. Idempotent."""
         with self._lock:
-            started, self._started = self._started, {}
-        closing = [threading.Thread(target=client.close) for client in started.values()]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+            self._is_closed = True
+            clients, self._started = self._started, {}
+            ends = list(self._ends)
+        for end in ends:
+            end.set()
+        _in_threads([client.close for client in clients.values()])
 
 
-def _seen(server: str, info: ToolInfo) -> str:
-    return safe_text(f"{server}{SEPARATOR}{info.name}", 120)
+def _in_threads(works: Sequence[Callable[[], object]]) -> None:
+    """Do several things at once, and wait for all."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _read_records() -> dict[str, KnownServer]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -63,7 +62,6 @@ class Answering:
         self._view = view
         self._session = view.session
         self._typed: SimpleQueue[str | None] | None = None
-        self._asking = threading.Lock()
         self.unanswered = False
 
     def answer_question(self) -> None:
@@ -196,19 +194,18 @@ class Answering:
 
     def decide(self, card: Card) -> Decision:
         """Show a card and wait for the decision. In the thread that runs the calls."""
-        return card.ask(self.ask)
+        return card.ask(self._ask)
 
-    def ask(self, text: str) -> str | None:
-        """Show a text and wait for what is typed; None once the calls end. In a call's thread."""
+    def _ask(self, text: str) -> str | None:
+        """Show a text and wait for what is typed; None if the calls are stopped."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
         stop = tools.running if tools is not None else None
         if stop is None:
             return None
         stop.add(lambda: typed.put(None))
-        with self._asking:
-            self._view.transcript.post_message(self.CardShown(text, typed, stop))
-            return typed.get()
+        self._view.transcript.post_message(self.CardShown(text, typed, stop))
+        return typed.get()
 
     def show_use(self, use: ToolUse, words: str) -> None:
         """Show how a call goes on. Any thread."""

@@ -16,7 +16,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
-from tools_here import calling, command, tools_config
+from tools_here import command, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
@@ -304,34 +304,6 @@ def test_script_is_asked_for_no_call(tmp_path):
     out, _ = talk(tmp_path, "Rome?", "/quit", host=host, kind=io.StringIO, with_tools=True)
     assert "refused: the user said no: no user is here to allow it" in out
     assert "Answer: I cannot know." in out
-
-
-@pytest.mark.skipif(os.name == "nt", reason="a pseudo-terminal")
-def test_a_form_ends_with_its_call_and_the_next_line_is_a_question(tmp_path):
-    shown, out = tmp_path / "shown", Tty()
-    script = [calling(hasty__go={"after": str(shown)}), words("Done."), words("Hello.")]
-    config = Config(tools=tools_config("hasty", allow=["hasty.*"]))
-    launch = make_launch(tmp_path, FixedHost(FakeEngine(script), config=config), with_tools=True)
-    terminal, typed = os.openpty()
-    os.write(terminal, b"Go.\n")
-
-    def type_lines():
-        for text, then in (
-            ("Now?", shown.touch),
-            ("Answer: Done.", lambda: os.write(terminal, b"Hello?\n/quit\n")),
-        ):
-            while text not in out.getvalue():
-                threading.Event().wait(0.01)
-            then()
-
-    typing = threading.Thread(target=type_lines, daemon=True)
-    typing.start()
-    with open(typed) as source:
-        repl = Repl(launch, source, out)
-        repl.run()
-    typing.join()
-    os.close(terminal)
-    assert [t.content.strip() for t in repl.session.path] == ["Go.", "", "Done.", "Hello?", "Hello."]
 
 
 def test_tools_are_switched_on_and_off(tmp_path):

@@ -13,6 +13,7 @@ from made_models import make_llama
 from msgspec.structs import astuple
 from raw_logits import read
 
+from edgeinfer.cli import evaluating
 from edgeinfer.cli.evaluating import evaluate
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
@@ -20,7 +21,9 @@ from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.runtime.drift import drift_path
+from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.snapshots import fingerprint
 
 #: What lm-evaluation-harness made of the shipped set: tests/clients/sessions/lm_eval_basics.py.
 RECORDED = Path(__file__).parents[1] / "clients/recorded/lm_eval_basics.json"
@@ -170,6 +173,21 @@ def test_only_what_is_new_is_asked(score):
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ModelBusyError):
             score([_item("new", exact="a")])
+
+
+@pytest.mark.parametrize("changed", ["processor", "device", "kernels"])
+def test_another_machine_asks_again(score, monkeypatch, tmp_path, changed):
+    items = [_item(1, exact="?")]
+    monkeypatch.setattr(libedgeinfer, "folder", lambda: tmp_path)
+    assert len(score(items)[1]) == 1
+    assert not score(items)[1]
+    if changed == "processor":
+        monkeypatch.setattr(fingerprint, "_cpu", lambda: "another")
+    elif changed == "device":
+        monkeypatch.setattr(evaluating, "read_gpus", lambda: ("another",))
+    else:
+        (tmp_path / "kernels.so").touch()
+    assert len(score(items)[1]) == 1
 
 
 def test_system_prompts_and_adapters_are_candidates(score, tmp_path):

@@ -1,5 +1,6 @@
 """Tool servers for tests: one on the official SDK, and some that misbehave (`python tool_servers.py KIND`)."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -63,9 +64,9 @@ def _send(message):
 TOOL = {"name": "go", "description": "Go.", "inputSchema": {"type": "object", "properties": {}}}
 
 
-def raw(call, tools=lambda: [TOOL], version="2025-06-18"):
+def raw(call, tools=lambda: [TOOL], version="2025-06-18", reads=lambda method: True):
     """Serve JSON-RPC by hand: `call(number, params)` answers tools/call."""
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         message = json.loads(line)
         number = message.get("id")
         match message.get("method"):
@@ -84,6 +85,8 @@ def raw(call, tools=lambda: [TOOL], version="2025-06-18"):
                 _send({"id": number, "result": {"contents": found}})
             case "notifications/cancelled":
                 Path("cancelled").write_text(json.dumps(message["params"]))
+        if not reads(message.get("method")):
+            time.sleep(600)
 
 
 def text(number, words):
@@ -108,36 +111,132 @@ def plain():
     raw(call, lambda: [add, weather, {**TOOL, "name": "fail"}])
 
 
-FORM = {
-    "name": {"type": "string", "title": "Your name", "minLength": 2},
-    "age": {"type": "integer", "minimum": 0, "maximum": 150, "default": 30},
-    "colour": {"type": "string", "enum": ["red", "green"]},
-    "sure": {"type": "boolean"},
-    "days": {"type": "array", "items": {"type": "string", "enum": ["mon", "tue"]}},
+def raw_text(words):
+    sys.stdout.write(words)
+    sys.stdout.flush()
+
+
+def deaf():
+    """Read nothing once the tools are listed."""
+    raw(lambda number, params: None, lambda: [TOOL], reads=lambda method: method != "tools/list")
+
+
+def mute():
+    time.sleep(600)
+
+
+def pinging(number, params):
+    """Ask 50,000 times, and read no answer."""
+    for index in range(50_000):
+        raw_text(f'{{"jsonrpc":"2.0","id":{index},"method":"ping"}}\n')
+    time.sleep(600)
+
+
+def rooting(number, params):
+    for index in range(4000):
+        raw_text(f'{{"jsonrpc":"2.0","id":"r{index}","method":"roots/list"}}\n')
+    time.sleep(600)
+
+
+def garbage(number, params):
+    while True:
+        raw_text(os.urandom(64).decode("latin-1") + "\n{\n [[[\n]\n")
+
+
+def progressing(number, params):
+    """Report progress eight times in 2 s, or for ever, and answer."""
+    token = params["_meta"]["progressToken"]
+    for step in itertools.count() if params["arguments"].get("forever") else range(8):
+        _send(
+            {"method": "notifications/progress", "params": {"progressToken": token, "progress": step}}
+        )
+        time.sleep(0.25)
+    text(number, "done")
+
+
+def endless():
+    """Lists whose pages never end."""
+    for line in sys.stdin:
+        message = json.loads(line)
+        page = {"tools": [{**TOOL, "name": f"t{i}"} for i in range(10)], "nextCursor": "more"}
+        info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+        if "id" in message and message["method"] != "tools/call":
+            _send({"id": message["id"], "result": page if "list" in message["method"] else info})
+
+
+SHAPES = {
+    "string-id": lambda answer: json.dumps({**answer, "id": str(answer["id"])}),
+    "batch": lambda answer: json.dumps([answer]),
+    "pretty": lambda answer: json.dumps(answer, indent=2),
+    "pretty-batch": lambda answer: json.dumps([answer], indent="\t"),
+    "bom": lambda answer: "\ufeff" + json.dumps(answer),
+    "float-id": lambda answer: json.dumps({**answer, "id": float(answer["id"])}),
+    "noise": lambda answer: "{debug\n{\n  not json\n" + json.dumps(answer) + "\n} end",
 }
 
 
-ONE_FIELD = {"requestedSchema": {"type": "object", "properties": {"name": FORM["name"]}}}
+def shaped():
+    """Every answer in an unusual shape."""
+    sys.stdout.reconfigure(encoding="utf-8")
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "id" in message:
+            answer = {"jsonrpc": "2.0", "id": message["id"], "result": result_of(message)}
+            raw_text(SHAPES[sys.argv[2]](answer) + "\n")
+
+
+def result_of(message):
+    match message["method"]:
+        case "initialize":
+            return {"protocolVersion": "2025-03-26", "capabilities": {"tools": {}}}
+        case "tools/list":
+            return {"tools": [TOOL]}
+    return {"content": [{"type": "text", "text": "went"}]}
+
+
+def forward():
+    """Ask before the client has said anything."""
+    _send({"id": "early", "method": "ping"})
+    answers = [json.loads(sys.stdin.readline()), sys.stdin.readline()]
+    early = next(json.dumps(answer) for answer in answers if isinstance(answer, dict))
+    message = json.loads(answers[1])
+    if message.get("id") == "early":
+        early, message = json.dumps(message), json.loads(early)
+    _send({"id": message["id"], "result": result_of(message)})
+    raw(lambda number, params: text(number, early))
+
+
+def refusing(number, params):
+    failure = {"code": -32602, "message": "bad", "data": {"why": "no such city"}}
+    _send({"id": number, "error": failure})
+
+
+def parts(number, params):
+    """Answer with the parts that the call names."""
+    _send({"id": number, "result": {"content": params["arguments"]["content"]}})
+
+
+def listing():
+    """Offer the tools in the file that is named."""
+    raw(
+        lambda number, params: text(number, params["name"]),
+        lambda: json.loads(Path(sys.argv[2]).read_text()),
+    )
+
+
+def whereabouts(number, params):
+    """Say where this process runs, with which variables, and which module `json` is."""
+    roots = {"id": "roots", "method": "roots/list"}
+    _send(roots)
+    answer = json.loads(sys.stdin.readline())
+    told = {"cwd": os.getcwd(), "files": os.listdir("."), "env": dict(os.environ)}
+    text(number, json.dumps({**told, "json": json.__file__, "roots": answer["result"]["roots"]}))
 
 
 def asking(number, params):
-    """Ask the user, and answer with what came."""
-    schema = {"type": "object", "properties": FORM}
-    form = {"message": "Who are \x1b[2Jyou?", "requestedSchema": schema, **params["arguments"]}
-    _send({"id": "form", "method": "elicitation/create", "params": form})
-    for line in sys.stdin:
-        message = json.loads(line)
-        if message.get("id") == "form":
-            text(number, json.dumps(message["result"]))
-            return
-
-
-def hasty(number, params):
-    """Ask the user, and answer the call before an answer comes, once a file is there."""
-    _send({"id": "form", "method": "elicitation/create", "params": {"message": "Now?", **ONE_FIELD}})
-    while not Path(params["arguments"]["after"]).exists():
-        time.sleep(0.01)
-    text(number, "done without you")
+    """Send a request of the named method, and answer with what comes."""
+    _send({"id": "own", "method": params["arguments"]["method"], "params": {"message": "Who are you?"}})
+    text(number, sys.stdin.readline())
 
 
 def crashing(number, params):
@@ -200,7 +299,16 @@ if __name__ == "__main__":
     kind = sys.argv[1]
     if kind in ("stdio", "http"):
         sdk(kind)
-    elif kind in ("asking", "hasty", "crashing", "slow", "lying", "hostile", "huge"):
+    elif kind in (
+        "asking",
+        "pinging",
+        "rooting",
+        "garbage",
+        "progressing",
+        "refusing",
+        "parts",
+        "whereabouts",
+    ) or kind in ("crashing", "slow", "lying", "hostile", "huge"):
         raw(globals()[kind])
     else:
         globals()[kind]()

@@ -1,5 +1,6 @@
 """The client beside the official SDK's server, over both transports, and beside servers that misbehave."""
 
+import json
 import os
 import re
 import socket
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from tool_servers import HOSTILE
-from tools_here import SERVERS
+from tools_here import SERVERS, tools_config
 
 from edgeinfer.errors import OfflineError, ToolServerError
 from edgeinfer.tools.mcp_client import CallResult, McpClient, StoppedError
 from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.toolbox import Toolbox
 from edgeinfer.tools.uses import Stop, safe_text
 
 pytestmark = pytest.mark.slow  # starts programs
@@ -122,6 +124,23 @@ def test_missing_program_is_named(tmp_path):
     spec = ServerSpec(name="x", command=("/no/such/program",))
     with pytest.raises(ToolServerError, match="/no/such/program cannot be started"):
         McpClient(spec, tmp_path, 1.0)
+
+
+def test_server_beside_a_sandbox_starts_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for module in ("json.py", "argparse.py"):
+        (tmp_path / module).write_text("raise SystemExit('of the folder')")
+    config = tools_config("whereabouts", builtin=("shell",))
+    with Toolbox(config, tmp_path) as toolbox:
+        told = json.loads(toolbox.client("whereabouts").call("go", {}).text)
+        assert told["files"] == []
+        assert not told["cwd"].startswith(str(tmp_path))
+        assert str(tmp_path) not in told["env"]["PATH"].split(":")
+        assert told["roots"] == [{"uri": tmp_path.as_uri(), "name": tmp_path.name}]
+    until(lambda: not Path(told["cwd"]).exists())
+    with Toolbox(tools_config("whereabouts", builtin=("read",)), tmp_path) as toolbox:
+        client = toolbox.client("whereabouts")
+        assert json.loads(client.call("go", {}).text)["cwd"] == str(tmp_path)
 
 
 def test_hostile_text_becomes_plain_and_short(connect):

@@ -5,14 +5,20 @@ import json
 import pytest
 
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig
-from edgeinfer.errors import ConfigError
-from edgeinfer.tools.mcp_servers import configured
+from edgeinfer.errors import ToolServerError
+from edgeinfer.tools.mcp_servers import ServerSpec, load_servers, plan_start_apart
+
+
+def read_all(tmp_path, text):
+    file = tmp_path / "mcp.json"
+    file.write_text(text if isinstance(text, str) else json.dumps(text))
+    return load_servers(ToolsConfig(mcp_files=(str(file),)), tmp_path)
 
 
 def read(tmp_path, text):
-    file = tmp_path / "mcp.json"
-    file.write_text(text if isinstance(text, str) else json.dumps(text))
-    return configured(ToolsConfig(mcp_files=(str(file),)), tmp_path)
+    specs, left_out = read_all(tmp_path, text)
+    assert not left_out
+    return specs
 
 
 SERVER = {"command": "npx", "args": ["-y", "server"], "env": {"A": "1"}}
@@ -48,37 +54,152 @@ def test_variables_are_filled_in(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("text", "filled"),
     [
-        ({"command": "x", "args": ["${input:key}"]}, "VS Code alone"),
-        ({"command": "x", "env": {"A": "${env:NOT_SET}"}}, "NOT_SET is not set"),
-        ({}, "either `command` or `url`"),
-        ({"command": "x", "url": "https://x"}, "either `command` or `url`"),
-        ({"url": "ftp://x"}, "no address"),
+        ("${NOT_SET:-a b}", "a b"),
+        ("${env:NOT_SET:-}", ""),
+        ("${EMPTY:-x}", "x"),
+        ("${EMPTY}", ""),
+        ("${TOKEN:-x}", "t0"),
+        ("a${TOKEN}b${NOT_SET:-c:-d}", "at0bc:-d"),
     ],
 )
-def test_mistakes_are_named(tmp_path, entry, said):
-    with pytest.raises(ConfigError, match=said):
-        read(tmp_path, {"mcpServers": {"one": entry}})
+def test_defaults_stand_for_unset_variables(tmp_path, monkeypatch, text, filled):
+    monkeypatch.setenv("TOKEN", "t0")
+    monkeypatch.setenv("EMPTY", "")
+    (spec,) = read(tmp_path, {"mcpServers": {"one": {"command": "x", "args": [text]}}})
+    assert spec.command == ("x", filled)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', "\xff"])
-def test_files_without_servers_are_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"mcp\.json"):
-        read(tmp_path, text)
-    with pytest.raises(ConfigError, match="none"):
-        configured(ToolsConfig(mcp_files=(str(tmp_path / "none"),)), tmp_path)
+BAD_ENTRIES = [
+    ({"command": "x", "args": ["${input:key}"]}, "only VS Code asks"),
+    ({"command": "x", "env": {"A": "${env:NOT_SET}"}}, "NOT_SET is not set (export NOT_SET=…)"),
+    ({"url": "https://x", "headers": {"A": "${NOT_SET}"}}, "NOT_SET is not set"),
+    ({}, "either `command` or `url`"),
+    ({"command": "x", "url": "https://x"}, "either `command` or `url`"),
+    ({"url": "ftp://x"}, "not an address"),
+    ({"command": 5}, "$.command"),
+    ({"command": "x", "args": "y"}, "$.args"),
+    ({"command": "x", "env": []}, "$.env"),
+    ({"url": ["https://x"]}, "$.url"),
+    ("npx", "Expected `object`"),
+    (None, "Expected `object`"),
+]
+
+
+@pytest.mark.parametrize(("entry", "said"), BAD_ENTRIES)
+def test_a_bad_entry_leaves_only_itself_out(tmp_path, entry, said):
+    specs, left_out = read_all(tmp_path, {"mcpServers": {"bad": entry, "one": SERVER}})
+    assert [spec.name for spec in specs] == ["one"]
+    (text,) = left_out
+    assert said in text
+    assert "mcp.json: tool server bad: " in text
+    assert text.endswith(": left out")
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [("Figma Dev Mode", "Figma-Dev-Mode"), ("a__b", "a_b"), ("@org/x", "org-x"), ("x" * 60, "x" * 48)],
+)
+def test_names_become_valid(tmp_path, name, valid):
+    assert [spec.name for spec in read(tmp_path, {"mcpServers": {name: SERVER}})] == [valid]
+
+
+def test_a_name_without_a_letter_is_left_out(tmp_path):
+    specs, left_out = read_all(tmp_path, {"mcpServers": {"日本": SERVER, "one": SERVER}})
+    assert [spec.name for spec in specs] == ["one"]
+    assert "letters or digits" in left_out[0]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', b"\xff", None])
+def test_a_bad_file_leaves_only_itself_out(tmp_path, text):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps({"mcpServers": {"one": SERVER}}))
+    if text is not None:
+        bad.write_bytes(text if isinstance(text, bytes) else text.encode())
+    files = (str(bad), "~nobodyx/mcp.json", str(good))
+    specs, left_out = load_servers(ToolsConfig(mcp_files=files), tmp_path)
+    assert [spec.name for spec in specs] == ["one"]
+    assert len(left_out) == 2
+    assert "bad.json" in left_out[0]
 
 
 def test_disabled_servers_stay_out_and_config_toml_goes_first(tmp_path):
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({"mcpServers": {"one": SERVER, "off": {**SERVER, "disabled": True}}}))
     own = ToolServerConfig(command=("own",))
-    specs = configured(ToolsConfig(mcp_files=(str(file),), servers={"one": own}), tmp_path)
+    specs, _ = load_servers(ToolsConfig(mcp_files=(str(file),), servers={"one": own}), tmp_path)
     assert [(spec.name, spec.command) for spec in specs] == [("one", ("own",))]
 
 
 def test_named_variables_are_passed(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN", "t0")
     server = ToolServerConfig(command=("x",), pass_env=("TOKEN",))
-    assert configured(ToolsConfig(servers={"one": server}), tmp_path)[0].env == {"TOKEN": "t0"}
+    specs, _ = load_servers(ToolsConfig(servers={"one": server}), tmp_path)
+    assert specs[0].env == {"TOKEN": "t0"}
+
+
+# where commands of `shell` and `python` can change the folder
+
+
+def program(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def apart(folder, *command, **env):
+    return plan_start_apart(ServerSpec(name="x", command=command, env=env), folder)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A project with a program `tool`; so has a folder outside."""
+    monkeypatch.setenv(
+        "PATH", f"{tmp_path}/project/bin::bin:{tmp_path}/project/../project/b:{tmp_path}/out"
+    )
+    program(tmp_path / "out/tool")
+    program(tmp_path / "project/bin/tool")
+    program(tmp_path / "project/bin/only-here")
+    return tmp_path / "project"
+
+
+def test_programs_and_modules_come_from_outside_the_folder(folder, tmp_path):
+    command, variables, cwd = apart(folder, "tool", "-y", PYTHONPATH=f"{folder}:{tmp_path}/lib")
+    assert command == (str(tmp_path / "out/tool"), "-y")
+    assert cwd is None
+    assert variables["PATH"] == str(tmp_path / "out")
+    assert variables["PYTHONPATH"] == str(tmp_path / "lib")
+    assert variables["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("only-here",),
+        ("./bin/tool",),
+        ("{folder}/bin/tool",),
+        ("{folder}/../project/bin/tool",),
+        ("{folder}/../alias/bin/tool",),
+        ("{folder}/../out/inward",),
+        ("{folder}/outward",),
+        ("tool", "server.py"),
+        ("tool", "{folder}/server.py"),
+    ],
+)
+def test_a_program_of_the_folder_is_refused(folder, tmp_path, command):
+    (tmp_path / "alias").symlink_to(folder)
+    (tmp_path / "out/inward").symlink_to(folder / "bin/tool")
+    (folder / "outward").symlink_to(tmp_path / "out/tool")
+    (folder / "server.py").touch()
+    with pytest.raises(ToolServerError, match=r"can change|there is no program"):
+        apart(folder, *(word.format(folder=folder) for word in command))
+
+
+def test_folders_and_data_as_arguments_stay(folder):
+    (folder / "a.db").touch()
+    assert apart(folder, "tool", str(folder), str(folder / "a.db"))[0][1:] == (
+        str(folder),
+        str(folder / "a.db"),
+    )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 
@@ -9,8 +10,10 @@ import pytest
 from tools_here import command
 
 from edgeinfer.cli.main import main
-from edgeinfer.config.config_file import config_path
+from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig, config_path
 from edgeinfer.host import Host
+from edgeinfer.tools.toolbox import Toolbox, records_path
+from edgeinfer.tools.uses import shown_name
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -48,9 +51,7 @@ def test_servers_and_tools_are_listed(configure, capsys):
     [
         ("", "no tools are configured"),
         ('builtin = ["rm"]', "Invalid enum value"),
-        ("[tools.servers.x]\n", "either `command` or `url`"),
         ('[tools.servers.x]\ncomand = ["x"]', "comand"),
-        ('builtin = ["read"]\n[tools.servers.files]\ncommand = ["x"]', "another name"),
         ('builtin = ["read"]\nallow = ["("]', "no pattern"),
     ],
 )
@@ -58,6 +59,66 @@ def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
     configure(text)
     assert main(["tools"], Host()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
+    tools = [
+        {"name": "x" * 200, "inputSchema": {}},
+        {"name": "x" * 201, "inputSchema": {}},
+        {"name": "broken", "inputSchema": {"type": "array"}},
+        {
+            "name": "loose",
+            "inputSchema": {"properties": {"n": {"pattern": "^(?!a)b$", "type": "string"}}},
+        },
+        {"name": "nulls", "inputSchema": {"properties": None}},
+        {"name": "", "inputSchema": {}},
+        {"name": "fine\nline"},
+        {"name": ["no name"]},
+    ]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    foreign = {"Figma Dev Mode": {"command": command("plain")[0], "args": command("plain")[1:]}}
+    (tmp_path / "mcp.json").write_text(
+        json.dumps({"mcpServers": {"unset": {"url": "${NOT_SET}"}} | foreign})
+    )
+    configure(
+        f'builtin = ["read"]\nmcp-files = [{json.dumps(str(tmp_path / "mcp.json"))}, "/nowhere.json"]\n'
+        f'[tools.servers.files]\ncommand = ["x"]\n[tools.servers.empty]\n'
+        f'[tools.servers.gone]\ncommand = ["/no/such/program"]\n'
+        f"[tools.servers.listing]\ncommand = {json.dumps(command('listing', str(tmp_path / 'tools.json')))}\n"
+    )
+    assert main(["tools", "--check"], Host()) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "config.toml: tool server empty: give either `command` or `url`: left out",
+        "tool server unset: ${NOT_SET} is not an address",
+        "/nowhere.json",
+        "files is a built-in server",
+        "/no/such/program cannot be started",
+        "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
+        "listing__loose: the model may write other arguments: ",
+        "listing__nulls: the model may write other arguments: ",
+        "Figma-Dev-Mode",
+        "weather",
+    ):
+        assert said in out
+
+
+def test_long_names_have_short_stable_ones():
+    names = [shown_name("server", name) for name in ("add", "x" * 200, "x" * 201)]
+    assert names[0] == "server__add"
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 120 for name in names)
+    assert names[1] == shown_name("server", "x" * 200)
+
+
+def test_no_more_tools_are_offered_than_a_request_may_have(tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": f"t{i}"} for i in range(130)]))
+    servers = {"listing": ToolServerConfig(command=command("listing", str(tmp_path / "tools.json")))}
+    with Toolbox(ToolsConfig(servers=servers), tmp_path) as toolbox:
+        toolbox.prepare()
+        assert len(toolbox.tools()) == 128
+        assert toolbox.notices == ["more than 128 tools: left out: listing__t128, listing__t129"]
+    assert stat.S_IMODE(records_path().stat().st_mode) == 0o600
 
 
 WITHOUT = {

@@ -14,7 +14,7 @@ from made_gguf import gguf_bytes
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from tools_here import calling, command, tools_config
+from tools_here import command, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
@@ -785,22 +785,6 @@ async def test_escape_stops_calls_and_the_chat_goes_on(drive):
         assert len(d.host.fake.requests) == 1
         await d.ask("Hello?")
         assert "Hello." in d.shown()
-
-
-async def test_a_form_ends_with_its_call_and_the_chat_goes_on(drive, tmp_path):
-    shown = tmp_path / "shown"
-    script = [calling(hasty__go={"after": str(shown)}), words("Done."), words("Hello.")]
-    tools = tools_config("hasty", allow=["hasty.*"])
-    host = FixedHost(FakeEngine(script), config=Config(tools=tools))
-    async with drive(host=host, with_tools=True) as d:
-        await d.until(lambda: d.session.tools is not None)
-        await d.type("Go.", "enter")
-        await d.until(lambda: "hasty asks you: Now?" in d.shown())
-        shown.touch()
-        await d.until(lambda: d.idle() and len(d.session.path) == 3)
-        await d.ask("Hello?")
-        assert d.turns()[-1].strip() == "Hello."
-        assert not d.chat.answering._asking.locked()
 
 
 async def test_leaving_while_a_card_is_open_ends(drive):

@@ -36,6 +36,7 @@ from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
+from edgeinfer.platform.process import start_dying
 from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
@@ -210,7 +211,7 @@ class _OwnServers:
         """Start an endpoint of a model. Raises ServeError."""
         where = ["--log=json", "--host=127.0.0.1", f"--port={free_port()}"]
         command = [*own_command(), "serve", model, *where, *self._typed]
-        remote, pid = endpoint.start(command, keys.own_key(), self._environment)
+        remote, pid = endpoint.start(command, keys.own_key(), self._environment, dies_with_parent=True)
         self._pids[remote.url] = pid
         return Target(url=remote.url, model=remote.model, key=remote.key)
 
@@ -231,7 +232,7 @@ class _OwnServers:
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]
         pipe = subprocess.PIPE
         began = time.perf_counter()
-        with subprocess.Popen(
+        with start_dying(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=self._environment
         ) as process:
             assert process.stdout is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import select
 import sys
 import threading
 from typing import Any
@@ -16,10 +17,10 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.host import Host
-from edgeinfer.tools.mcp_transports import MAX_MESSAGE, HttpTransport
+from edgeinfer.tools.mcp_transports import MAX_MESSAGE, HttpTransport, UnansweredError, decode_messages
 
-#: Seconds that an answer may take, from the first token on the queue to the last.
-_PATIENCE_S = 3600.0
+#: Seconds between looks whether the client still reads, once its own end is closed.
+_LOOK_S = 0.2
 _PARSE_ERROR, _INTERNAL_ERROR = -32700, -32603
 
 
@@ -35,21 +36,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> McpResult:
-    """Carry messages until stdin ends. Raises ServeError, and what naming a model raises."""
+    """Carry messages until stdin ends and all is answered.
+
+    Raises ServeError, and what naming a model raises.
+    """
     bridge = _Bridge(options, host)
     if sys.stdin.isatty():
         sys.stderr.write("ready for an MCP client, which starts this command itself; Ctrl+D ends it\n")
+    calls: list[threading.Thread] = []
     while line := sys.stdin.buffer.readline(MAX_MESSAGE):
-        try:
-            message = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError) as error:
-            bridge.write(_failure(None, _PARSE_ERROR, str(error)))
-            continue
-        if message.get("method") == "tools/call":  # others may be sent, or cancel it, meanwhile
-            threading.Thread(target=bridge.send, args=(message,), daemon=True).start()
-        else:
-            bridge.send(message)
+        messages = decode_messages(line)
+        if not messages:
+            bridge.write(_failure(None, _PARSE_ERROR, "the line is not a message of JSON-RPC"))
+        for message in messages:
+            if message.get("method") == "tools/call":  # others may be sent, or cancel it, meanwhile
+                calls = [call for call in calls if call.is_alive()]
+                calls.append(threading.Thread(target=bridge.send, args=(message,), daemon=True))
+                calls[-1].start()
+            else:
+                bridge.send(message)
+    for call in calls:
+        while call.is_alive() and _is_read(sys.stdout.fileno()):
+            call.join(_LOOK_S)
+    bridge.close()
     return McpResult()
+
+
+def _is_read(pipe: int) -> bool:
+    """Return whether the other end of a pipe is still open."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return not poll.poll(0)
 
 
 class _Bridge:
@@ -62,28 +79,42 @@ class _Bridge:
         self._writing = threading.Lock()
         #: Where an endpoint is started anew, no client asks for a session: cancels need one.
         self._session = secrets.token_hex(16)
+        self._transport: HttpTransport | None = None
         self._connect()
 
     def _connect(self) -> None:
+        self.close()
         self._remote = own_endpoint(self._options, self._host)
         key = self._remote.key
         headers = {"Mcp-Session-Id": self._session}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        self._transport = HttpTransport(f"{self._remote.url}/mcp", headers, _PATIENCE_S, self.write)
+        self._transport = HttpTransport(f"{self._remote.url}/mcp", headers, self.write)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _post(self, message: dict[str, Any]) -> None:
+        assert self._transport is not None
+        self._transport.send(message).result()
 
     def send(self, message: dict[str, Any]) -> None:
         remote = self._remote
         try:
             try:
-                self._transport.send(message)
+                self._post(message)
+            except UnansweredError:
+                raise
             except ToolServerError:
                 with self._connecting:
                     if self._remote is remote:
                         if endpoint.look_at(remote.url, remote.key) is not None:
                             raise
                         self._connect()  # it leaves after some minutes without a request
-                self._transport.send(message)
+                self._post(message)
+        except UnansweredError:
+            pass  # it is cancelled
         except EdgeInferError as error:
             if "id" in message:
                 self.write(_failure(message["id"], _INTERNAL_ERROR, error.message))
@@ -94,5 +125,5 @@ class _Bridge:
             sys.stdout.buffer.flush()
 
 
-def _failure(number: Any, code: int, words: str) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": words}}
+def _failure(number: Any, code: int, text: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": text}}

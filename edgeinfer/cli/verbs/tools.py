@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.cli.result import Result
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.host import Host
+from edgeinfer.runtime.requests import Tool, preparing
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,9 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
     tools = ChatTools(host.config.tools, Path.cwd())
     try:
         notices = tools.prepare(refresh=options.check)
-        found = tools.offered()
+        if options.check:
+            notices += filter(None, map(_describe_loose, tools.shown()))
+        by_server = tools.offered()
     finally:
         tools.close()
     return ToolsResult(
@@ -65,7 +69,19 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
                     for tool, level in offered
                 ),
             )
-            for name, offered in found.items()
+            for name, offered in by_server.items()
         ),
         notices=tuple(notices),
     )
+
+
+def _describe_loose(tool: Tool) -> str:
+    """Return why a tool's arguments are not held to its schema, or ""."""
+    from edgeinfer.runtime.sampling.grammar import check_schema  # 60 ms, only for --check
+
+    try:
+        with preparing():
+            check_schema({"type": "object", **tool.parameters})
+    except InvalidRequestError as error:
+        return f"{tool.name}: the model may write other arguments: {error.message}"
+    return ""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.events import Event, Finished, ToolCallDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -21,7 +22,7 @@ from edgeinfer.server.dialect import total
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.uses import Stop, ToolUse, call_messages, uses_of
+from edgeinfer.tools.uses import Stop, ToolUse, call_messages, shown_name, uses_of
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
@@ -69,7 +70,7 @@ class McpCalls:
         self.events: list[Any] = []
         listed = {i.server_label for i in _items(body) if isinstance(i, wire.McpListItem)}
         by_name = {tool.name: tool for tool in chat_tools.shown()}
-        bound = chat_tools.toolbox.bound()
+        bound = self._bound = chat_tools.toolbox.bound()
         for asked in body.tools or ():
             if not isinstance(asked, wire.McpTool):
                 continue
@@ -118,7 +119,7 @@ class McpCalls:
             if not isinstance(item, wire.McpApprovalRequestItem) or item.id in made:
                 continue
             answer = answers.get(item.id)
-            name = f"{item.server_label}__{item.name}"
+            name = shown_name(item.server_label, item.name)
             use = ToolUse(id=item.id.removeprefix("mcpr_"), name=name, arguments=item.arguments)
             if answer is None:
                 continue
@@ -128,9 +129,38 @@ class McpCalls:
                 use = use.ended("refused", ": ".join(filter(None, ("the user said no", answer.reason))))
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
-            self.events.append(_called(use, item.id))
+            self.events.append(self._called(use, item.id))
             kept.append(self.events[-1].item)
         return msgspec.structs.replace(body, input=kept) if kept else body
+
+    def _names(self, use: ToolUse) -> dict[str, str]:
+        label, _, name = use.name.partition("__")
+        if (tool := self._bound.get(use.name)) is not None:
+            label, name = tool.server, tool.info.name  # a long name is shortened for the model
+        return {"server_label": label, "name": name, "arguments": use.arguments}
+
+    def _approval(self, use: ToolUse) -> ServerItem:
+        return ServerItem(wire.McpApprovalRequestItem(id=f"mcpr_{use.id}", **self._names(use)))
+
+    def _called(self, use: ToolUse, approval_request_id: str | None = None) -> ServerItem:
+        is_done = use.status == "done"
+        item = wire.McpCallItem(
+            id=f"mcp_{use.id}",
+            output=use.result if is_done else None,
+            error=None if is_done else {"type": "mcp_tool_execution_error", "content": use.result},
+            status=_STATUSES.get(use.status, "incomplete"),
+            approval_request_id=approval_request_id,
+            **self._names(use),
+        )
+        return ServerItem(
+            item,
+            (
+                ("response.mcp_call.in_progress", {}),
+                ("response.mcp_call_arguments.delta", {"delta": use.arguments}),
+                ("response.mcp_call_arguments.done", {"arguments": use.arguments}),
+                (f"response.mcp_call.{'completed' if is_done else 'failed'}", {}),
+            ),
+        )
 
     async def _run(
         self, uses: Sequence[ToolUse], front: _Front, stop: Stop, past: Sequence[Sequence[ToolUse]]
@@ -166,7 +196,7 @@ class McpCalls:
             made = await self._run(run, front, rounds.stop, past)
             asking |= front.asked
             for use in [*made, *(use for use in uses if use.name in self._asks)]:
-                yield _approval(use) if use.id in asking else _called(use)
+                yield self._approval(use) if use.id in asking else self._called(use)
             if asking or len(answer.calls) > len(uses) or rounds.stop.is_set:
                 break
             past.append(made)
@@ -216,36 +246,6 @@ def _items(body: wire.ResponsesRequest) -> Sequence[wire.Item]:
     return () if isinstance(body.input, str) else body.input
 
 
-def _named(use: ToolUse) -> dict[str, str]:
-    label, _, name = use.name.partition("__")
-    return {"server_label": label, "name": name, "arguments": use.arguments}
-
-
-def _approval(use: ToolUse) -> ServerItem:
-    return ServerItem(wire.McpApprovalRequestItem(id=f"mcpr_{use.id}", **_named(use)))
-
-
-def _called(use: ToolUse, approval_request_id: str | None = None) -> ServerItem:
-    is_done = use.status == "done"
-    item = wire.McpCallItem(
-        id=f"mcp_{use.id}",
-        output=use.result if is_done else None,
-        error=None if is_done else {"type": "mcp_tool_execution_error", "content": use.result},
-        status=_STATUSES.get(use.status, "incomplete"),
-        approval_request_id=approval_request_id,
-        **_named(use),
-    )
-    return ServerItem(
-        item,
-        (
-            ("response.mcp_call.in_progress", {}),
-            ("response.mcp_call_arguments.delta", {"delta": use.arguments}),
-            ("response.mcp_call_arguments.done", {"arguments": use.arguments}),
-            (f"response.mcp_call.{'completed' if is_done else 'failed'}", {}),
-        ),
-    )
-
-
 async def mcp_calls(context: RequestContext, body: wire.ResponsesRequest) -> McpCalls | None:
     """Return the MCP tools of a request, None if it names none. Raises Problem 400, 403."""
     if not any(isinstance(tool, wire.McpTool) for tool in body.tools or ()):
@@ -253,4 +253,8 @@ async def mcp_calls(context: RequestContext, body: wire.ResponsesRequest) -> Mcp
     if not context.is_admin:
         message = "MCP servers need the endpoint's first API key or, without keys, its own user."
         raise Problem(403, message, param="tools", code="admin_only")
-    return McpCalls(context, await context.endpoint.use_tools(), body)
+    try:
+        tools = await context.endpoint.use_tools()
+    except EdgeInferError as error:
+        raise Problem(400, error.message, param="tools", code=error.code) from error
+    return McpCalls(context, tools, body)

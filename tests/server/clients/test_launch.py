@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_models import make_llama
+from other_processes import has_ended, wait_until
 
 from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import RemoteEndpoint
@@ -120,6 +122,28 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
     assert "edgeinfer serve fake --ctx 8192" in said
     assert not aider.exists()
     assert main(["launch", "--anyway", "aider"]) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_agent_outlives_its_launch(serve, aider, configured, tmp_path, number):
+    configured(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
+    pid_file = tmp_path / "pid"
+    program = tmp_path / "bin/aider"
+    program.write_text(
+        f"#!/bin/sh\necho $$ >{pid_file}.part; mv {pid_file}.part {pid_file}; exec sleep 600\n"
+    )
+    launch = subprocess.Popen([sys.executable, "-m", "edgeinfer", "launch", "aider"])
+    wait_until(pid_file.exists, "the agent")
+    agent = int(pid_file.read_text())
+    launch.send_signal(number)
+    launch.wait(30)
+    try:
+        wait_until(lambda: has_ended(agent), "the agent to end", 30)
+    finally:
+        if not has_ended(agent):
+            os.kill(agent, signal.SIGKILL)
 
 
 def test_missing_agent_has_an_install_hint(monkeypatch, capfd):

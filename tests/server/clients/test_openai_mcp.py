@@ -1,5 +1,6 @@
 """MCP servers of the configuration in Responses, as the official client asks and reads them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,21 @@ import openai
 import pytest
 from fake_engine import FakeEngine
 from other_processes import wait_until
-from tools_here import calling, configure
+from tools_here import calling, command, configure
 
+from edgeinfer.config.config_file import config_path
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.tools.uses import shown_name
 
 pytestmark = pytest.mark.slow  # starts programs
 
 PLAIN = {"type": "mcp", "server_label": "plain"}
 WEATHER = {"city": "Rome"}
 SUM = {"a": 17, "b": 25}
+
+
+LONG = "look_up_" * 20
 
 
 @pytest.fixture
@@ -150,6 +156,43 @@ def test_no_server_comes_from_a_request(asked, tool, words):
     _, responses = asked(["no"])
     with pytest.raises(openai.BadRequestError, match=words):
         responses.create(model="fake", input="go", tools=[PLAIN | tool])
+
+
+def test_a_bad_server_leaves_only_itself_out(asked, tmp_path):
+    foreign = {"Figma Dev Mode": {"command": 5}, "unset": {"command": "${NOT_SET}"}}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": foreign}))
+    files = [str(tmp_path / "mcp.json"), "/nowhere.json"]
+    _, responses = asked(*TASK, **{"mcp-files": files})
+    assert "Rain, and 42." in responses.create(model="fake", input="go", tools=[PLAIN]).output_text
+
+
+@pytest.mark.parametrize("fields", [{"allow": ["("]}, {}])
+def test_a_configuration_without_usable_tools_is_a_bad_request(serve, fields):
+    configure(**fields)
+    here = serve(FakeEngine(["no"]))
+    answer = here.client.post("/v1/responses", json={"model": "fake", "input": "go", "tools": [PLAIN]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+
+
+def test_a_long_tool_name_is_called_and_approved(asked, tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": LONG}]))
+    name = shown_name("listing", LONG)
+    server = {"type": "mcp", "server_label": "listing"}
+    script = calling(**{name: {}})
+    engine, responses = asked(script, ["Done."], allow=())
+    config = config_path().read_text()
+    program = json.dumps(command("listing", str(tmp_path / "tools.json")))
+    config_path().write_text(f"{config}\n[tools.servers.listing]\ncommand = {program}\n")
+    first = responses.create(model="fake", input="go", tools=[server])
+    *_, request = first.output
+    assert (request.type, request.name) == ("mcp_approval_request", LONG)
+    assert [tool.name for tool in engine.requests[0].tools] == [name]
+    answer = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
+    second = responses.create(
+        model="fake", input=[answer], tools=[server], previous_response_id=first.id
+    )
+    assert (second.output[0].name, second.output[0].output) == (LONG, LONG)
 
 
 def test_a_denied_call_stays_denied_and_other_keys_call_nothing(asked):

@@ -108,7 +108,11 @@ def test_official_client_of_today_negotiates(where):
         ("ask", {}, "missing required field `question`"),
         ("ask", {"question": "x", "modle": "y"}, "unknown field `modle`"),
         ("ask", {"question": "x", "model": "nobody/none"}, "nobody/none"),
-        ("ask", {"question": "x", "document": "plan.md"}, "no absolute path"),
+        ("ask", {"question": "x", "document": "plan.md"}, "not an absolute path"),
+        ("ask", {"question": "x", "document": "~nobodyx/x"}, "home directory"),
+        ("read_document", {"path": "~nobodyx/x"}, "home directory"),
+        ("read_document", {"path": "~/.ssh/id_rsa"}, "is hidden"),
+        ("read_document", {"path": "/proc/self/../../.ssh"}, "is hidden"),
         ("ask", {"question": "fail"}, "out of cells"),
         ("read_document", {"path": "/nowhere"}, "No such file"),
         ("read_document", {"path": "/a\0b"}, "null"),
@@ -132,6 +136,7 @@ def test_failures_are_results(page, tool, arguments, said):
         (b"{", 400, -32700),
         pytest.param(b"[" * 100_000, 400, -32600, id="deep"),
         (b"[]", 400, -32600),
+        (b"[" + b"1," * 64 + b"1]", 400, -32600),
         (b'{"jsonrpc":"1.0","id":1,"method":"ping"}', 400, -32600),
         (b'{"jsonrpc":"2.0","id":{},"method":"ping"}', 400, -32600),
         (b'{"jsonrpc":"2.0","id":1,"method":"ping","params":[]}', 400, -32600),
@@ -162,6 +167,59 @@ def test_versions_methods_and_pages_are_checked(page):
     params = {"protocolVersion": "2024-11-05"}
     begun = page.client.post("/mcp", json={**ping, "method": "initialize", "params": params}).json()
     assert begun["result"]["protocolVersion"] == "2024-11-05"
+
+
+@pytest.mark.parametrize("version", ["", "2025-03-26", "2024-11-05"])
+def test_batches_are_answered_in_the_versions_that_have_them(page, version):
+    ask = {"name": "ask", "arguments": {"question": "x"}}
+    batch = [
+        {"jsonrpc": "2.0", "id": 1, "method": "ping"},
+        {"jsonrpc": "2.0", "method": "notifications/initialized"},
+        {"jsonrpc": "2.0", "id": "b", "method": "tools/call", "params": ask},
+        7,
+        {"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": ask},
+        {"jsonrpc": "2.0", "id": 4, "method": "no/such"},
+    ]
+    headers = {"MCP-Protocol-Version": version} if version else {}
+    answers = page.client.post("/mcp", json=batch, headers=headers).json()
+    assert [answer["id"] for answer in answers] == [1, "b", None, 3, 4]
+    assert [answer["result"]["content"][0]["text"] for answer in answers[1:4:2]] == ["It is bread."] * 2
+    assert [answer["error"]["code"] for answer in answers[2::2]] == [-32600, -32601]
+
+
+def test_batches_of_notifications_and_of_later_versions(page):
+    note = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    assert page.client.post("/mcp", json=[note, note]).status_code == 202
+    headers = {"MCP-Protocol-Version": "2025-06-18"}
+    assert page.client.post("/mcp", json=[note], headers=headers).status_code == 400
+
+
+def test_a_link_to_a_hidden_file_is_not_read(page, tmp_path):
+    (tmp_path / ".secret").write_text("secret")
+    (tmp_path / "plain.txt").symlink_to(tmp_path / ".secret")
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    message["params"] = {"name": "read_document", "arguments": {"path": str(tmp_path / "plain.txt")}}
+    result = page.client.post("/mcp", json=message).json()["result"]
+    assert result["isError"]
+    assert "is hidden" in result["content"][0]["text"]
+
+
+def test_only_embed_claims_to_be_harmless(page):
+    listing = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+    tools = page.client.post("/mcp", json=listing).json()["result"]["tools"]
+    assert [tool["name"] for tool in tools if tool["annotations"]["readOnlyHint"]] == ["embed"]
+
+
+def test_a_defect_in_a_call_keeps_the_id(page, monkeypatch):
+    def fail(path):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("edgeinfer.server.mcp._read_document", fail)
+    message = {"jsonrpc": "2.0", "id": 9, "method": "tools/call"}
+    message["params"] = {"name": "read_document", "arguments": {"path": "/x"}}
+    answer = page.client.post("/mcp", json=message)
+    assert (answer.status_code, answer.json()["id"]) == (200, 9)
+    assert answer.json()["result"]["isError"]
 
 
 def test_only_the_first_key_names_files_and_conversations(serve, tmp_path):
@@ -267,6 +325,42 @@ def test_stdio_survives_nonsense_and_ends_with_its_input(stdio, page):
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer.get("error", {}).get("code") for answer in answers] == [-32700, -32700, None]
     assert answers[2] == {"jsonrpc": "2.0", "id": 1, "result": {}}
+
+
+@pytest.mark.slow
+def test_stdio_answers_a_file_of_calls_before_it_ends(stdio, page, gate, tmp_path):
+    ask = {"jsonrpc": "2.0", "method": "tools/call"}
+    questions = ["wait", "What?", "What?"]
+    lines = [
+        json.dumps({**ask, "id": i, "params": {"name": "ask", "arguments": {"question": question}}})
+        for i, question in enumerate(questions)
+    ]
+    batch = json.dumps([{"jsonrpc": "2.0", "id": i, "method": "ping"} for i in (7, 8)])
+    (tmp_path / "calls").write_text("\ufeff" + "\n".join([*lines, batch]))
+    with (
+        open(tmp_path / "calls", "rb") as calls,
+        subprocess.Popen(
+            [stdio.command, *stdio.args], stdin=calls, stdout=subprocess.PIPE, env=stdio.env
+        ) as process,
+    ):
+        assert gate.reached.wait(30)
+        gate.opened.set()
+        out, _ = process.communicate(timeout=60)
+    assert sorted(json.loads(line)["id"] for line in out.splitlines()) == [0, 1, 2, 7, 8]
+
+
+@pytest.mark.slow
+def test_stdio_ends_when_its_reader_is_gone(stdio, page, gate):
+    ask = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    ask["params"] = {"name": "ask", "arguments": {"question": "wait"}}
+    with subprocess.Popen(
+        [stdio.command, *stdio.args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=stdio.env
+    ) as process:
+        process.stdin.write(json.dumps(ask).encode() + b"\n")
+        process.stdin.close()
+        assert gate.reached.wait(30)
+        process.stdout.close()
+        assert process.wait(30) == 0
 
 
 @pytest.mark.slow

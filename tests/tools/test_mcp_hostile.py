@@ -1,0 +1,184 @@
+"""Servers that read nothing, answer nothing or send without end: every wait on them has one."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+from http_tool_servers import HttpToolServer
+from tools_here import command, tools_config
+
+from edgeinfer.errors import ToolServerError
+from edgeinfer.tools import mcp_client
+from edgeinfer.tools.mcp_client import McpClient, StoppedError
+from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.toolbox import Toolbox
+from edgeinfer.tools.uses import Stop
+
+pytestmark = pytest.mark.slow  # starts programs
+
+#: Far below "for ever", and above what a busy machine needs (s).
+BOUND_S = 15.0
+TIMEOUT_S = 1.0
+#: More than a pipe holds.
+LONG = {"text": "x" * 200_000}
+
+
+def sse(handler, pieces, pause_s):
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/event-stream")
+    handler.end_headers()
+    handler.write_until_ended(pieces, pause_s)
+
+
+def requests_of(method, n):
+    for index in range(n):
+        message = {"jsonrpc": "2.0", "id": f"r{index}", "method": method}
+        yield b"data: " + json.dumps(message).encode() + b"\n\n"
+
+
+def drip(handler, message):
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.end_headers()
+    handler.write_until_ended(itertools.repeat(b" "))
+
+
+def drip_headers(handler, message):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    handler.write_until_ended(f"X-{i}: 1\r\n".encode() for i in itertools.count())
+
+
+OVER_HTTP = {
+    "comments": lambda handler, _: sse(handler, itertools.repeat(b": ping\n\n"), 0.1),
+    "pings": lambda handler, _: sse(handler, requests_of("ping", 50_000), 0),
+    "roots": lambda handler, _: sse(handler, requests_of("roots/list", 4000), 0),
+    "silence": lambda handler, _: handler.server.ended.wait(),
+    "drip": drip,
+    "drip-headers": drip_headers,
+}
+OVER_STDIO = ("deaf", "slow", "pinging", "rooting", "garbage")
+
+
+@pytest.fixture(params=[*OVER_STDIO, *OVER_HTTP])
+def open_hostile(request, tmp_path):
+    """`open_hostile(timeout_s)`: a session with a hostile server."""
+    opened = []
+    with HttpToolServer(OVER_HTTP.get(request.param)) as server:
+
+        def open_session(timeout_s):
+            if request.param in OVER_HTTP:
+                spec = ServerSpec(name=request.param, url=server.url)
+            else:
+                spec = ServerSpec(name=request.param, command=command(request.param))
+            opened.append(McpClient(spec, tmp_path, timeout_s))
+            opened[-1].tools()
+            return opened[-1]
+
+        yield open_session
+        for client in opened:
+            client.close()
+
+
+def took_s(work):
+    began_s = time.monotonic()
+    work()
+    return time.monotonic() - began_s
+
+
+def test_a_call_ends_with_its_time(open_hostile):
+    client = open_hostile(TIMEOUT_S)
+    n_threads = threading.active_count()
+
+    def call():
+        with pytest.raises(ToolServerError, match="no answer within 1 s"):
+            client.call("go", LONG)
+
+    assert took_s(call) < BOUND_S
+    assert threading.active_count() < n_threads + 20, "the server's own requests take no threads"
+    assert took_s(client.close) < BOUND_S
+
+
+def test_a_stop_ends_a_call(open_hostile):
+    client, stop = open_hostile(600.0), Stop()
+    timer = threading.Timer(0.5, stop.set)
+    timer.start()
+
+    def call():
+        with pytest.raises(StoppedError):
+            client.call("go", LONG, stop)
+
+    assert took_s(call) < BOUND_S
+    timer.join()
+    assert took_s(client.close) < BOUND_S
+
+
+def test_a_close_ends_a_call(open_hostile):
+    client, ended = open_hostile(600.0), threading.Event()
+
+    def call():
+        with pytest.raises((ToolServerError, StoppedError)):
+            client.call("go", LONG)
+        ended.set()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert took_s(client.close) < BOUND_S
+    assert ended.wait(BOUND_S)
+
+
+def test_a_server_that_read_nothing_is_started_anew(tmp_path):
+    with Toolbox(tools_config("deaf", timeout_s=1), tmp_path) as toolbox:
+        toolbox.prepare()
+        for _ in range(2):
+            with pytest.raises(ToolServerError, match="no answer within 1 s"):
+                toolbox.client("deaf").call("go", LONG)
+
+
+def test_a_start_ends_with_its_time_a_stop_or_a_close(tmp_path, monkeypatch):
+    config = tools_config("mute", "plain")
+    with Toolbox(config, tmp_path) as toolbox:
+        stop = Stop()
+        threading.Timer(0.5, stop.set).start()
+        with pytest.raises(StoppedError):
+            toolbox.start("mute", stop)
+        threading.Timer(0.5, toolbox.close).start()
+        with pytest.raises(StoppedError):
+            toolbox.start("mute")
+    monkeypatch.setattr(mcp_client, "_START_S", 1.0)
+    with Toolbox(config, tmp_path) as toolbox:
+        assert took_s(toolbox.prepare) < BOUND_S
+        assert toolbox.notices == ["tool server mute: initialize: no answer within 1 s"]
+        assert {tool.server for tool in toolbox.bound().values()} == {"plain"}
+
+
+def test_a_start_that_hangs_delays_no_other_server(tmp_path):
+    with Toolbox(tools_config("mute", "plain"), tmp_path) as toolbox:
+
+        def start():
+            with pytest.raises(StoppedError):
+                toolbox.start("mute")
+
+        waiting = threading.Thread(target=start)
+        waiting.start()
+        assert took_s(lambda: toolbox.client("plain").call("weather", {"city": "Rome"})) < BOUND_S
+        assert waiting.is_alive()
+        toolbox.close()
+        waiting.join(BOUND_S)
+        assert not waiting.is_alive()
+
+
+def test_an_endless_list_is_cut_and_said(connect):
+    client = connect("endless")
+    assert len(client.tools()) == 64 * 10
+    assert client.notices == ["tools of endless: the list is too long, its first are taken"]
+
+
+def test_progress_extends_a_call_up_to_a_limit(connect, monkeypatch):
+    client = connect("progressing", timeout_s=1.0)
+    assert client.call("go", {}, on_progress=lambda words: None).text == "done"
+    monkeypatch.setattr(mcp_client, "MAX_ANSWER_S", 2.0)
+    with pytest.raises(ToolServerError, match="no answer"):
+        client.call("go", {"forever": True}, on_progress=lambda words: None)
