@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -345,29 +346,40 @@ def refuse_offline(target: str) -> None:
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
-    """Set a key of config.toml, e.g. `("chat", "theme")`, keeping comments and order; None removes it.
+    """Set a key of config.toml, e.g. `("chat", "theme")`; None removes it. Raises ConfigError."""
+    change(keys, lambda _before: value, path)
 
-    Raises ConfigError, and changes nothing then.
+
+def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | None = None) -> Config:
+    """Replace one key's value by `new_value(current)`, keeping comments and order; return the result.
+
+    The current value is read from the file under a lock, None if it is not there: nothing that
+    another process changed is lost. None removes the key. Raises ConfigError, and changes nothing then.
     """
     import tomlkit  # 30 ms, and only a changed setting needs it
 
-    from edgeinfer.platform.disk import new_file
+    from edgeinfer.platform.disk import locked, new_file
 
-    file = path or config_path()
+    file = (path or config_path()).resolve()
     try:
-        document = tomlkit.parse(file.read_text("utf-8")) if file.exists() else tomlkit.document()
-        table: Any = document
-        for key in keys[:-1]:
-            table = table.setdefault(key, tomlkit.table())
-        if value is None:
-            table.pop(keys[-1], None)
-        else:
-            table[keys[-1]] = value
-        content = tomlkit.dumps(document).encode()
-        _parse(content, file)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with new_file(file.resolve(), 0o600) as out:
-            out.write(content)
+        with locked(file.with_name(f".{file.name}.lock")):
+            before = file.read_bytes() if file.exists() else b""
+            _parse(before, file)
+            document = tomlkit.parse(before)
+            table: Any = document
+            for key in keys[:-1]:
+                table = table.setdefault(key, tomlkit.table())
+            value = new_value(table.get(keys[-1]))
+            if value is None:
+                table.pop(keys[-1], None)
+            else:
+                table[keys[-1]] = value
+            content = tomlkit.dumps(document).encode()
+            config = _parse(content, file)
+            with new_file(file, 0o600) as out:
+                out.write(content)
+        return config
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}", hint="the setting lasts until the chat ends"

@@ -1,5 +1,10 @@
 """config.toml: typed, unknown keys refused by name, defaults for everything."""
 
+import random
+import subprocess
+import sys
+import threading
+
 import msgspec
 import pytest
 
@@ -59,3 +64,64 @@ def test_every_key_has_a_sentence():
     missing = [name for name, key in keys.items() if not {"description", "$ref"} & key.keys()]
     assert len(keys) > 30
     assert missing == []
+
+
+#: Saves its own keys, adds its own patterns, and says so by its exit status alone.
+_WRITER = """
+import sys
+from pathlib import Path
+from edgeinfer.config import config_file
+path, name = Path(sys.argv[1]), sys.argv[2]
+for i in range(15):
+    config_file.save(("chat", "system-prompts", f"{name}{i}"), str(i), path)
+    config_file.change(("tools", "allow"), lambda old: [*(old or ()), f"{name}.t{i}"], path)
+"""
+
+
+def test_processes_that_change_the_file_at_once_lose_nothing(tmp_path):
+    path = write(tmp_path, "# mine\n[chat]\nmouse = false  # no\n")
+    names = ("a", "b", "c", "d")
+    writers = [subprocess.Popen([sys.executable, "-c", _WRITER, str(path), name]) for name in names]
+    assert [writer.wait(120) for writer in writers] == [0] * 4
+    config = config_file.load_config(path)
+    assert config.chat.system_prompts == {f"{n}{i}": str(i) for n in names for i in range(15)}
+    assert sorted(config.tools.allow) == sorted(f"{n}.t{i}" for n in names for i in range(15))
+    assert path.read_text().startswith("# mine\n[chat]\nmouse = false  # no\n")
+
+
+def test_a_change_starts_from_what_the_file_says_now(tmp_path):
+    path = write(tmp_path, '[tools]\nallow = ["a.b", "c.d"]\n')
+    config_file.load_config(path)
+    write(tmp_path, "[tools]\nallow = []\n")  # the user took both back
+    config = config_file.change(("tools", "allow"), lambda old: [*(old or ()), "e.f"], path)
+    assert config.tools.allow == config_file.load_config(path).tools.allow == ("e.f",)
+
+
+def test_a_change_of_a_linked_file_keeps_the_link(tmp_path):
+    target = write(tmp_path, "")
+    link = tmp_path / "link.toml"
+    link.symlink_to(target)
+    config_file.save(("offline",), True, link)
+    assert link.is_symlink()
+    assert config_file.load_config(target).offline
+
+
+@pytest.mark.parametrize("before", [b"chat = 3\n", b"# \xff", b"[chat", b"nonsense = 1\n"])
+def test_a_file_with_a_mistake_is_not_changed(tmp_path, before):
+    path = tmp_path / "config.toml"
+    path.write_bytes(before)
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        config_file.save(("chat", "theme"), "x", path)
+    assert path.read_bytes() == before
+
+
+def test_a_killed_writer_leaves_a_whole_file_and_no_lock(tmp_path):
+    path = write(tmp_path, "")
+    for _ in range(4):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path), "k"])
+        threading.Event().wait(random.uniform(0.1, 0.5))
+        writer.kill()
+        writer.wait(60)
+        config_file.load_config(path)
+    config_file.save(("offline",), True, path)
+    assert config_file.load_config(path).offline
