@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
+from edgeinfer.chat.history import store as store_module
 from edgeinfer.chat.history.store import (
     MARK,
     STALE_MS,
@@ -23,6 +25,7 @@ from edgeinfer.chat.history.store import (
     ConversationStore,
     migrate,
     migrations,
+    purge_deleted,
     store_path,
 )
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Turn
@@ -31,6 +34,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.kv_cache import whole
+from edgeinfer.runtime.prefix_cache import store as blocks_module
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
@@ -330,7 +334,34 @@ async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted):
 def test_run_purges_deleted_conversations(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
-    assert deleted.is_gone()
+    wait_until(deleted.is_gone, "the conversation to be purged")
+
+
+def test_run_does_not_wait_for_the_purge(deleted, monkeypatch):
+    answered = threading.Event()
+    forget = blocks_module.forget_conversations
+
+    def forget_late(*arguments):
+        assert answered.wait(60)
+        return forget(*arguments)
+
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(store_module, "forget_conversations", forget_late)
+    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    assert not deleted.is_gone()
+    answered.set()
+    wait_until(deleted.is_gone, "the conversation to be purged")
+
+
+def test_purging_erases_the_answers_kept_for_drafts(deleted):
+    gone, others = [*range(100, 140)], [*range(200, 240)]
+    answers = BlockStore(paths.blocks_dir()).model("sha", {}).answers
+    answers.add("", "chat-1", gone)
+    answers.add("", "chat-99", others)
+    purge_deleted()
+    ring = answers.of("").ring.tolist()
+    assert not set(gone) & set(ring)
+    assert set(others) <= set(ring)
 
 
 def test_run_migrates_no_store_of_an_older_version(deleted, monkeypatch):

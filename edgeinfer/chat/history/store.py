@@ -24,7 +24,7 @@ from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.store import forget_conversation
+from edgeinfer.runtime.prefix_cache.store import forget_conversations
 from edgeinfer.tools.uses import ToolUse
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
@@ -525,6 +525,7 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
         contextlib.closing((open_store or ConversationStore.open)()) as store,
     ):
         overdue = store.overdue()
-        for conversation in overdue:
-            forget_conversation(paths.blocks_dir(), conversation.owner)
+        if overdue:
+            owners = (conversation.owner for conversation in overdue)
+            forget_conversations(paths.blocks_dir(), *owners)
         store.purge(overdue)

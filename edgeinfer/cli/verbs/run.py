@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -154,6 +155,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         max_tokens=options.max_tokens,
         **answer_fields,
     )
+    # the answer does not wait for it, nor the end: what is left is found by the next one
+    threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
         result = _with_tools(engine, request, model, host, stream_to)
@@ -162,12 +165,15 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
             result = _consume(generation, model, host.start, stream_to)
     if options.traces:
         _trace(options.traces, started, result)
-    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
-
-    purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
+
+
+def _purge() -> None:
+    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
+
+    purge_deleted()
 
 
 def _trace(path: str, start: list[Span], result: RunResult) -> None:
