@@ -92,7 +92,9 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["lm_head"]}, r"replaces whole modules \(lm_head\)"),
         ({"r": 0}, "of rank 0"),
-        ({"lora_alpha": 1e308}, "numbers that are none"),
+        ({"lora_alpha": 1e308}, "an alpha of 1e"),
+        ({"lora_alpha": 3e30}, r"an alpha of 3e\+30"),
+        ({"alpha_pattern": {"q_proj": 1e9}}, "an alpha of 1e"),
         ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
     ],
 )
