@@ -342,10 +342,7 @@ def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "migrations", lambda: older)
     with pytest.raises(StoreError, match="newer edgeinfer") as refused:
         ConversationStore.open(path)
-    assert f"mv {path}.schema-3 {path}" in refused.value.hint
-    os.replace(f"{path}.schema-3", path)
-    for ending in ("-wal", "-shm"):
-        (tmp_path / f"c.db{ending}").unlink(missing_ok=True)
+    subprocess.run(refused.value.hint.partition("before: ")[2], shell=True, check=True)
     with contextlib.closing(ConversationStore.open(path)) as store:
         assert store.turns(3)[30].content == "about zebras"
 
@@ -366,8 +363,52 @@ for _ in range(5):
     ]
     ids = [line for opener in openers for line in opener.communicate(timeout=120)[0].split()]
     assert sorted(map(int, ids)) == list(range(8, 23))
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as copy:
+        assert copy.execute("PRAGMA user_version").fetchone() == (1,)
     with contextlib.closing(ConversationStore.open(path)) as store:
         assert store.turns(3)[30].content == "about zebras"
+
+
+def test_a_copy_of_a_file_that_another_process_migrated_is_dropped(tmp_path, monkeypatch):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 1)
+    copy = store_module._copy
+
+    def copy_late(db, name, version):
+        monkeypatch.setattr(store_module, "_copy", copy)
+        ConversationStore.open(path).close()
+        copy(db, name, version)
+
+    monkeypatch.setattr(store_module, "_copy", copy_late)
+    ConversationStore.open(path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    assert list(tmp_path.glob("*.new*")) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="not root")
+def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(tmp_path):
+    place = tmp_path / "home"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
+    if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        store_of_schema(place / "c.db", 2)
+        before = (place / "c.db").read_bytes()
+        with open(place / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
+            while fill.write(bytes(4096)):
+                continue
+        with pytest.raises(StoreError) as refused:
+            ConversationStore.open(place / "c.db")
+        assert refused.value.hint.startswith("free some room on the disk")
+        assert (place / "c.db").read_bytes() == before
+        (place / "fill").unlink()
+        assert {path.name for path in place.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
+        with contextlib.closing(ConversationStore.open(place / "c.db")) as store:
+            assert store.turns(3)[30].content == "about zebras"
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 def test_a_conversations_id_is_never_given_again(store, tmp_path):

@@ -88,7 +88,9 @@ def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
     os.close(os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         db.execute("VACUUM INTO ?", (scratch,))
-        os.replace(scratch, f"{name}.schema-{version}")
+        with contextlib.closing(_connect(scratch)) as copy:
+            if _version(copy) == version:  # no other process has migrated the file meanwhile
+                os.replace(scratch, f"{name}.schema-{version}")
     finally:
         Path(scratch).unlink(missing_ok=True)
 
@@ -103,7 +105,7 @@ def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> 
             db.execute(f"INSERT INTO {table} ({table}) VALUES ('optimize')")
 
 
-def _connect(file: Path) -> sqlite3.Connection:
+def _connect(file: Path | str) -> sqlite3.Connection:
     db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
     db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
     return db
@@ -111,8 +113,9 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
-    if copy.exists():
-        return f"use that version, or put the copy from before in its place: mv {copy} {name}"
+    if copy.exists():  # without its own log SQLite would put the newer file's into the copy
+        command = f"rm -f {name}-wal {name}-shm; mv {copy} {name}"
+        return f"use that version, or end every edgeinfer and take the copy from before: {command}"
     return "use that version, or move the file aside"
 
 
@@ -198,15 +201,15 @@ def now_ms() -> int:
 
 @contextlib.contextmanager
 def _store_errors(name: str) -> Iterator[None]:
-    """Turn sqlite3's errors into StoreError with a hint."""
+    """Turn errors of sqlite3 and of the disk into StoreError with a hint."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         hint = f"move {name} aside: a new one is made"
         if "unable to open" in str(error) or "readonly" in str(error):
             hint = f"check who may read and write {name} and its folder"
-        elif "full" in str(error):
-            hint = "free some room on the disk"
+        elif any(words in str(error) for words in ("full", "No space", "disk I/O")):
+            hint = "free some room on the disk; if there is some, check the disk"
         elif "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
