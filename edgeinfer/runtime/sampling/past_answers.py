@@ -257,6 +257,15 @@ def owner_number(secret: bytes, conversation: str) -> int:
 
 
 def forget_answers(root: Path, secret: bytes, conversations: Iterable[str]) -> int:
-    """Erase the answers of conversations in every file below `root`; return the erased bytes."""
+    """Erase the answers of conversations in every file below `root`; return the erased bytes.
+
+    A file that cannot be changed is deleted: drafts do without it.
+    """
     owners = [owner_number(secret, conversation) for conversation in conversations]
-    return sum(AnswerFile(path).forget(owners) for path in root.glob(f"*/{FOLDER}/*"))
+    erased = 0
+    for path in root.glob(f"*/{FOLDER}/*"):
+        try:
+            erased += AnswerFile(path).forget(owners)
+        except OSError:
+            path.unlink(missing_ok=True)
+    return erased

@@ -115,6 +115,20 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
     assert forget_conversations(tmp_path / "blocks", "chat-1") == 0
 
 
+def test_a_file_that_cannot_be_changed_does_not_keep_the_others(tmp_path: Path) -> None:
+    blocks = BlockStore(tmp_path / "blocks").model("abc", {"kv_type": "f16"})
+    for salt in ("a", "b", "c"):
+        blocks.answers.add(salt, "chat-1", ANSWER)
+    files = sorted(tmp_path.glob("blocks/*/answers/*"))
+    files[0].chmod(0o644)
+    files[1].unlink()
+    files[1].symlink_to(tmp_path / "elsewhere")
+    assert forget_conversations(tmp_path / "blocks", "chat-1") > 0
+    assert [path.exists() for path in files] == [False, False, True]
+    assert not (tmp_path / "elsewhere").exists()
+    assert not np.isin(ANSWER, AnswerFile(files[2]).ring).any()
+
+
 SCHEMA = {
     "type": "array",
     "items": {
