@@ -106,6 +106,17 @@ def test_unsupported_adapter_is_refused_by_name(config, words, tmp_path) -> None
     assert adapters.list_adapters() == []
 
 
+def test_a_damaged_adapter_is_left_out_of_the_list(tmp_path, caplog) -> None:
+    pulled_base("qwen3", tmp_path)
+    pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ATTENTION)), "base")
+    whole = adapters.place("red").read_bytes()
+    adapters.place("cut").write_bytes(whole[:100])
+    adapters.place("empty").write_bytes(b"")
+    assert [adapter.name for adapter in adapters.list_adapters()] == ["red"]
+    assert "the adapter cut is left out" in caplog.text
+    assert "the adapter empty is left out" in caplog.text
+
+
 def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     with pytest.raises(ConversionError, match="attn_q"):
