@@ -129,7 +129,7 @@ def stored(layers: int) -> dict[str, object]:
                 opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
                 opened.use_devices(OffloadRequest(layers=layers))
                 assert opened.settle_devices(_PATIENCE_S)
-                answers.append(text(ask(opened, prompt=PROMPT * 40)))
+                answers.append(text(ask(opened, prompt=PROMPT * 12)))
                 answers.append(text(ask(opened, prompt="Roses")))
                 assert opened.flush_blocks()
                 disk = opened.metrics().cached_disk_tokens_total
