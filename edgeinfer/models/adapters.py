@@ -5,13 +5,14 @@ adapters/NAME.gguf           the adapter, as `--lora NAME` finds it
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import ConversionError
+from edgeinfer.errors import ConversionError, InvalidGgufError
 from edgeinfer.models import gguf, names, sources
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
@@ -23,6 +24,8 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import changing
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sync
+
+_log = logging.getLogger("edgeinfer.models")
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +42,14 @@ def place(name: str) -> Path:
 
 
 def list_adapters() -> list[PulledAdapter]:
-    """List the adapters that were pulled, by name."""
-    return [_described(path) for path in sorted(paths.adapters_dir().glob("*.gguf"))]
+    """List the adapters that were pulled, by name; a damaged one is left out, with a warning."""
+    adapters = []
+    for path in sorted(paths.adapters_dir().glob("*.gguf")):
+        try:
+            adapters.append(_described(path))
+        except InvalidGgufError as error:
+            _log.warning("the adapter %s is left out: %s", path.stem, error.message)
+    return adapters
 
 
 def _described(path: Path) -> PulledAdapter:

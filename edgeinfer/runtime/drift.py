@@ -116,7 +116,7 @@ class DriftRecorder:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
-            with contextlib.closing(sqlite3.connect(self._path, _LOCKED_S)) as db, db:
+            with contextlib.closing(sqlite3.connect(self._path, timeout=_LOCKED_S)) as db, db:
                 # no fsync: a write takes 1 ms, with one 20 ms; a power cut may cost the counts
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)

@@ -31,6 +31,10 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     projector: str = ""
 
 
+#: Alpha of an adapter at most: usual ones are some hundreds.
+MOST_ALPHA = 65_536.0
+
+
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter: its name in requests, its file, and its scale for requests that name none."""
 

@@ -53,6 +53,8 @@ from edgeinfer.shipping import payload, shipped, unpack
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
+#: How far (s) this machine's clock may be behind the publisher's.
+_CLOCK_S = 24 * 3600
 
 
 def own_program(*, replaces: bool = True) -> Path:
@@ -104,7 +106,7 @@ def locked() -> Iterator[Path]:
 def newest(channel: Channel, folder: Path) -> Release:
     """Fetch the manifest, and note when it was issued.
 
-    Raises ReleaseUntrustedError for a wrong signature and an old or expired manifest, DownloadError.
+    Raises ReleaseUntrustedError for a wrong signature and a manifest of another time, DownloadError.
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
@@ -114,6 +116,12 @@ def newest(channel: Channel, folder: Path) -> Release:
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _seen(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than it did before")
+    if release.issued_s > time.time() + _CLOCK_S:  # noted, it would have all later ones refused
+        day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
+        raise ReleaseUntrustedError(
+            f"the release's manifest was issued on {day}, in the future",
+            hint="check this machine's clock; otherwise wait for the publisher's next one",
+        )
     if release.expires_s < time.time():
         day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))
         raise ReleaseUntrustedError(

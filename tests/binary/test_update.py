@@ -213,6 +213,13 @@ def test_older_manifest_than_one_seen_is_refused(updates):
     updates.update()
 
 
+def test_manifest_of_the_future_is_refused_and_locks_nothing_out(updates):
+    updates.publish("1.1.0", issued_s=NOW + 90_000, expires_s=NOW + 900_000)
+    assert updates.refused() == "release-untrusted"
+    updates.publish("1.1.0", issued_s=NOW + 600)  # a clock that is a little behind
+    updates.update()
+
+
 def test_damaged_note_of_the_newest_manifest_names_the_way_out(updates):
     updates.publish()
     with update.locked() as place:

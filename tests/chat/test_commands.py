@@ -212,7 +212,7 @@ class TestSettings:
         file = tmp_path / "new" / "config.toml"
         with pytest.raises(ConfigError):
             config_file.save(("chat", "theme"), 3, file)
-        assert not file.parent.exists()
+        assert not file.exists()
 
     def test_broken_file_is_left_alone(self, tmp_path):
         file = tmp_path / "config.toml"

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
+from edgeinfer.chat.history import store as store_module
 from edgeinfer.chat.history.store import (
     MARK,
     STALE_MS,
@@ -23,6 +25,7 @@ from edgeinfer.chat.history.store import (
     ConversationStore,
     migrate,
     migrations,
+    purge_deleted,
     store_path,
 )
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Turn
@@ -31,6 +34,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.kv_cache import whole
+from edgeinfer.runtime.prefix_cache import store as blocks_module
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import BlockStore
 
@@ -276,6 +280,187 @@ def test_migration_that_fails_changes_nothing(tmp_path):
     db.close()
 
 
+def store_of_schema(path, version):
+    """A file as the version of this schema left it, with two conversations."""
+    path.touch(0o600)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        migrate(db, "", migrations()[:version])
+        for n, title in ((3, "zebras"), (7, "okapis")):
+            values = (n, title, n, n)
+            db.execute(
+                "INSERT INTO conversation (id, title, created_ms, updated_ms) VALUES (?, ?, ?, ?)",
+                values,
+            )
+            db.execute(
+                "INSERT INTO turn (id, conversation_id, role, content, status, created_ms)"
+                " VALUES (?, ?, 'user', ?, 'complete', 1)",
+                (n * 10, n, f"about {title}"),
+            )
+            db.execute("UPDATE conversation SET head_id = ? WHERE id = ?", (n * 10, n))
+
+
+@pytest.mark.parametrize("version", range(1, len(migrations())))
+def test_a_store_of_an_older_version_is_kept_whole_and_copied(tmp_path, version):
+    path = tmp_path / "c.db"
+    store_of_schema(path, version)
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        assert [s.title for s in store.listing()] == ["okapis", "zebras"]
+        assert store.turns(7)[70].content == "about okapis"
+        assert version == 1 or [s.id for s in store.search("zebras")] == [3]
+        assert store.create(Conversation()).id == 8
+        store.delete(3)
+        store.purge([Conversation(id=3)])
+        assert store.turns(3) == {}, "turns go with their conversation"
+        store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
+    (copy,) = tmp_path.glob("c.db.schema-*")
+    assert copy.name == f"c.db.schema-{version}"
+    assert copy.stat().st_mode & 0o777 == 0o600
+    with contextlib.closing(sqlite3.connect(copy)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (version,)
+        assert db.execute("SELECT content FROM turn").fetchall() == [("about okapis",)]
+    assert b"zebras" not in copy.read_bytes()
+
+
+def test_an_old_copy_goes(tmp_path):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 2)
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        (copy,) = tmp_path.glob("c.db.schema-*")
+        store.purge([])
+        assert copy.exists()
+        os.utime(copy, (0, 0))
+        store.purge([])
+        assert not copy.exists()
+
+
+def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 3)
+    ConversationStore.open(path).close()
+    older = migrations()[:3]
+    monkeypatch.setattr(store_module, "migrations", lambda: older)
+    with pytest.raises(StoreError, match="newer edgeinfer") as refused:
+        ConversationStore.open(path)
+    subprocess.run(refused.value.hint.partition("before: ")[2], shell=True, check=True)
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        assert store.turns(3)[30].content == "about zebras"
+
+
+def test_processes_that_migrate_at_once_lose_nothing(tmp_path):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 1)
+    code = f"""
+from pathlib import Path
+from edgeinfer.chat.history.store import *
+store = ConversationStore.open(Path({str(path)!r}))
+for _ in range(5):
+    print(store.create(Conversation()).id)
+"""
+    openers = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    ids = [line for opener in openers for line in opener.communicate(timeout=120)[0].split()]
+    assert sorted(map(int, ids)) == list(range(8, 23))
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as copy:
+        assert copy.execute("PRAGMA user_version").fetchone() == (1,)
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        assert store.turns(3)[30].content == "about zebras"
+
+
+def test_a_copy_of_a_file_that_another_process_migrated_is_dropped(tmp_path, monkeypatch):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 1)
+    copy = store_module._copy
+
+    def copy_late(db, name, version):
+        monkeypatch.setattr(store_module, "_copy", copy)
+        ConversationStore.open(path).close()
+        copy(db, name, version)
+
+    monkeypatch.setattr(store_module, "_copy", copy_late)
+    ConversationStore.open(path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    assert list(tmp_path.glob("*.new*")) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="not root")
+def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(tmp_path):
+    place = tmp_path / "home"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
+    if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        store_of_schema(place / "c.db", 2)
+        before = (place / "c.db").read_bytes()
+        with open(place / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
+            while fill.write(bytes(4096)):
+                continue
+        with pytest.raises(StoreError) as refused:
+            ConversationStore.open(place / "c.db")
+        assert refused.value.hint.startswith("free some room on the disk")
+        assert (place / "c.db").read_bytes() == before
+        (place / "fill").unlink()
+        assert {path.name for path in place.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
+        with contextlib.closing(ConversationStore.open(place / "c.db")) as store:
+            assert store.turns(3)[30].content == "about zebras"
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_conversations_id_is_never_given_again(store, tmp_path):
+    ids = [store.create(Conversation()).id for _ in range(3)]
+    for gone in reversed(ids):
+        store.delete(gone)
+        store.purge([Conversation(id=gone)])
+        assert store.create(Conversation()).id not in ids
+    with contextlib.closing(ConversationStore.open(tmp_path / "c.db")) as again:
+        last = again.create(Conversation()).id
+    assert last > max(ids) + 3
+
+
+def test_no_word_of_a_purged_conversation_is_left(store):
+    talk(store, "plain text")
+    gone = store.create(Conversation(title="Popocatepetl")).id
+    store.add(Turn(conversation_id=gone, role="user", content="a quetzalcoatl", status="complete"))
+    store.delete(gone)
+    store.purge([Conversation(id=gone)])
+    store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(store.name, "rb") as file:
+        raw = file.read().lower()
+    assert b"uetzalcoatl" not in raw  # the search index leaves out what words have in common
+    assert b"opocatepetl" not in raw
+
+
+@pytest.mark.parametrize("column", ["attachments", "calls", "stats"])
+@pytest.mark.parametrize("damage", ["", "[", "17", b"\xff\xfe"])
+def test_a_damaged_column_costs_itself_alone(store, column, damage, caplog):
+    conversation = talk(store, "first", "second")
+    head = store.conversation(conversation).head_id
+    store.db.execute(f"UPDATE turn SET {column} = ? WHERE id = ?", (damage, head))
+    turns = store.turns(conversation)
+    assert [turn.content for turn in turns.values()] == ["first", "second"]
+    assert getattr(turns[head], column) == getattr(Turn(), column)
+    assert f"Turn {head}: {column} cannot be read" in caplog.text
+
+
+def test_damaged_text_is_shown_as_far_as_it_is_text(store):
+    conversation = talk(store, "first", "second")
+    store.db.execute("UPDATE turn SET status = status, content = CAST(x'61ff62' AS TEXT) WHERE id = 1")
+    assert store.turns(conversation)[1].content == "a\ufffdb"
+
+
+def test_a_file_that_cannot_be_opened_is_not_to_be_moved_aside(tmp_path):
+    path = tmp_path / "c.db"
+    path.mkdir()
+    with pytest.raises(StoreError, match="unable to open") as refused:
+        ConversationStore.open(path)
+    assert "check who may read" in refused.value.hint
+
+
 def test_missing_migration_is_noticed(tmp_path):
     (tmp_path / "0001_a.sql").write_text("")
     (tmp_path / "0003_c.sql").write_text("")
@@ -330,7 +515,34 @@ async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted):
 def test_run_purges_deleted_conversations(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
-    assert deleted.is_gone()
+    wait_until(deleted.is_gone, "the conversation to be purged")
+
+
+def test_run_does_not_wait_for_the_purge(deleted, monkeypatch):
+    answered = threading.Event()
+    forget = blocks_module.forget_conversations
+
+    def forget_late(*arguments):
+        assert answered.wait(60)
+        return forget(*arguments)
+
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(store_module, "forget_conversations", forget_late)
+    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    assert not deleted.is_gone()
+    answered.set()
+    wait_until(deleted.is_gone, "the conversation to be purged")
+
+
+def test_purging_erases_the_answers_kept_for_drafts(deleted):
+    gone, others = [*range(100, 140)], [*range(200, 240)]
+    answers = BlockStore(paths.blocks_dir()).model("sha", {}).answers
+    answers.add("", "chat-1", gone)
+    answers.add("", "chat-99", others)
+    purge_deleted()
+    ring = answers.of("").ring.tolist()
+    assert not set(gone) & set(ring)
+    assert set(others) <= set(ring)
 
 
 def test_run_migrates_no_store_of_an_older_version(deleted, monkeypatch):

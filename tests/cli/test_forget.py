@@ -55,6 +55,13 @@ def test_conversations_blocks_go(capsys) -> None:
     capsys.readouterr()
 
 
+def test_a_conversation_without_prefixes_does_not_keep_the_others(capsys) -> None:
+    keep("one")
+    assert main(["forget", "--conversation", "nosuch", "--conversation", "talk"]) == 2
+    assert "conversation 'nosuch' has no cached" in capsys.readouterr().err
+    assert list_blocks(paths.blocks_dir()) == []
+
+
 def test_all_goes_and_nothing_named_is_refused(capsys) -> None:
     keep("one")
     assert main(["forget"]) == 2

@@ -108,6 +108,17 @@ def test_a_file_that_is_no_adapter_is_refused_at_load(
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(gemma3)))
 
 
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -float("inf"), 3e38, -1e6])
+def test_an_adapter_with_an_absurd_alpha_is_refused(
+    bare: LlamaEngine, tmp_path: Path, alpha: float
+) -> None:
+    before = text_of(bare, ())
+    made = Adapter("odd", make_adapter(tmp_path / "odd.gguf", 1, rank=1, alpha=alpha))
+    with pytest.raises(ModelLoadError, match=r'"odd" has an alpha of (nan|-?inf|3e\+38|-1e\+06)'):
+        bare.use_adapters([made])
+    assert text_of(bare, ()) == before
+
+
 @pytest.fixture
 def bare(smollm2: Path) -> Iterator[LlamaEngine]:
     with closing(load(smollm2, n_ctx=1024, n_parallel=2, kv_type="f16")) as opened:

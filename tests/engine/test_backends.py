@@ -7,7 +7,10 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama import backends
-from edgeinfer.runtime.llama.backends import Build, LibraryFacts
+from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, OffloadRequest
+from edgeinfer.runtime.memory_plan import make_offload
+
+from .test_memory_plan import DENSE, plan_of
 
 BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
 
@@ -79,3 +82,51 @@ def test_library_that_another_user_may_write_to_is_not_opened(shipped: Path) -> 
 def test_a_name_that_no_backend_has(shipped: Path) -> None:
     with pytest.raises(UsageError, match="cuda, vulkan"):
         backends.find("metal")
+
+
+GIB = 1 << 30
+RTX, RTX_2, IRIS, ARC, MESA, NPU = (
+    Device(name=name, description=name, kind=kind, backend="vulkan", free_bytes=int(gib * GIB))  # type: ignore[arg-type]
+    for name, kind, gib in [
+        ("Vulkan0", "gpu", 7.3),
+        ("Vulkan1", "gpu", 7.3),
+        ("Vulkan2", "integrated", 15),
+        ("Vulkan3", "integrated", 15),
+        ("Vulkan4", "software", 15),
+        ("NPU0", "accelerator", 15),
+    ]
+)
+
+
+@pytest.mark.parametrize("layers", ["auto", "all", 5])
+@pytest.mark.parametrize(
+    ("devices", "chosen"),
+    [
+        ((IRIS, RTX, MESA, NPU), (RTX,)),
+        ((RTX, IRIS, ARC, RTX_2), (RTX, RTX_2)),
+        ((MESA, IRIS, NPU), (IRIS,)),
+        ((IRIS, ARC), (IRIS, ARC)),
+    ],
+)
+def test_integrated_devices_get_layers_only_where_no_card_is(
+    layers: int | str, devices: tuple[Device, ...], chosen: tuple[Device, ...]
+) -> None:
+    assert OffloadRequest(layers=layers).chosen(devices) == chosen
+
+
+def test_an_integrated_device_is_used_beside_a_card_if_it_is_named() -> None:
+    request = OffloadRequest(devices=("Vulkan2", "Vulkan0"))
+    assert request.chosen((RTX, IRIS)) == (RTX, IRIS)
+
+
+def test_software_devices_are_used_only_for_requested_layers() -> None:
+    assert OffloadRequest().chosen((MESA,)) == ()
+    assert OffloadRequest(layers=1).chosen((MESA,)) == (MESA,)
+
+
+def test_no_layer_of_a_laptop_with_a_card_goes_to_the_integrated_device() -> None:
+    request = OffloadRequest()
+    rooms = tuple(map(request.room, request.chosen((RTX, IRIS))))
+    offload = make_offload(DENSE, plan_of(DENSE), rooms, "auto")
+    assert offload.n_layers > 0
+    assert offload.devices == ("Vulkan0",)

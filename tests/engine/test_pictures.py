@@ -44,7 +44,7 @@ from edgeinfer.runtime.pictures import (
 )
 from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.format import read_header
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision
 
@@ -414,9 +414,9 @@ def test_rows_are_forgotten_with_their_conversations(files: ModelFiles, tmp_path
             answer(engine, chat(picture(), f"Question {owner}", conversation=owner))
         assert engine.flush_blocks()
         (path,) = rows_on_disk(tmp_path)
-        forget_conversation(tmp_path, "a")
+        forget_conversations(tmp_path, "a")
         assert path.exists()
-        assert forget_conversation(tmp_path, "b") > 0
+        assert forget_conversations(tmp_path, "b") > 0
         assert not rows_on_disk(tmp_path)
 
 

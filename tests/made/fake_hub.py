@@ -26,6 +26,8 @@ class Fault:
     no_length: bool = False
     silent: bool = False
     wrong_start: int | None = None
+    ignore_if_range: bool = False
+    partial_without_etag: bool = False
     pace: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -166,7 +168,11 @@ class HubHandler(BaseHTTPRequestHandler):
     def span(self, headers: dict[str, str], etag: str, fault: Fault, size: int) -> tuple[int, int]:
         """First byte and end of what is asked for; (0, size) is the whole file."""
         wanted = headers.get("range", "")
-        if fault.ignore_range or not wanted or headers.get("if-range", etag) != etag:
+        if (
+            fault.ignore_range
+            or not wanted
+            or (headers.get("if-range", etag) != etag and not fault.ignore_if_range)
+        ):
             return 0, size
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         return int(first), min(size, int(last) + 1) if last else size
@@ -176,7 +182,7 @@ class HubHandler(BaseHTTPRequestHandler):
         partly = start or end < len(body)
         self.send_response(206 if partly else 200)
         self.send_header("Accept-Ranges", "bytes")
-        if etag:
+        if etag and not (partly and fault.partial_without_etag):
             self.send_header("ETag", etag)
         if partly:
             self.send_header(

@@ -9,6 +9,8 @@ hold the file open (write-ahead log).
 from __future__ import annotations
 
 import contextlib
+import glob
+import logging
 import os
 import re
 import sqlite3
@@ -24,9 +26,10 @@ from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.store import forget_conversation
+from edgeinfer.runtime.prefix_cache.store import forget_conversations
 from edgeinfer.tools.uses import ToolUse
 
+_log = logging.getLogger("edgeinfer.chat")
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
@@ -42,12 +45,16 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema and return its number.
 
-    `name` is for errors. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement
-    fails; nothing is changed then.
+    `name` is the file, of which a copy is made first: a version of before can read that one. Foreign
+    keys are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a
+    statement fails; nothing is changed then.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _version(db)) == len(scripts):
         return reached
+    if 0 < reached < len(scripts):
+        _copy(db, name, reached)
+    db.execute("PRAGMA foreign_keys = OFF")  # or a table that is made anew takes the turns with it
     db.execute("BEGIN IMMEDIATE")
     try:
         reached = _version(db)  # another process may have migrated it while this one waited
@@ -55,7 +62,7 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
             raise StoreError(
                 f"{name} was made by a newer edgeinfer (schema {reached}, this one knows "
                 f"{len(scripts)})",
-                hint="use that version, or move the file aside",
+                hint=_hint_of_newer(name, len(scripts)),
             )
         for script in scripts[reached:]:
             for statement in _statements(script.read_text("utf-8")):
@@ -66,6 +73,50 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
         db.execute("ROLLBACK")
         raise
     return len(scripts)
+
+
+def _copies(name: str) -> list[Path]:
+    """List the copies that were made before migrations of the file."""
+    return sorted(Path(name).parent.glob(f"{glob.escape(Path(name).name)}.schema-*")) if name else []
+
+
+def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
+    """Copy the file as it is now. Raises sqlite3.Error, OSError."""
+    if not Path(name).is_file():
+        return
+    scratch = f"{name}.{os.urandom(8).hex()}.new"
+    os.close(os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        db.execute("VACUUM INTO ?", (scratch,))
+        with contextlib.closing(_connect(scratch)) as copy:
+            if _version(copy) == version:  # no other process has migrated the file meanwhile
+                os.replace(scratch, f"{name}.schema-{version}")
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+
+
+def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
+    """Delete conversations; their words stay in the search index until it is merged."""
+    if ids:
+        rows = [(conversation_id,) for conversation_id in ids]
+        db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
+        names = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
+        for (table,) in db.execute(names).fetchall():
+            db.execute(f"INSERT INTO {table} ({table}) VALUES ('optimize')")
+
+
+def _connect(file: Path | str) -> sqlite3.Connection:
+    db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
+    db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
+    return db
+
+
+def _hint_of_newer(name: str, version: int) -> str:
+    copy = Path(f"{name}.schema-{version}")
+    if copy.exists():  # without its own log SQLite would put the newer file's into the copy
+        command = f"rm -f {name}-wal {name}-shm; mv {copy} {name}"
+        return f"use that version, or end every edgeinfer and take the copy from before: {command}"
+    return "use that version, or move the file aside"
 
 
 def _version(db: sqlite3.Connection) -> int:
@@ -84,6 +135,9 @@ def _statements(script: str) -> Iterator[str]:
 
 #: The process of an answer without a new piece for this long (ms) has died.
 STALE_MS = 60_000
+
+#: Copies of before a migration are kept for this long (s).
+_KEEP_COPIES_S = 30 * 24 * 3600.0
 
 #: Deleted conversations are kept for this long (ms), for undo.
 UNDO_MS = 24 * 3600 * 1000
@@ -147,13 +201,15 @@ def now_ms() -> int:
 
 @contextlib.contextmanager
 def _store_errors(name: str) -> Iterator[None]:
-    """Turn sqlite3's errors into StoreError with a hint."""
+    """Turn errors of sqlite3 and of the disk into StoreError with a hint."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         hint = f"move {name} aside: a new one is made"
-        if "full" in str(error):
-            hint = "free some room on the disk"
+        if "unable to open" in str(error) or "readonly" in str(error):
+            hint = f"check who may read and write {name} and its folder"
+        elif any(words in str(error) for words in ("full", "No space", "disk I/O")):
+            hint = "free some room on the disk; if there is some, check the disk"
         elif "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
@@ -186,14 +242,14 @@ class ConversationStore:
                 f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
             ) from error
         with _store_errors(str(file)):
-            db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
+            db = _connect(file)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # a killed process loses nothing; a power cut the last moments
                 db.execute("PRAGMA synchronous = NORMAL")
-                db.execute("PRAGMA foreign_keys = ON")
-                db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
                 migrate(db, str(file))
+                db.execute("PRAGMA foreign_keys = ON")
+                db.text_factory = lambda raw: raw.decode("utf-8", "replace")
             except BaseException:
                 db.close()
                 raise
@@ -346,12 +402,18 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete these for good, except those restored meanwhile."""
+        """Delete these for good, except those restored meanwhile, here and in copies of before."""
+        ids = [conversation.id for conversation in deleted]
         with self._transaction():
-            self.db.executemany(
-                "DELETE FROM conversation WHERE id = ? AND deleted_ms IS NOT NULL",
-                [(conversation.id,) for conversation in deleted],
-            )
+            _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
+        gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
+        for path in _copies(self.name):
+            if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
+                path.unlink(missing_ok=True)
+            elif gone:
+                with _store_errors(str(path)), contextlib.closing(_connect(path)) as copy:
+                    copy.execute("PRAGMA foreign_keys = ON")
+                    _delete(copy, gone)
 
     # following what other processes write
 
@@ -488,7 +550,11 @@ def _column(name: str, value: object) -> object:
 def _read(kind: type[T], row: Sequence[Any]) -> T:
     values = dict(zip(kind.__struct_fields__, row, strict=True))
     for name in values.keys() & _JSON.keys():
-        values[name] = msgspec.json.decode(values[name], type=_JSON[name])
+        try:
+            values[name] = msgspec.json.decode(values[name], type=_JSON[name])
+        except msgspec.MsgspecError as error:  # a damaged file: the rest is worth showing
+            _log.warning("%s %s: %s cannot be read: %s", kind.__name__, row[0], name, error)
+            del values[name]
     return kind(**values)
 
 
@@ -525,6 +591,7 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
         contextlib.closing((open_store or ConversationStore.open)()) as store,
     ):
         overdue = store.overdue()
-        for conversation in overdue:
-            forget_conversation(paths.blocks_dir(), conversation.owner)
+        if overdue:
+            owners = (conversation.owner for conversation in overdue)
+            forget_conversations(paths.blocks_dir(), *owners)
         store.purge(overdue)

@@ -200,11 +200,11 @@ class _OwnServers:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from edgeinfer.runtime.prefix_cache.store import forget_conversation  # 80 ms: numpy
+        from edgeinfer.runtime.prefix_cache.store import forget_conversations  # 80 ms: numpy
 
         for url in list(self._pids):
             self._stop(url)
-        forget_conversation(paths.blocks_dir(), self.conversation)
+        forget_conversations(paths.blocks_dir(), self.conversation)
         shutil.rmtree(self._folder)
 
     def start(self, model: str) -> Target:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser on a no."""
     # 80 ms: numpy
     from edgeinfer.runtime.prefix_cache.keys import model_key
-    from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversation, forget_model
+    from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversations, forget_model
 
     if not options.models and not options.conversation:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
@@ -58,12 +58,11 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
             continue
         files = host.files(name)
         freed += forget_model(root, model_key(files.sha256, files.paths))
-    for conversation in options.conversation:
-        freed_of_it = forget_conversation(root, conversation)
-        if not freed_of_it:
-            raise UsageError(
-                f"conversation {conversation!r} has no cached prefixes of its own",
-                hint="name chat-NUMBER of a chat, or the prompt_cache_key of requests",
-            )
-        freed += freed_of_it
+    freed_of = {name: forget_conversations(root, name) for name in options.conversation}
+    if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
+        raise UsageError(
+            f"conversation {', '.join(map(repr, unknown))} has no cached prefixes of its own",
+            hint="name chat-NUMBER of a chat, or the prompt_cache_key of requests",
+        )
+    freed += sum(freed_of.values())
     return ForgetResult(forgotten=(*options.models, *options.conversation), freed_bytes=freed)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -157,6 +158,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     )
     if not options.tools:
         request = with_answer_limit(request, can_think=engine.info.can_think)
+    # the answer does not wait for it, nor the end: what is left is found by the next one
+    threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
         result = _with_tools(engine, request, model, host, stream_to)
@@ -167,9 +170,6 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens)}\n")
     if options.traces:
         _trace(options.traces, started, result)
-    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
-
-    purge_deleted()
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
@@ -181,6 +181,12 @@ def _cut(usage: Usage, limit: int | None) -> str:
         return f"stopped at {limit:,} tokens; more with --max-tokens N"
     n_tokens = usage.prompt_tokens + usage.completion_tokens
     return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
+
+
+def _purge() -> None:
+    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
+
+    purge_deleted()
 
 
 def _trace(path: str, start: list[Span], result: RunResult) -> None:

@@ -28,6 +28,7 @@ from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER
 from edgeinfer.models.converting.convert import plain_name, tensor_names, transform_of
 from edgeinfer.models.converting.families import FAMILIES, Family, Heads, plus_one
 from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
 _NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"
@@ -156,4 +157,8 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             alpha = own
             break
+    if not abs(float(alpha)) <= MOST_ALPHA:  # NaN compares as false
+        raise ConversionError(
+            f"the adapter has an alpha of {float(alpha):g} for {module}: it is damaged"
+        )
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

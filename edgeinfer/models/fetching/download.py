@@ -1,8 +1,9 @@
 """Download one file over HTTP, resumable, into a partial file.
 
-`FILE.part.json` says which file the bytes belong to. A download continues only if the server confirms
-the file by its own validator (a strong ETag, or Last-Modified), or if its SHA-256 is known and compared
-afterwards. Verifying and renaming are the caller's.
+`FILE.part.json` says which file the bytes belong to. A download continues only if the server's partial
+response has the same validator (a strong ETag, or Last-Modified), as not every server with ranges knows
+If-Range (RFC 9110, 15.3.7), or if the SHA-256 is known and compared afterwards. Verifying and renaming
+are the caller's.
 """
 
 from __future__ import annotations
@@ -129,6 +130,9 @@ def _receive(
     if total is not None:
         need_room(part.parent, total - size_or_zero(part), remote.file_name)
     validator = http_client.validator(response)
+    if offset and not remote.sha256 and validator != state.validator:
+        part.unlink()
+        raise RetryableError("the file on the server may be another one now; starting over")
     if offset == 0 and state.validator not in ("", validator):
         part.unlink(missing_ok=True)  # the server has another file now
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)

@@ -16,6 +16,8 @@ import httpx2  # 75–120 ms, which is why nothing but a pull imports this modul
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 
+#: Bytes of a manifest, a token or a refusal at most, as registries have it.
+SMALL_BYTES = 4 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -57,6 +59,19 @@ class RetryableError(Exception):
     def __init__(self, what: str, wait_s: float = 0.0) -> None:
         super().__init__(what)
         self.wait_s = wait_s
+
+
+def read_small(response: httpx2.Response, origin: str) -> bytes:
+    """Read the body of a streamed response. Raises DownloadError beyond `SMALL_BYTES`."""
+    content = bytearray()
+    for chunk in response.iter_bytes():
+        content += chunk
+        if len(content) > SMALL_BYTES:
+            raise DownloadError(
+                f"{origin}: {response.url.host} answers with more than {SMALL_BYTES >> 20} MiB where "
+                f"a few KiB are usual"
+            )
+    return bytes(content)
 
 
 def range_headers(start: int, validator: str) -> dict[str, str]:

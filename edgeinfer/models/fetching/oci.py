@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 import msgspec
@@ -101,6 +101,15 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
     return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
 
 
+class Answer(NamedTuple):
+    """What a registry answered, read whole; `url` is the address after redirects."""
+
+    status_code: int
+    headers: httpx2.Headers
+    url: httpx2.URL
+    content: bytes
+
+
 class Registry:
     """A client of one repository of a registry, with its token."""
 
@@ -149,8 +158,8 @@ class Registry:
         headers: dict[str, str],
         content: bytes | Iterator[bytes] | None = None,
         wanted: tuple[int, ...] = (200,),
-    ) -> httpx2.Response:
-        """Send a request, again with a token if required; return a response of a `wanted` status.
+    ) -> Answer:
+        """Send a request, again with a token if required; return an answer of a `wanted` status.
 
         Raises AuthenticationError, SourceNotFoundError, DownloadError.
         """
@@ -166,13 +175,18 @@ class Registry:
 
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
-    ) -> httpx2.Response:
+    ) -> Answer:
         target = httpx2.URL(url)  # of an upload, what the registry's Location says
         http_client.refuse_downgrade(str(self._source), self._url, target)
         all_headers = {"User-Agent": "edgeinfer"} | headers
         if self._authorization and self._is_ours(target):
             all_headers["Authorization"] = self._authorization
-        return self._client.request(method, url, headers=all_headers, content=content)
+        return self._read(method, target, headers=all_headers, content=content)
+
+    def _read(self, method: str, url: httpx2.URL, **request: Any) -> Answer:
+        with self._client.stream(method, url, **request) as response:
+            content = http_client.read_small(response, str(self._source))
+            return Answer(response.status_code, response.headers, response.url, content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
         """Return whether an address is the registry's own, which alone gets the credentials."""
@@ -192,10 +206,10 @@ class Registry:
         query = {key: parameters[key] for key in ("service", "scope") if key in parameters}
         trusted = login and _same_owner(realm.host, self._url.host)
         headers = {"Authorization": f"Basic {login}"} if trusted else {}
-        response = self._client.get(realm, params=query, headers=headers)
+        response = self._read("GET", realm, params=query, headers=headers)
         if response.status_code != 200:
             return ""
-        answer = response.json()
+        answer = json.loads(response.content)
         token = answer.get("token") or answer.get("access_token") or ""
         return f"Bearer {token}" if token else ""
 

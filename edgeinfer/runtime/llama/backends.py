@@ -229,11 +229,15 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Choose the named devices, else GPUs, else software ones if layers were requested."""
+        """Choose the named devices, else discrete GPUs, else integrated ones, which share the machine's
+        memory, else software ones if layers were requested.
+        """
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
-        real = tuple(device for device in devices if device.kind in ("gpu", "integrated"))
-        return real if real or not self.is_explicit else tuple(devices)
+        for kind in ("gpu", "integrated"):
+            if chosen := tuple(device for device in devices if device.kind == kind):
+                return chosen
+        return tuple(devices) if self.is_explicit else ()
 
     def room(self, device: Device) -> Room:
         """Return the memory that may be used of a device."""

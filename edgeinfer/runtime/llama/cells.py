@@ -341,13 +341,14 @@ class CellMemory:
     """The memory of the `n_cells` cells: `buffers` whose pages can be returned.
 
     `rows` are the bytes of one cell in each tensor of the cache, in their order in the one buffer;
-    empty if unknown. `copies` intercepts llama.cpp's copies.
+    empty if unknown. `copies` intercepts llama.cpp's copies. `is_all`: no cells lie on a device.
     """
 
     buffers: tuple[Buffer, ...] = ()
     rows: tuple[int, ...] = ()
     n_cells: int = 0
     copies: CellCopies | None = None
+    is_all: bool = True
 
     @property
     def handles(self) -> list[int]:
@@ -400,12 +401,14 @@ class CellMemory:
 NO_CELLS = CellMemory()
 
 
-def cell_memory(buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int) -> CellMemory:
+def cell_memory(
+    buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int, *, is_all: bool = True
+) -> CellMemory:
     """Describe the memory of `buffers`; `rows` are trusted if they add up to the one buffer."""
     size = sum(memory.high - memory.low for _, memory in buffers)
     is_known = len(buffers) == 1 and sum(rows) * n_cells == size
     copies = find_copies() if buffers else None
-    return CellMemory(tuple(buffers), tuple(rows) if is_known else (), n_cells, copies)
+    return CellMemory(tuple(buffers), tuple(rows) if is_known else (), n_cells, copies, is_all)
 
 
 def _round_up(address: int) -> int:

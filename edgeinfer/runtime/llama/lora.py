@@ -19,7 +19,7 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.row_adapters import LoadedAdapter
-from edgeinfer.runtime.options import Adapter
+from edgeinfer.runtime.options import MOST_ALPHA, Adapter
 
 _log = logging.getLogger("edgeinfer.engine")
 #: The adapters of one model, by the stamps of their files.
@@ -188,4 +188,18 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     if not pointer:
         reason = libllama.recent_reason()
         raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {reason}')
+    alpha = _alpha(pointer)
+    if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
+        L.llama_adapter_lora_free(pointer)
+        raise ModelLoadError(
+            f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}, which makes every answer noise',
+            hint="fetch or convert it again: its file is damaged",
+        )
     return LoadedAdapter(pointer)
+
+
+def _alpha(pointer: Any) -> float:
+    """Return the number that llama.cpp scales an adapter by, over its rank; 0 for none."""
+    text = ctypes.create_string_buffer(64)
+    n = L.llama_adapter_meta_val_str(pointer, b"adapter.lora.alpha", text, len(text))
+    return float(text.value) if n > 0 else 0.0

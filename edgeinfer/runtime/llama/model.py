@@ -322,7 +322,7 @@ def open_context(
         params.embeddings = True
         params.pooling_type = pooling
     context, lines, buffers = make_context(model, params)
-    return ActiveContext(context, cell_memory(_kv_buffers(buffers, lines), (), n_cells))
+    return ActiveContext(context, _kv_cells(buffers, lines, (), n_cells))
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
@@ -349,16 +349,19 @@ def _cells(
     """Describe the KV cache's memory. Without flash attention V is transposed."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
-    return cell_memory(_kv_buffers(buffers, lines), rows, n_cells)
+    return _kv_cells(buffers, lines, rows, n_cells)
 
 
-def _kv_buffers(buffers: list[Buffer], lines: list[str]) -> list[Buffer]:
-    """Find the KV cache's buffers by the sizes in llama.cpp's log.
+def _kv_cells(
+    buffers: list[Buffer], lines: list[str], rows: tuple[int, ...], n_cells: int
+) -> CellMemory:
+    """Find the KV cache's buffers by the sizes in llama.cpp's log, which names those of devices too.
 
     They live as long as the context; others may be replaced.
     """
-    sizes = {m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))}
-    return [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
+    sizes = [m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))]
+    kv = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
+    return cell_memory(kv, rows, n_cells, is_all=len(kv) == len(sizes))
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:

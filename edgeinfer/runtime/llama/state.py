@@ -85,7 +85,7 @@ class SequenceStates:
 
     def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
         cells = self._active.cells
-        if cells.copies is None:
+        if cells.copies is None or not cells.is_all:
             state = self._get(self._scratch, 0)
             return None if state is None else whole(state)
         size = self._llama.llama_state_seq_get_size_ext(self._active.context, self._scratch, 0)
@@ -109,7 +109,7 @@ class SequenceStates:
         at = 0
         for piece, place in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
-            if place == ANYWHERE:
+            if place == ANYWHERE or not cells.is_all:  # copies to a device are not intercepted
                 buffer[at : at + size] = np.frombuffer(piece, np.uint8)
             else:
                 pieces.append(StatePiece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))

@@ -1,5 +1,10 @@
 """The disk limit of the prefix cache, and its eviction: the least recently used blocks first.
 
+    ROOT/used   int64 words: the bytes of all blocks when they were last counted, then of each written
+                since. Listing 100,000 files takes 2 to 3 s, so blocks are counted again only after a
+                part of the limit was written, or when the limit seems reached. A block that goes
+                otherwise stays in the sum until then.
+
 A block's last use is its file's mtime, set when it is written and whenever it is read. Parents are
 stamped later than their children, so that leaves go first. Times in the future (a clock that was set
 back) count as now. Prefixes that the sessions of an agent share go last:
@@ -17,7 +22,9 @@ import contextlib
 import hashlib
 import os
 import re
+import struct
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +32,7 @@ from pathlib import Path
 from edgeinfer.platform.disk import free_bytes, new_file, open_own
 
 SUFFIX = ".block"
+_USED = "used"
 #: Without a configured limit: a quarter of the free space and the blocks together.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
@@ -32,6 +40,8 @@ _MOST_BYTES = 64 << 30
 MARGIN_BYTES = 512 << 20
 #: Pruning stops at this share of the limit, so that it is not needed again at once.
 _PRUNE_TO = 0.9
+#: Blocks are counted again after this share of the limit was written.
+_RECOUNT_SHARE = 32
 #: Unfinished files, and lists of deleted blocks, are removed at this age (s).
 _STALE_S = 3600.0
 
@@ -84,6 +94,41 @@ def list_blocks(root: Path) -> list[BlockFile]:
 def _stamp(path: Path, used_ns: int) -> None:
     with contextlib.suppress(OSError):
         os.utime(path, ns=(used_ns, used_ns))
+
+
+def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
+    """Count a new block: (blocks evicted for it, whether it fits). Raises OSError."""
+    counted, written = _read_used(root)
+    allowed = limits.allowed(root, max(0, counted) + written)
+    removed = 0
+    is_due = counted < 0 or written + n_bytes > allowed // _RECOUNT_SHARE
+    if is_due or counted + written + n_bytes > allowed:
+        removed, counted = prune(root, limits, n_bytes)
+        written = 0
+        with new_file(root / _USED, 0o600) as file:
+            file.write(struct.pack("q", counted))
+        allowed = limits.allowed(root, counted)
+    if counted + written + n_bytes > allowed:
+        return removed, False
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(root / _USED, flags), "wb", buffering=0) as file:
+        file.write(struct.pack("q", n_bytes))
+    return removed, True
+
+
+def _read_used(root: Path) -> tuple[int, int]:
+    """Return the bytes at the last count, -1 if there was none, and those written since."""
+    try:
+        with open(open_own(root / _USED), "rb") as file:
+            counted, *written = array("q", file.read())
+        return counted, sum(written)
+    except (OSError, ValueError):
+        return -1, 0
+
+
+def forget_sum(root: Path) -> None:
+    """Have the blocks counted again at the next write."""
+    (root / _USED).unlink(missing_ok=True)
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The prefix cache of one user: a folder of immutable files, shared by every process without a lock.
 
     ROOT/secret                      the key of all names (0600)
+    ROOT/used                        the bytes of all blocks (retention.py)
     ROOT/owners/HASH                 names of the blocks that hold one conversation
     ROOT/MODEL/answers/NAME          past answers, for suffix drafting (past_answers.py)
     ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or the failure
@@ -13,6 +14,7 @@ never part of a snapshot."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -47,8 +49,6 @@ _READERS = 2
 _FULL_S = 60.0
 #: How long (s) clearing waits for pending writes.
 _CLEAR_S = 10.0
-#: The folder is counted again after this share of the limit was written.
-_RECOUNT_SHARE = 32
 
 
 @dataclass(slots=True)
@@ -79,7 +79,6 @@ class BlockStore:
         self._limits = allowed or CacheLimits()
         self._warn = warn
         self.secret = read_secret(root / "secret")
-        self._room_bytes = 0
         self._full_until = 0.0
         self._is_warned = False
         self._lock = threading.Lock()
@@ -101,16 +100,11 @@ class BlockStore:
         if self.is_full:
             return False
         with self._lock:
-            if self._room_bytes < n_bytes:
-                removed, used = retention.prune(self.root, self._limits, n_bytes)
-                self.traffic.pruned += removed
-                room = self._limits.allowed(self.root, used) - used
-                self._room_bytes = min(room, max(n_bytes, (used + room) // _RECOUNT_SHARE))
-                if room < n_bytes:
-                    self.stop_writing("the disk has no room for the prefix cache")
-                    return False
-            self._room_bytes -= n_bytes
-            return True
+            removed, fits = retention.take_room(self.root, self._limits, n_bytes)
+            self.traffic.pruned += removed
+            if not fits:
+                self.stop_writing("the disk has no room for the prefix cache")
+            return fits
 
     @property
     def is_full(self) -> bool:
@@ -120,7 +114,6 @@ class BlockStore:
     def stop_writing(self, reason: str) -> None:
         """Write nothing for a while, and warn once."""
         self._full_until = time.monotonic() + _FULL_S
-        self._room_bytes = 0
         if not self._is_warned:
             self._is_warned = True
             self._warn(f"{reason}: prompts will be prefilled again after a restart")
@@ -363,6 +356,7 @@ def forget_all(root: Path) -> int:
     if root.is_dir():
         for folder in [path for path in root.iterdir() if path.is_dir()]:
             shutil.rmtree(folder, ignore_errors=True)
+    retention.forget_sum(root)
     return freed
 
 
@@ -374,23 +368,27 @@ def forget_model(root: Path, model: str) -> int:
     return freed
 
 
-def forget_conversation(root: Path, conversation: str) -> int:
-    """Delete the blocks that only this conversation owns, and its answers; return the freed bytes."""
+def forget_conversations(root: Path, *conversations: str) -> int:
+    """Delete the blocks that only these own, and their answers, in one walk; return the freed bytes."""
     if not (root / "secret").exists():
         return 0
     paths.private_dir(root)
     secret = read_secret(root / "secret")
-    freed = forget_answers(root, secret, conversation)
-    own = root / "owners" / owner_name(secret, conversation)
-    written = retention.owned_names(own)
-    for other in (root / "owners").glob("*"):
-        if other != own:
-            written -= retention.owned_names(other)
-    for block in retention.list_blocks(root):
-        if block.path.name.removesuffix(retention.SUFFIX) in written:
-            block.path.unlink(missing_ok=True)
-            freed += block.n_bytes
-    own.unlink(missing_ok=True)
+    freed = forget_answers(root, secret, conversations)
+    own = [root / "owners" / owner_name(secret, conversation) for conversation in conversations]
+    names = set().union(*map(retention.owned_names, own))
+    if names:
+        for other in set((root / "owners").glob("*")).difference(own):
+            names -= retention.owned_names(other)
+    for folder in root.glob("*/*/"):
+        for name in filter(str.isalnum, names):
+            path = folder / f"{name}{retention.SUFFIX}"
+            with contextlib.suppress(FileNotFoundError):
+                n_bytes = path.lstat().st_blocks * 512
+                path.unlink()
+                freed += n_bytes
+    for path in own:
+        path.unlink(missing_ok=True)
     return freed
 
 

@@ -1,25 +1,28 @@
-"""Past answers of one user, which suffix drafting looks up: one file for each model and salt, mapped.
+"""Past answers of one user, which suffix drafting looks up: one file for each model and salt.
 
     ROOT/MODEL/answers/NAME   NAME is a keyed hash of the salt
 
 A file is int32 words: the next free place of the ring; for each of `_GRAMS` a table from the hash of
 that many tokens to the place behind them; the ring of tokens. An answer begins with a negative word,
-minus the keyed hash of its conversation, and ends with another. The oldest answers are overwritten.
+minus the keyed hash of its conversation, and ends with another. The oldest answers are overwritten,
+each as a whole: no token is left without the word that says whose it is.
 
-Several processes append to a file, one at a time, and read it without a lock: a draft token is verified
-by the model, so a half-written entry costs one step. Nothing of it is durable.
+Several processes change a file, one at a time, and read it without a lock: a draft token is verified
+by the model, so a half-written entry costs one step. Nothing of it is durable. Nothing is mapped: on a
+full tmpfs both a write to a hole and a look at one would end the process.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import mmap
 import os
+import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,8 @@ LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4
 _RING_AT = 1 + len(_GRAMS) * RING
+#: Words of a page, which the kernel writes whole even if the process is killed.
+_PAGE = 1024
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _END = -1
@@ -68,37 +73,41 @@ def common_suffix(a: Tokens, b: Tokens) -> int:
 
 
 class AnswerFile:
-    """The answers of one salt. Raises OSError."""
+    """The answers of one salt; the last reference closes the file. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        try:
-            os.close(open_own(path))
-            os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
-            mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        self._words: Tokens = np.frombuffer(mapped, np.int32)
-        self.ring = self._words[_RING_AT:]
+        weakref.finalize(self, os.close, self._descriptor)
+        os.close(open_own(path))
+        os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
 
     @property
     def is_deleted(self) -> bool:
         return os.fstat(self._descriptor).st_nlink == 0
 
+    @property
+    def ring(self) -> Tokens:
+        """A copy of the whole ring."""
+        return self.read(0, RING)
+
+    def read(self, place: int, n: int) -> Tokens:
+        """Read up to `n` words of the ring from `place` on; none if the disk fails."""
+        return self._read(_RING_AT + place, min(n, RING - place))
+
     def find(self, text: Tokens) -> tuple[int, int]:
-        """Return the place in `ring` behind the latest occurrence of the end of `text`, and how many
+        """Return the place in the ring behind the latest occurrence of the end of `text`, and how many
         tokens agree; (0, 0) for none.
         """
         end = text[-max(_GRAMS) :].tolist()
         for number, n in enumerate(_GRAMS):
             if len(end) < n:
                 continue
-            place = int(self._words[1 + number * RING + _hash(end[-n:])])
+            place = self._word(1 + number * RING + _hash(end[-n:]))
             if not n <= place < RING:
                 continue
-            length = common_suffix(self.ring[max(0, place - LONGEST) : place], text)
+            first = max(0, place - LONGEST)
+            length = common_suffix(self.read(first, place - first), text)
             if length >= n:
                 return place, length
         return 0, 0
@@ -106,10 +115,10 @@ class AnswerFile:
     def add(self, owner: int, tokens: Sequence[int]) -> None:
         """Append an answer. Raises OSError."""
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        try:
-            at = int(self._words[0])
+        with self._locked():
+            at = self._word(0)
             at = at if 0 <= at <= RING - len(entry) else 0
+            self._erase(at, self._end_of_answer(at + len(entry)))
             self._write(_RING_AT + at, entry)
             for number, n in enumerate(_GRAMS):
                 if len(tokens) < n:
@@ -119,25 +128,77 @@ class AnswerFile:
                 for i, key in enumerate(keys.tolist()):
                     self._write(1 + number * RING + key, np.int32(at + 1 + n + i))
             self._write(0, np.int32(at + len(entry) - 1))  # the next answer overwrites the end
+
+    def forget(self, owners: Iterable[int]) -> int:
+        """Erase the answers of conversations; return the erased bytes. Raises OSError."""
+        erased = 0
+        with self._locked():
+            ring = self.ring
+            bounds = np.flatnonzero(ring < 0).tolist()
+            mine = {-owner for owner in owners}
+            for begin, end in pairwise([*bounds, RING]):
+                if ring[begin] in mine:
+                    self._erase(begin, end)
+                    erased += (end - begin) * _WORD
+                elif ring[begin] == _END and ring[begin + 1 : end].any():
+                    self._erase(begin, end)  # a former version left the end of an overwritten answer
+            self._drop_old_hashes()
+        return erased
+
+    def _end_of_answer(self, place: int) -> int:
+        """Return where the answer ends in which `place` lies."""
+        words = self.read(place, RING // 4 + 2)
+        bounds = np.flatnonzero(words < 0)
+        if len(bounds):
+            return place + int(bounds[0])
+        return place + len(words) if words.any() else place  # zeros: nothing was written there yet
+
+    def _erase(self, begin: int, end: int) -> None:
+        """Overwrite [begin, end) from the last page on: what a kill leaves still names its owner."""
+        first, last = _RING_AT + begin, _RING_AT + end
+        while last > first:
+            low = max(first, (last - 1) // _PAGE * _PAGE)
+            self._write(low, np.full(last - low, _END, np.int32))
+            last = low
+
+    def _drop_old_hashes(self) -> None:
+        """Drop the entries of tables that the ring no longer bears out: hashes of a text tell of it."""
+        ring = self.ring
+        for number, n in enumerate(_GRAMS):
+            table = self._read(1 + number * RING, RING).copy()
+            keys = np.flatnonzero(table)
+            ends = np.clip(table[keys], n, RING)
+            grams = [ring[ends - n + i] for i in range(n)]
+            hashes = _hash(gram.astype(np.uint64) for gram in grams)
+            old = keys[(np.min(grams, axis=0) < 0) | (hashes != keys)]
+            table[old] = 0
+            for page in np.unique(old // _PAGE).tolist():
+                words = table[page * _PAGE : (page + 1) * _PAGE]
+                self._write(1 + number * RING + page * _PAGE, words)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def forget(self, owner: int) -> int:
-        """Erase the answers of a conversation; return the erased bytes. Raises OSError."""
-        bounds = np.flatnonzero(self.ring < 0).tolist()
-        erased = 0
-        for begin, end in pairwise([*bounds, RING]):
-            if self.ring[begin] == -owner:
-                self._write(_RING_AT + begin, np.full(end - begin, _END, np.int32))
-                erased += (end - begin) * _WORD
-        return erased
+    def _word(self, word: int) -> int:
+        return int.from_bytes(self._read_bytes(word, 1), sys.byteorder, signed=True)
+
+    def _read(self, word: int, n: int) -> Tokens:
+        raw = self._read_bytes(word, n)
+        return np.frombuffer(raw, np.int32, len(raw) // _WORD)
+
+    def _read_bytes(self, word: int, n: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, n * _WORD, word * _WORD)
+        except OSError:
+            return b""
 
     def _write(self, word: int, values: Tokens | np.int32) -> None:
-        """Write, not store to the mapping: on a full disk that would end the process."""
         os.pwrite(self._descriptor, values.tobytes(), word * _WORD)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 class PastAnswers:
@@ -163,10 +224,7 @@ class PastAnswers:
 
     def _open(self, salt: str) -> AnswerFile:
         found = self._files.pop(salt, None)
-        if found is not None and found.is_deleted:
-            found.close()
-            found = None
-        if found is None:
+        if found is None or found.is_deleted:
             paths.private_dir(self._folder.parent)
             paths.private_dir(self._folder)
             path = self._folder / _keyed(self._secret, salt).hex()
@@ -175,7 +233,7 @@ class PastAnswers:
             found = AnswerFile(path)
         self._files[salt] = found
         if len(self._files) > MAX_FILES:
-            self._files.popitem(last=False)[1].close()
+            self._files.popitem(last=False)
         return found
 
     def _prune(self) -> None:
@@ -186,8 +244,7 @@ class PastAnswers:
     def close(self) -> None:
         """Close every file; may be used again."""
         with self._lock:
-            while self._files:
-                self._files.popitem()[1].close()
+            self._files.clear()
 
 
 def _keyed(secret: bytes, text: str) -> bytes:
@@ -199,10 +256,16 @@ def owner_number(secret: bytes, conversation: str) -> int:
     return int.from_bytes(_keyed(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
 
 
-def forget_answers(root: Path, secret: bytes, conversation: str) -> int:
-    """Erase a conversation's answers in every file below `root`; return the erased bytes."""
+def forget_answers(root: Path, secret: bytes, conversations: Iterable[str]) -> int:
+    """Erase the answers of conversations in every file below `root`; return the erased bytes.
+
+    A file that cannot be changed is deleted: drafts do without it.
+    """
+    owners = [owner_number(secret, conversation) for conversation in conversations]
     erased = 0
     for path in root.glob(f"*/{FOLDER}/*"):
-        with closing(AnswerFile(path)) as file:
-            erased += file.forget(owner_number(secret, conversation))
+        try:
+            erased += AnswerFile(path).forget(owners)
+        except OSError:
+            path.unlink(missing_ok=True)
     return erased

@@ -215,7 +215,7 @@ class SuffixDrafter:
             limit = 1
         if self._is_past:
             assert self.answers is not None
-            found = self.answers.ring[self._place : self._place + limit].tolist()
+            found = self.answers.read(self._place, limit).tolist()
         else:
             found = self._text[self._place : min(self._place + limit, self._n)].tolist()
             found = (found * limit)[:limit]  # a repetition goes on behind the end of the text
@@ -242,8 +242,10 @@ class SuffixDrafter:
         if not self._length:
             return False
         n_new = self._n - n_known
-        source = self.answers.ring if self._is_past and self.answers else self._text
-        there = source[self._place : self._place + n_new]
+        if self._is_past and self.answers:
+            there = self.answers.read(self._place, n_new)
+        else:
+            there = self._text[self._place : self._place + n_new]
         if not np.array_equal(there, self._text[n_known : self._n]):
             return False
         self._place += n_new

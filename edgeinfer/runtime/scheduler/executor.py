@@ -60,10 +60,10 @@ class Executor:
     def run(self, entries: list[BatchEntry]) -> float | None:
         """Compute the batch; seconds, None if it must be planned again. Raises DecodeError."""
         began = time.perf_counter()
-        if all(entry.seq.is_low_priority for entry in entries):
-            code = self.low_priority.run(lambda: self._decode_or_abort(entries))
-        else:
-            code = self._decode_or_abort(entries)
+        code = self._decode(entries)
+        if code == 1:  # no cells, although the accounting has some: drop idle ones, and retry
+            self.kv.drop_idle(pinned=True)
+            code = self._decode(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 seq = entry.seq
@@ -72,9 +72,6 @@ class Executor:
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
-        if code == 1:  # no cells, although the accounting has some: drop idle ones, and retry
-            self.kv.drop_idle(pinned=True)
-            code = self.batch.decode(self.active)
         seconds = time.perf_counter() - began
         if code:
             raise DecodeError(
@@ -84,6 +81,11 @@ class Executor:
             self.kv.extend(entry.seq.claimed, entry.tokens)
         self._book_time(entries, seconds)
         return seconds
+
+    def _decode(self, entries: list[BatchEntry]) -> int:
+        if all(entry.seq.is_low_priority for entry in entries):
+            return self.low_priority.run(lambda: self._decode_or_abort(entries))
+        return self._decode_or_abort(entries)
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
         """Decode; a prefill-only step can be aborted."""

@@ -45,7 +45,7 @@ class RegistryStore(Registry):
         begun = self.asked(
             "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
         )
-        url = urljoin(str(begun.request.url), begun.headers.get("Location", ""))
+        url = urljoin(str(begun.url), begun.headers.get("Location", ""))
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
         self.asked("PUT", url, headers, chunks, wanted=(201,))

@@ -1,13 +1,18 @@
 """Pages of blocks' files become cells: bit-identical to copied ones, without a visible effect."""
 
+import contextlib
 import hashlib
 import mmap
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import cells
+from edgeinfer.runtime.llama import model as llama_model
 from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.runtime.prefix_cache.retention import list_blocks
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_all
@@ -168,6 +173,41 @@ def test_unmappable_pieces_are_copied(
     assert found == answer or without == "room in a page"
     assert mapped(engine) == 0
     engine.close()
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+@pytest.mark.usefixtures("writes_all")
+def test_cells_that_lie_on_a_device_come_back_with_the_others(
+    store: BlockStore, model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with half of the layers on a device: llama.cpp's log names its buffer, its copies go unseen."""
+    path: Path = request.getfixturevalue(model)
+    make, out = llama_model.make_context, cells.CellCopies.out
+
+    def with_a_device(model: object, params: object) -> tuple[object, list[str], list[cells.Buffer]]:
+        context, lines, buffers = make(model, params)
+        return context, [*lines, "llama_kv_cache: Vulkan0 KV buffer size =    11.25 MiB"], buffers
+
+    @contextlib.contextmanager
+    def half(*arguments: Any) -> Iterator[list[cells.Copied]]:
+        with out(*arguments) as copied:
+            yield copied
+        tensors = sorted({copy.tensor for copy in copied})
+        copied[:] = [copy for copy in copied if copy.tensor in tensors[: len(tensors) // 2]]
+
+    monkeypatch.setattr(llama_model, "make_context", with_a_device)
+    monkeypatch.setattr(cells.CellCopies, "out", half)
+    found = []
+    for _ in range(2):
+        with closing(load(path, store)) as engine:
+            tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
+            found.append(heard(engine, ask(tokens)))
+            heard(engine, ask("Another.", max_tokens=40))
+            assert engine.flush_blocks()
+            (checked,) = store.root.glob("*/*/checked")
+            assert checked.read_text() == "exact"
+    (first, _), (again, usage) = found
+    assert (again, usage.cached_disk_tokens) == (first, N_TOKENS - 1)
 
 
 def test_state_moves_between_mapping_and_copying_contexts(

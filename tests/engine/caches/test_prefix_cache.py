@@ -16,7 +16,7 @@ from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
 from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
@@ -163,7 +163,7 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
     assert written[-1] == blocks.names.chain(cached_seq.tokens, (), "").names[1].hex()
     assert len(written) > 1
-    assert forget_conversation(store.root, "talk") > 0
+    assert forget_conversations(store.root, "talk") > 0
     assert {block.path for block in list_blocks(store.root)} == others
 
 

@@ -10,7 +10,7 @@ from edgeinfer.runtime.prefix_cache.format import unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversation
+from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversations
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 
 from .test_kvcache import CountingMemory, claim, fill, make
@@ -206,7 +206,7 @@ def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
         side.writing.work(is_idle=True)
         assert side.blocks.writer.flush(60)
     assert side.writing.has_work  # killed here
-    assert forget_conversation(side.store.root, "talk") > 0
+    assert forget_conversations(side.store.root, "talk") > 0
     assert list_blocks(side.store.root) == []
 
 
@@ -219,5 +219,5 @@ def test_continued_conversation_can_be_forgotten_again(side: Side) -> None:
         side.end(cached_seq)
         side.write_all()
         assert side.there(said) == n * SIZE
-        assert forget_conversation(side.store.root, "talk") > 0
+        assert forget_conversations(side.store.root, "talk") > 0
         assert list_blocks(side.store.root) == []

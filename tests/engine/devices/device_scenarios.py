@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.memory_plan import Room, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"
@@ -115,6 +119,23 @@ def failing(how: str, layers: int | str) -> dict[str, object]:
     return with_layers(layers)
 
 
+def stored(layers: int) -> dict[str, object]:
+    """Two engines, one after the other, with some layers on the device and blocks on the disk."""
+    answers = []
+    writer._WORTH_WRITING_S = 0.0  # however fast a tiny model computes
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            with engine() as opened:
+                opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+                opened.use_devices(OffloadRequest(layers=layers))
+                assert opened.settle_devices(_PATIENCE_S)
+                answers.append(text(ask(opened, prompt=PROMPT * 12)))
+                answers.append(text(ask(opened, prompt="Roses")))
+                assert opened.flush_blocks()
+                disk = opened.metrics().cached_disk_tokens_total
+        return {"texts": answers, "disk": disk, "place": place(opened)}
+
+
 def experts() -> dict[str, object]:
     """The least room that holds all layers, but not all of their experts."""
     with engine() as opened:
@@ -141,6 +162,7 @@ SCENARIOS = {
     "no device": lambda: failing("create 0", 1),
     "no memory": lambda: failing("memory 0", 2),
     "experts": experts,
+    "stored": lambda: stored(2),
     "two": lambda: with_layers("all"),
     "lost": lambda: lost(1),
 }

@@ -98,6 +98,16 @@ def test_all_some_and_no_layers_give_the_cpus_text(
     assert found["while"]["texts"] == alone["long"]["texts"]
 
 
+def test_layers_on_both_sides_come_back_from_the_disk(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    found = answers(start(model, environment, tmp_path, "stored"))["stored"]
+    assert found["place"] == "2 of 3 on Vulkan0"
+    assert found["texts"][:2] == found["texts"][2:]
+    assert found["disk"] > 100
+    assert found["said"] == []
+
+
 def test_failing_device_costs_one_line_and_no_answer(
     model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
 ) -> None:

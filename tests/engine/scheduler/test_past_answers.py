@@ -1,6 +1,10 @@
 """Past answers that draft tokens are looked up in: found, bounded, kept apart by salt, and forgotten."""
 
+import contextlib
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversation
+from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling import past_answers
 from edgeinfer.runtime.sampling.past_answers import AnswerFile, PastAnswers
@@ -100,15 +104,29 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
     blocks.answers.add("", "chat-1", ANSWER)
     blocks.answers.add("", "chat-2", other)
     blocks.answers.add("", "chat-1", ANSWER[::-1])
-    assert forget_conversation(tmp_path / "blocks", "chat-1") >= 2 * 4 * len(ANSWER)
+    assert forget_conversations(tmp_path / "blocks", "chat-1") >= 2 * 4 * len(ANSWER)
     file = blocks.answers.of("")
     assert found(file, ANSWER[:8]) == []
     assert found(file, ANSWER[::-1][:8]) == []
     assert found(file, other[:8]) == other[8:10]
     assert not np.isin(ANSWER, file.ring).any()
-    assert forget_conversation(tmp_path / "blocks", "chat-1") == 0
+    assert forget_conversations(tmp_path / "blocks", "chat-1") == 0
     blocks.answers.of("another salt")  # a file without an answer
-    assert forget_conversation(tmp_path / "blocks", "chat-1") == 0
+    assert forget_conversations(tmp_path / "blocks", "chat-1") == 0
+
+
+def test_a_file_that_cannot_be_changed_does_not_keep_the_others(tmp_path: Path) -> None:
+    blocks = BlockStore(tmp_path / "blocks").model("abc", {"kv_type": "f16"})
+    for salt in ("a", "b", "c"):
+        blocks.answers.add(salt, "chat-1", ANSWER)
+    files = sorted(tmp_path.glob("blocks/*/answers/*"))
+    files[0].chmod(0o644)
+    files[1].unlink()
+    files[1].symlink_to(tmp_path / "elsewhere")
+    assert forget_conversations(tmp_path / "blocks", "chat-1") > 0
+    assert [path.exists() for path in files] == [False, False, True]
+    assert not (tmp_path / "elsewhere").exists()
+    assert not np.isin(ANSWER, AnswerFile(files[2]).ring).any()
 
 
 SCHEMA = {
@@ -184,12 +202,167 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
     assert np.count_nonzero(file.ring > 0) >= 24
 
 
-def test_parked_engine_maps_no_answers_and_keeps_its_curve(engine: LlamaEngine) -> None:
+def open_answers() -> int:
+    """Open files of answers; other tests' engines have theirs."""
+    links = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    return sum("/answers/" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_parked_engine_opens_no_answers_and_keeps_its_curve(engine: LlamaEngine) -> None:
     answer(engine, ask("Tea and salt:", max_tokens=16, ignore_eos=False))
     engine.flush_blocks()
     costs = engine._scheduler.executor.costs
-    mapped = Path("/proc/self/maps").read_text().count("/answers/")  # other tests' engines map theirs
-    assert mapped
+    before = open_answers()
+    assert before
     engine.park()
-    assert Path("/proc/self/maps").read_text().count("/answers/") < mapped
+    assert open_answers() < before
     assert costs.seconds(1, 8) is not None
+
+
+OWNERS = (2, 3, 4)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring of 512 tokens, in pages of 16 words."""
+    monkeypatch.setattr(past_answers, "RING", 512)
+    monkeypatch.setattr(past_answers, "_RING_AT", 1 + 2 * 512)
+    monkeypatch.setattr(past_answers, "_PAGE", 16)
+
+
+def tokens_of(owner: int, n: int, rng: random.Random) -> list[int]:
+    """An answer in words that no other owner uses."""
+    return [owner * 1000 + rng.randrange(400) for _ in range(n)]
+
+
+def is_left(file: AnswerFile, owner: int) -> bool:
+    """Return whether a token of this owner is in the ring, or a table entry of a text that is not."""
+    ring = file.ring
+    if (ring // 1000 == owner).any() or -owner in ring.tolist():
+        return True
+    for number, n in enumerate((8, 4)):
+        table = file._read(1 + number * past_answers.RING, past_answers.RING)
+        for key in np.flatnonzero(table).tolist():
+            gram = ring[table[key] - n : table[key]].tolist()
+            if min(gram) < 0 or past_answers._hash(gram) != key:
+                return True
+    return False
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_of_a_forgotten_answer_is_left(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    file = AnswerFile(tmp_path / "answers")
+    for _ in range(rng.randrange(5, 60)):
+        owner = rng.choice(OWNERS)
+        file.add(owner, tokens_of(owner, rng.choice([1, 3, 20, 60, 128, 300]), rng))
+    others = {owner: int((file.ring // 1000 == owner).sum()) for owner in OWNERS}
+    for owner in OWNERS[:2]:
+        file.forget([owner])
+        assert not is_left(file, owner)
+    assert (file.ring // 1000 == OWNERS[2]).sum() == others[OWNERS[2]]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("action", ["add", "forget"])
+def test_nothing_of_a_forgotten_answer_is_left_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """The process dies before its n-th page reaches the file, for every n."""
+
+    class Killed(Exception):
+        pass
+
+    pages = 0
+
+    def write_pages(self: AnswerFile, word: int, values: np.ndarray | np.int32) -> None:
+        nonlocal pages
+        values = np.atleast_1d(values)
+        for i in range(0, len(values), past_answers._PAGE):
+            pages -= 1
+            if pages == 0:
+                raise Killed
+            os.pwrite(self._descriptor, values[i : i + past_answers._PAGE].tobytes(), (word + i) * 4)
+
+    for n in range(1, 60):
+        rng = random.Random(7)
+        file = AnswerFile(tmp_path / str(n))
+        for owner in (2, 3, 4, 2, 3, 4, 2):
+            file.add(owner, tokens_of(owner, rng.choice([40, 90]), rng))
+        monkeypatch.setattr(AnswerFile, "_write", write_pages)
+        pages = n
+        with contextlib.suppress(Killed):
+            file.add(4, tokens_of(4, 120, rng)) if action == "add" else file.forget([2])
+        monkeypatch.undo()
+        monkeypatch.setattr(past_answers, "RING", 512)
+        monkeypatch.setattr(past_answers, "_RING_AT", 1 + 2 * 512)
+        for owner in (2, 3):
+            file.forget([owner])
+            assert not (file.ring // 1000 == owner).any(), n
+
+
+@pytest.mark.usefixtures("small")
+def test_ends_of_answers_that_a_former_version_left_are_erased(tmp_path: Path) -> None:
+    file = AnswerFile(tmp_path / "answers")
+    file.add(2, tokens_of(2, 100, random.Random(1)))
+    file._write(past_answers._RING_AT, np.array([-3, 3001, 3002, -1], np.int32))
+    file.forget([4])
+    assert not (file.ring // 1000 == 2).any()
+    assert file.ring[:4].tolist() == [-3, 3001, 3002, -1]
+
+
+def test_two_processes_that_add_and_forget_leave_nothing(tmp_path: Path) -> None:
+    code = f"""
+import random, sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from edgeinfer.runtime.sampling import past_answers
+past_answers.RING, past_answers._RING_AT = 512, 1 + 2 * 512
+file = past_answers.AnswerFile(Path({str(tmp_path / "answers")!r}))
+own, rng = int(sys.argv[1]), random.Random(sys.argv[1])
+for i in range(300):
+    file.add(own, [own * 1000 + rng.randrange(400) for _ in range(rng.choice([3, 30, 90]))])
+    if i % 7 == 0:
+        file.forget([own])
+file.forget([own])
+"""
+    both = [subprocess.Popen([sys.executable, "-c", code, str(owner)]) for owner in (2, 3)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    ring = AnswerFile(tmp_path / "answers")._read(1 + 2 * 512, 512)
+    assert not (ring > 0).any()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="not root")
+def test_a_full_tmpfs_costs_drafts_and_no_process(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from edgeinfer.runtime.sampling.past_answers import PastAnswers
+answers = PastAnswers(Path(sys.argv[1]), b"secret")
+file = answers.of("")
+with open(Path(sys.argv[1], "fill"), "wb", buffering=0) as fill:
+    try:
+        while fill.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+assert file.find(np.arange(100, dtype=np.int32)) == (0, 0)
+assert not file.ring.any()
+try:
+    answers.add("", "a", range(100, 140))
+    raise SystemExit("there was room")
+except OSError:
+    pass
+"""
+    place = tmp_path / "home"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", place]
+    if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        done = subprocess.run([sys.executable, "-c", code, place], check=False)
+        assert done.returncode == 0
+    finally:
+        subprocess.run(["umount", place], check=True)

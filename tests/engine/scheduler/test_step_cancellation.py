@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.scheduler.executor import StepCancellation
 
 from ..caches.conftest import ask, heard, load, text
@@ -86,6 +88,25 @@ def test_background_prefill_yields_to_other_processes(
         names = [thread.name for thread in threading.enumerate()]
         assert not any(name.startswith("edgeinfer-low-priority") for name in names)
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
+
+
+@pytest.mark.parametrize("codes", [(1, 2), (1, MISSED_ADAPTER), (1, 1), (2, 1, 2)])
+def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...]
+) -> None:
+    with closing(load(smollm2, None)) as engine:
+        request = ask(tuple(engine.tokenize(text(40))), max_tokens=4, cache_prompt=False)
+        wanted, _ = heard(engine, request)
+        batch = engine._scheduler.executor.batch
+        decode, left = batch.decode, list(codes)
+        monkeypatch.setattr(batch, "decode", lambda active: left.pop(0) if left else decode(active))
+        if codes == (1, 1):  # there is no room even so
+            with pytest.raises(DecodeError):
+                heard(engine, request)
+        else:
+            assert heard(engine, request)[0] == wanted
+        assert left == []
+        assert heard(engine, request)[0] == wanted
 
 
 def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:

@@ -229,6 +229,98 @@ def test_future_timestamps_do_not_prevent_eviction(tmp_path: Path) -> None:
     assert not blocks.has(name)
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Path]:
+    """The folders or files that a function of `retention` was called for."""
+    seen: list[Path] = []
+    function = getattr(retention, name)
+
+    def noted(path: Path, *rest: object) -> object:
+        seen.append(path)
+        return function(path, *rest)
+
+    monkeypatch.setattr(retention, name, noted)
+    return seen
+
+
+def test_first_write_of_a_process_lists_no_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = count_calls(monkeypatch, "list_blocks")
+    for n in range(5):
+        blocks = BlockStore(tmp_path / "blocks", ROOMY).model("sha", {})
+        put(blocks, make_block(blocks, [n] * 256))
+        assert len(listed) == 1, "by the very first one alone"
+
+
+def test_blocks_are_counted_again_after_a_part_of_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "blocks"
+    listed = count_calls(monkeypatch, "list_blocks")
+    for n in range(40):
+        blocks = BlockStore(root, CacheLimits(max_bytes=64 << 20, margin_bytes=0)).model("sha", {})
+        put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
+    assert len(listed) == 1 + 40 * 200_000 // (2 << 20)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"\0" * 7, None])
+def test_sum_that_is_damaged_or_gone_is_made_again(tmp_path: Path, damage: bytes | None) -> None:
+    root = tmp_path / "blocks"
+    small = CacheLimits(max_bytes=400_000, margin_bytes=0)
+    for n in range(30):
+        blocks = BlockStore(root, small).model("sha", {})
+        put(blocks, make_block(blocks, [n] * 256, n_bytes=40_000))
+        assert sum(block.n_bytes for block in retention.list_blocks(root)) <= 400_000
+        if n % 3 == 0 and damage is None:
+            (root / "used").unlink()
+        elif n % 3 == 0:
+            (root / "used").write_bytes(damage or b"")
+
+
+def test_processes_that_write_at_once_keep_the_limit(tmp_path: Path) -> None:
+    root, limit = tmp_path / "blocks", 8 << 20
+    code = f"""
+{_IMPORTS}
+store = BlockStore(Path({str(root)!r}), CacheLimits(max_bytes={limit}, margin_bytes=0))
+blocks = store.model(sys.argv[1], {{}})
+for n in range(100):
+    put(blocks, make_block(blocks, [n] * 256, n_bytes=100_000))
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
+    assert [process.wait(120) for process in writers] == [0, 0, 0]
+    used = sum(block.n_bytes for block in retention.list_blocks(root))
+    # each may have a block under way that another's count has not seen
+    assert limit // 2 < used <= limit + 3 * 110_000
+
+
+def test_forgetting_many_conversations_is_one_walk(
+    store: BlockStore, blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, kept = (put(blocks, make_block(blocks, [n] * 256)) for n in range(2))
+    names = [put(blocks, make_block(blocks, [n] * 256)) for n in range(2, 22)]
+    for n, name in enumerate(names):
+        blocks.own(f"chat-{n}", [shared, name])
+    blocks.own("other", [kept])
+    assert blocks.writer.flush(30)
+    listed = count_calls(monkeypatch, "list_blocks")
+    owners = count_calls(monkeypatch, "owned_names")
+    assert stores.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
+    assert listed == []
+    assert len(owners) == len(set(owners)) == 21
+    assert [blocks.has(name) for name in (shared, kept, *names)] == [False, True] + [False] * 20
+
+
+def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: ModelBlocks) -> None:
+    name = put(blocks, make_block(blocks, TOKENS))
+    path = blocks.path(name)
+    outside = store.root.parent / "outside.block"
+    path.rename(outside)
+    store.note_owner("talk", [])
+    store._owner_list("talk").write_text("../../../outside\n")
+    stores.forget_conversations(store.root, "talk")
+    assert outside.exists()
+
+
 def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=4096, margin_bytes=0), said.append)
@@ -255,7 +347,7 @@ assert len(said) == 1, said
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": "."})
     left = [f for _, _, files in os.walk(tmp_path / "blocks") for f in files]
-    assert left == ["secret"]
+    assert sorted(left) == ["secret", "used"]
 
 
 def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
@@ -320,9 +412,9 @@ def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: Mode
     blocks.own("mine", [shared, mine])
     blocks.own("theirs", [shared, theirs])
     assert blocks.writer.flush(30)
-    assert stores.forget_conversation(store.root, "mine") > 0
+    assert stores.forget_conversations(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
-    assert stores.forget_conversation(store.root, "theirs") > 0
+    assert stores.forget_conversations(store.root, "theirs") > 0
     assert retention.list_blocks(store.root) == []
 
 
@@ -337,7 +429,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> Non
         with pytest.raises(PermissionError, match="not a regular file"):
             BlockStore(store.root, ROOMY)
     else:
-        assert stores.forget_conversation(store.root, "talk") == 0
+        assert stores.forget_conversations(store.root, "talk") == 0
 
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
@@ -389,7 +481,7 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     assert another.read_check() == "exact"
     assert store.model("sha", {"kv": "q8_0"}).read_check() == ""
     assert said == []
-    assert stores.forget_conversation(store.root, "talk") > 0
+    assert stores.forget_conversations(store.root, "talk") > 0
     assert not blocks.has(second)
 
 

@@ -92,7 +92,9 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["lm_head"]}, r"replaces whole modules \(lm_head\)"),
         ({"r": 0}, "of rank 0"),
-        ({"lora_alpha": 1e308}, "numbers that are none"),
+        ({"lora_alpha": 1e308}, "an alpha of 1e"),
+        ({"lora_alpha": 3e30}, r"an alpha of 3e\+30"),
+        ({"alpha_pattern": {"q_proj": 1e9}}, "an alpha of 1e"),
         ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
     ],
 )
@@ -102,6 +104,17 @@ def test_unsupported_adapter_is_refused_by_name(config, words, tmp_path) -> None
     with pytest.raises(ConversionError, match=words):
         pull_adapter(str(folder), "base")
     assert adapters.list_adapters() == []
+
+
+def test_a_damaged_adapter_is_left_out_of_the_list(tmp_path, caplog) -> None:
+    pulled_base("qwen3", tmp_path)
+    pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ATTENTION)), "base")
+    whole = adapters.place("red").read_bytes()
+    adapters.place("cut").write_bytes(whole[:100])
+    adapters.place("empty").write_bytes(b"")
+    assert [adapter.name for adapter in adapters.list_adapters()] == ["red"]
+    assert "the adapter cut is left out" in caplog.text
+    assert "the adapter empty is left out" in caplog.text
 
 
 def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:

@@ -278,6 +278,26 @@ def test_changed_file_while_it_is_fetched(server, url, body, options) -> None:
     assert is_right(other)
 
 
+@pytest.mark.parametrize("says", ["another validator", "no validator", "the same file"])
+@pytest.mark.parametrize("cut", [1, 4_096, 100_000, SIZE - 1])
+def test_parts_of_two_files_are_never_joined(server, url, body, options, says, cut) -> None:
+    """The server knows Range and not If-Range, and its file may have been replaced by one as long."""
+    server.faults.append(Fault(cut_after=cut))
+    server.always = Fault(status=404)
+    with pytest.raises(SourceNotFoundError):
+        pull(url, options=options)
+    assert kept() == cut
+    if says != "the same file":
+        other = other_body()
+        assert len(other) == len(body)
+        body = server.files["/tiny.gguf"] = other
+    server.always = Fault(ignore_if_range=True, partial_without_etag=says == "no validator")
+    pull(url, options=options)
+    assert is_right(body)
+    ranged = ["range" in seen.headers for seen in server.gets("/tiny.gguf")[2:]]
+    assert ranged == ([True] if says == "the same file" else [True, False])
+
+
 def test_cancelled_pull_does_not_wait_for_a_silent_server(server, url, options) -> None:
     server.always = Fault(cut_after=50_000, silent=True)
     cancel = threading.Event()

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx2
 import pytest
@@ -104,3 +105,37 @@ def test_registry_is_not_opened_offline(monkeypatch) -> None:
     monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
     with pytest.raises(OfflineError, match="offline mode is on"), opened(SOURCE):
         pass
+
+
+class Endless(httpx2.SyncByteStream):
+    """A body that has no end; counts what was taken of it."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            self.taken += 1 << 20
+            yield b" " * (1 << 20)
+
+
+@pytest.mark.parametrize("what", ["manifest", "token", "refusal", "upload"])
+def test_endless_answer_is_not_read_to_its_end(what: str) -> None:
+    body = Endless()
+
+    def handle(request: httpx2.Request) -> httpx2.Response:
+        if what == "token" and "/token" not in request.url.path:
+            challenge = f'Bearer realm="https://{SOURCE.registry}/token",service="s"'
+            return httpx2.Response(401, headers={"WWW-Authenticate": challenge})
+        return httpx2.Response(404 if what == "refusal" else 200, stream=body)
+
+    with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
+        store = RegistryStore(SOURCE, client)
+        ask = (
+            partial(store.put_manifest, "a", b"{}")
+            if what == "upload"
+            else partial(store.manifest, "a")
+        )
+        with pytest.raises(DownloadError, match="more than 4 MiB"):
+            ask()
+    assert body.taken <= 8 << 20
