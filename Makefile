@@ -123,10 +123,6 @@ bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from t
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
 
-bench-importance: full  ## what an importance matrix made here keeps of a model, by type
-	@tools/setup.sh bench
-	$(BIN)/python benchmarks/bench_importance.py $(ARGS)
-
 bench-converting: full  ## a sharded checkpoint to GGUF: time beside a copy, peak memory; 20 GB of disk
 	$(BIN)/python benchmarks/bench_converting.py $(ARGS)
 
