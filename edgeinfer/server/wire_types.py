@@ -211,4 +211,3 @@ class WireTimings(Reply, frozen=True, kw_only=True):
     draft_n: int = 0
     draft_n_accepted: int = 0
     saved_ms: float = 0.0
-    joules: float | None = None
