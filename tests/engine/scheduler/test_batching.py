@@ -107,13 +107,6 @@ def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
         assert [a.text for a in answers(engine, requests)] == alone
 
 
-@pytest.mark.parametrize("mirostat", [1, 2])
-def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
-    for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]
-        first, second = (answer(engine, written("ink", sampling=sampling)) for _ in range(2))
-        assert first.text == second.text
-
-
 def test_attention_in_use_decides_batch_invariance(
     engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
