@@ -179,10 +179,6 @@ bench-binary: binary ## stages of a launch of the file beside the virtual enviro
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
-bench-containers: binary ## first and later launches in containers, under a seccomp filter, without user namespaces
-	@tools/setup.sh test
-	$(BIN)/python benchmarks/bench_containers.py $(BENCH_ARGS)
-
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
 	tools/build_cuda.sh dist/backends
 
