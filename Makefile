@@ -71,10 +71,6 @@ bench: full      ## load, prefill and decode rates beside a bare llama_decode lo
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-bench-method: full ## what `edgeinfer bench` finds of llama-server and of us, beside llama-bench; 3 minutes
-	@tools/setup.sh bench
-	$(BIN)/python benchmarks/bench_method.py $(ARGS)
-
 bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, beside llama-server; 6 minutes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
@@ -98,10 +94,6 @@ bench-pictures: full  ## questions about a picture: first, next, in a new conver
 bench-agents: full  ## a new session of a coding agent, its preamble at rest: first token; 135M and a 4B shape, half an hour
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
-
-bench-tools: full  ## a new session with 41 tools, their list at rest: first token; a 4B shape, beside llama-server; quarter of an hour
-	@tools/setup.sh bench
-	$(BIN)/python benchmarks/bench_tools.py $(ARGS)
 
 bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
 	@tools/setup.sh bench
@@ -127,13 +119,6 @@ bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from t
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
 
-bench-importance: full  ## what an importance matrix made here keeps of a model, by type
-	@tools/setup.sh bench
-	$(BIN)/python benchmarks/bench_importance.py $(ARGS)
-
-bench-converting: full  ## a sharded checkpoint to GGUF: time beside a copy, peak memory; 20 GB of disk
-	$(BIN)/python benchmarks/bench_converting.py $(ARGS)
-
 bench-gpu: full  ## first token, reading and writing: the CPU against each GPU and split, beside llama-server
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
@@ -146,11 +131,6 @@ bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what s
 	$(BIN)/edgeinfer pull $(MODEL) >&2
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
-
-bench-typing: full  ## the chat: 300 words typed, read ahead and not
-	$(BIN)/edgeinfer pull $(MODEL) >&2
-	$(BIN)/edgeinfer warm $(MODEL) >&2
-	$(BIN)/python benchmarks/bench_typing.py $(ARGS)
 
 bench-web: full    ## the page in Chromium: first paint, frames while an answer streams into 10,000 lines
 	$(BIN)/python benchmarks/bench_web.py $(ARGS)
@@ -202,14 +182,6 @@ release:         ## check that this commit is VERSION= and build what is publish
 bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
 	@tools/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
-
-bench-containers: binary ## first and later launches in containers, under a seccomp filter, without user namespaces
-	@tools/setup.sh test-all
-	$(BIN)/python benchmarks/bench_containers.py $(BENCH_ARGS)
-
-bench-packages: packages ## .deb, .rpm and wheel in bare roots: install, use, update, back, remove; needs root, debootstrap, rpm
-	@tools/setup.sh test-all
-	$(BIN)/python benchmarks/bench_packages.py $(BENCH_ARGS)
 
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
 	tools/build_cuda.sh dist/backends

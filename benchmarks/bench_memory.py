@@ -3,8 +3,6 @@
 turns      N conversations of some 1,000 tokens asked in turn over HTTP: total time, first token, memory
 restart    `kill -9` of the server, then the same conversation: exec to first token, tokens computed again
 edits      edit in the middle, regenerate, another model in between, unloaded: tokens computed beyond the new ones
-chats      short chats beside the prefill of a long prompt
-cost       decode rate with writing on and off; a neighbour's longest gap while a long prefix is restored
 
 Sides take turns; medians. Each section runs in homes of its own, which are removed, and writes
 bench-out/memory-SECTION.md and .json. With --keep FOLDER they stay there: what was read at first, a matter
@@ -27,10 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
-from bench_serve_models import percentile
-from common import SHAPES, add_out, model_path, write_figure
+from common import SHAPES, add_out, model_path, percentile, write_figure
 from made_decoders import make_lfm2
-from memory_beside import cost_section, cost_table, short_chats_section, short_chats_table
 from memory_restart import restart_section, restart_table
 from memory_sides import Answer, Rows, Side, conversation, ms, name_of, ours, theirs
 
@@ -179,8 +175,6 @@ SECTIONS: dict[str, tuple[Section, Callable[[Rows], str]]] = {
     "turns": (turns_section, turns_table),
     "restart": (restart_section, restart_table),
     "edits": (edits_section, edits_table),
-    "chats": (short_chats_section, short_chats_table),
-    "cost": (cost_section, cost_table),
 }
 
 
@@ -207,9 +201,8 @@ def main() -> None:
     parser.add_argument(
         "--words", type=int, default=980, help="words of a conversation: some 1,000 tokens"
     )
-    parser.add_argument("--read-words", type=int, default=5900, help="of the prompt of `chats`: 6,000")
     parser.add_argument(
-        "--long-words", type=int, default=7900, help="of the others' long prompts: 8,000"
+        "--long-words", type=int, default=7900, help="of the long prompts of `restart`: 8,000"
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(

@@ -1,19 +1,17 @@
 """The endpoint under load, beside llama-server in the same run, and beside itself without draft tokens.
 
     python benchmarks/bench_serve.py [--models smollm2,gemma3] [--widths 1,2,4,8,16,32] [--rounds 4]
-    [--tokens 48] [--sections load,start,switch,worker,crash] [--bare]
+    [--tokens 48] [--bare]
 
-`load`: closed-loop clients over a real socket, streaming chat completions of a fixed length; sides
+Closed-loop clients over a real socket, streaming chat completions of a fixed length; sides
 alternate, medians and spread over the rounds; the ratio is the median of the rounds' ratios, as the
 machine's speed drifts by 5 % and more between rounds. With `--bare` another side is our engine driven in its own
 process by the same schedule: what HTTP adds is the difference. All sides stay loaded, and asleep while
 another is measured; all have our setting of libgomp's spin count (docs/decisions/002-spin-count.md),
-unless GOMP_SPINCOUNT says otherwise. `start`: exec of `edgeinfer serve MODEL` to the first streamed token,
-warm and cold. `switch`: a catalogue of ten models asked in turn, each resumed. `worker`: what streaming
-through a worker adds to a token. `crash`: `kill -9` of the application under twenty streaming clients.
+unless GOMP_SPINCOUNT says otherwise.
 
-Without llama-server that side is left out and the table says so. `load` alone, the default, takes ten
-minutes. Writes OUT/serve.md, OUT/serve-others.md for the other sections, and JSON beside them.
+Without llama-server that side is left out and the table says so. It takes ten minutes. Writes OUT/serve.md
+and JSON beside it.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve_models import crash_section, percentile, start_section, switch_section, worker_section
-from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, write_figure
+from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, percentile, write_figure
 
 from edgeinfer.bench import Answer, Target
 from edgeinfer.bench import ask as stream
@@ -317,36 +314,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def others(report: dict[str, Any]) -> str:
-    """The sections beside the load, a row each."""
-    lines = []
-    for how, row in report.get("start", {}).items():
-        lines.append(
-            f"| exec → first streamed token, {how} | {row['median_ms']:.0f} ms median, "
-            f"{row['p95_ms']:.0f} ms p95 |"
-        )
-    if row := report.get("switch"):
-        lines.append(
-            f"| ten names of the one file in turn, {row['resumed']} of {row['switches']} switches resumed | "
-            f"resume {row['resume_p50_ms']:.0f} ms p50, {row['resume_p95_ms']:.0f} ms p95; "
-            f"request → first token "
-            f"{row['first_token_p50_ms']:.0f} ms p50, {row['first_token_p95_ms']:.0f} ms p95 "
-            f"|"
-        )
-    if row := report.get("worker"):
-        lines.append(
-            f"| a token through a worker | {row['added_ms']:+.2f} ms ({row['worker_p50_ms']:.2f} beside "
-            f"{row['own_p50_ms']:.2f} ms between tokens, p50) |"
-        )
-    if row := report.get("crash"):
-        after = f"{row['next_answer_p50_ms']:.0f} ms p50, {row['worst_ms']:.0f} ms at worst"
-        lines.append(
-            f"| `kill -9` under 20 streaming clients, {row['kills']} times | {row['refused']} connections refused; "
-            f"next first token after {after} |"
-        )
-    return "\n".join(["| | |", "|---|---|", *lines])
-
-
 def main() -> None:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
@@ -357,9 +324,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--sections", type=lambda s: s.split(","), default=["load"])
     parser.add_argument("--bare", action="store_true")
-    parser.add_argument("--figure", default="serve", help="name of the table of `load`")
+    parser.add_argument("--figure", default="serve", help="name of the table")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args()
@@ -367,26 +333,14 @@ def main() -> None:
         engine_main(model_path(options.models[0]), options.engine)
         return
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    first = model_path(options.models[0])
-    if "load" in options.sections:
-        rows = [row for name in options.models for row in load_section(name, options)]
-        missing = (
-            ""
-            if peer_program("llama-server")
-            else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
-        )
-        print(write_figure(options.out, options.figure, table(rows) + missing + "\n"))
-        (options.out / f"{options.figure}.json").write_text(json.dumps(rows, indent=1))
-    sections = {
-        "start": start_section,
-        "switch": switch_section,
-        "worker": worker_section,
-        "crash": crash_section,
-    }
-    report = {name: measure(first) for name, measure in sections.items() if name in options.sections}
-    if report:
-        print(write_figure(options.out, "serve-others", others(report) + "\n"))
-        (options.out / "serve-others.json").write_text(json.dumps(report, indent=1))
+    rows = [row for name in options.models for row in load_section(name, options)]
+    missing = (
+        ""
+        if peer_program("llama-server")
+        else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
+    )
+    print(write_figure(options.out, options.figure, table(rows) + missing + "\n"))
+    (options.out / f"{options.figure}.json").write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -140,6 +140,11 @@ def drop(files: list[Path]) -> None:
         os.close(fd)
 
 
+def percentile(values: list[float], p: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(p / 100 * (len(ordered) - 1)))]
+
+
 def spread(values: Sequence[float], unit: str, digits: int = 0) -> str:
     """Say the median of a measurement in its unit, and the least and the greatest."""
     middle = statistics.median(values)

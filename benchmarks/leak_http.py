@@ -16,16 +16,27 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve import CONTEXT, wait_healthy
-from bench_serve_models import endpoint, home_with
 from common import biggest_below, free_port, head, model_path
 
+LAUNCHER = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())",
+]
+LOAD = ["--ctx", "2048", "--parallel", "2"]
 MODEL = model_path("smollm2")
 PARALLEL = 8
 
@@ -36,6 +47,53 @@ COLUMNS = (
     "num_requests_waiting",
     "kv_cache_usage_ratio",
 )
+
+
+@contextlib.contextmanager
+def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iterator[dict[str, str]]:
+    """An environment whose home has `model` under every name, warmed with these options. Raises
+    CalledProcessError.
+    """
+    home = tempfile.mkdtemp(prefix="edgeinfer-bench-", dir="/var/tmp")
+    env = os.environ | {"EDGEINFER_HOME": home}
+    try:
+        for name in names:
+            subprocess.run(
+                [*LAUNCHER, "pull", str(model), "--in-place", "--name", name, "--quiet"],
+                env=env,
+                check=True,
+                capture_output=True,
+            )
+            subprocess.run([*LAUNCHER, "warm", name, *load], env=env, check=True, capture_output=True)
+        yield env
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def endpoint(
+    env: dict[str, str], name: str, port: int, *more: str, load: Sequence[str] = LOAD
+) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
+    """A served model and its log, which grows."""
+    words = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
+    log: list[dict[str, Any]] = []
+    served = subprocess.Popen(
+        words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+    def read() -> None:
+        for line in served.stderr or ():
+            with contextlib.suppress(ValueError):
+                log.append(json.loads(line))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield served, log
+    finally:
+        served.send_signal(signal.SIGTERM)
+        served.wait(30)
+        reader.join(5)
 
 
 def body(number: int) -> bytes:

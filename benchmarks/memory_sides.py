@@ -150,13 +150,7 @@ def name_of(model: Path) -> str:
 
 
 def ours(
-    home: Path,
-    model: Path,
-    n_ctx: int,
-    *,
-    others: Sequence[Path] = (),
-    blocks: bool = True,
-    parallel: int = 4,
+    home: Path, model: Path, n_ctx: int, *, others: Sequence[Path] = (), parallel: int = 4
 ) -> Side:
     """`edgeinfer serve` through its launcher, in a home of its own, which may be one of an earlier run;
     warm, so that a start is a resume.
@@ -168,9 +162,7 @@ def ours(
     verbs = []
     if not settings.exists():
         settings.parent.mkdir(parents=True)
-        settings.write_text(
-            f"[snapshots]\nauto-warm = false\n\n[blocks]\nenabled = {str(blocks).lower()}\n"
-        )
+        settings.write_text("[snapshots]\nauto-warm = false\n")
         for one in (model, *others):
             verbs.append(["pull", str(one), "--name", name_of(one), "--in-place", "--quiet"])
     verbs.append(["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"])

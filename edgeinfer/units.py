@@ -38,12 +38,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def format_cost(seconds: float, joules: float | None, cached_tokens: int, saved_s: float) -> str:
+def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
     """Format what an answer took and its cached tokens saved.
 
-    `3.2 s, 141 J; 12,300 cached tokens saved about 4 min 10 s`.
+    `3.2 s; 12,300 cached tokens saved about 4 min 10 s`.
     """
-    cost = format_ms(seconds * 1000) + ("" if joules is None else f", {joules:,.3g} J")
+    cost = format_ms(seconds * 1000)
     if not cached_tokens or not saved_s:
         return cost
     saved = format_ms(saved_s * 1000) if saved_s < 10 else format_duration(saved_s)

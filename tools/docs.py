@@ -283,21 +283,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
 }
 
 
-def figure(name: str) -> str:
-    """Read a table that a benchmark wrote: `figure-resume` is docs/figures/resume.md. Raises SystemExit
-    for one that does not begin with its date, commit, machine and command (benchmarks/common.py).
-    """
-    text = (ROOT / "docs" / "figures" / f"{name}.md").read_text("utf-8")
-    if not FIGURE_HEAD.match(text):
-        raise SystemExit(f"error: docs/figures/{name}.md does not say where it is from")
-    return text.rstrip() + "\n"
-
-
 def generate(name: str) -> str:
-    """The text of one marker. Raises KeyError for one that no generator knows, OSError for a figure
-    never measured.
-    """
-    return figure(name.removeprefix("figure-")) if name.startswith("figure-") else GENERATORS[name]()
+    """The text of one marker. Raises KeyError for one that no generator knows."""
+    return GENERATORS[name]()
 
 
 def render(text: str) -> str:
@@ -319,6 +307,15 @@ def anchors(text: str) -> set[str]:
     """Return the anchors of the headings of a document, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower().strip()).replace(" ", "-") for one in headings}
+
+
+def figures_without_head() -> list[str]:
+    """Return the tables of docs/figures/ that do not begin with their date, commit, machine and command
+    (benchmarks/common.py). The families' is written by a test, with none.
+    """
+    files = (ROOT / "docs/figures").glob("*.md")
+    texts = {path.name: path.read_text("utf-8") for path in files if path.stem != "families"}
+    return sorted(name for name, text in texts.items() if not FIGURE_HEAD.match(text))
 
 
 def missing_tests() -> list[str]:
@@ -347,13 +344,16 @@ def main() -> int:
             if not check:
                 path.write_text(after, "utf-8")
         broken += [f"{path.relative_to(ROOT)}: {link}" for link in broken_links(path, after)]
+    headless = figures_without_head()
+    for name in headless:
+        print(f"docs/figures/{name} does not say where it is from", file=sys.stderr)
     for link in broken:
         print(f"leads nowhere: {link}", file=sys.stderr)
     for path in stale:
         print(f"{'stale' if check else 'written'}: {path}", file=sys.stderr)
     if stale and check:
         print("\nhint: make docs", file=sys.stderr)
-    return 1 if check and (stale or broken) else 0
+    return 1 if check and (stale or broken or headless) else 0
 
 
 if __name__ == "__main__":

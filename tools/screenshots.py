@@ -39,9 +39,7 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     made = SCENES[scene]()
     with tempfile.TemporaryDirectory() as home:
         os.environ["EDGEINFER_HOME"] = home
-        app = make_app(
-            Path(home), made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
-        )
+        app = make_app(Path(home), made.host, config=ChatConfig(theme=theme), clock=lambda: NOON)
         async with app.run_test(size=size) as pilot:
             await made.prepare(pilot)
             svg = app.export_screenshot(title="edgeinfer")

@@ -649,7 +649,6 @@ class Answer:
             n_ctx=self._n_ctx,
             seconds=end.timings.total_ms / 1000,
             saved_s=end.timings.saved_ms / 1000,
-            joules=end.timings.joules,
         )
         if end.reason == "tool_calls":
             self._calls = uses_of(self._all)

@@ -130,7 +130,7 @@ async def _serve(
         most,
         log,
         host,
-        refuse_unknown=pick(options.unknown_fields, config.unknown_fields) == "refuse",
+        refuse_unknown=config.unknown_fields == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
         journal=AnswerJournal(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
@@ -382,7 +382,6 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
         else options.max_body_mib << 20,
         max_queue=pick(options.max_queue, max_queue),
         max_requests=pick(options.max_requests, base.max_requests),
-        max_per_key=pick(options.max_per_key, base.max_per_key),
         drain_s=pick(options.drain, base.drain_s),
     )
 

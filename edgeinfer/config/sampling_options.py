@@ -49,7 +49,6 @@ SAMPLING_OPTIONS = (
     _row("top_k", int, 0, 1_000_000, "keep only the N most likely tokens; 0 keeps all"),
     _row("top_p", float, 0, 1, "keep the most likely tokens that together have this probability"),
     _row("min_p", float, 0, 1, "drop tokens less likely than this share of the likeliest"),
-    _row("typical_p", float, 0, 1, "locally typical sampling; 1 is off"),
     _row("repeat_penalty", float, 0.01, 10, "penalize tokens that were repeated; 1 is off"),
     SamplingOption(
         "repeat_last_n", int, -1, _TOKENS, "tokens that the penalties look back on; -1 is all"
@@ -62,9 +61,6 @@ SAMPLING_OPTIONS = (
     ),
     SamplingOption("dry_allowed_length", int, 0, _TOKENS, "longest phrase that may repeat, in tokens"),
     SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens that DRY looks back on; -1 is all"),
-    _row("mirostat", int, 0, 2, "0 off, or version 1 or 2"),
-    SamplingOption("mirostat_tau", float, 0, 100, "target surprise of mirostat"),
-    SamplingOption("mirostat_eta", float, 0, 1, "learning rate of mirostat"),
     _row("seed", int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}

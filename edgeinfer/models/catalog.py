@@ -61,6 +61,10 @@ _SamplingKeys = msgspec.defstruct(
 )
 
 
+#: Keys of samplers that are gone since 0.2: a file that has them is read without them.
+_OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-eta"})
+
+
 class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
     """A model's own sampling defaults; what is left out is the program's default."""
 
@@ -228,6 +232,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
         raise ConfigError(f"{path}: every model is a table [models.NAME]")
     for name, table in models.items():
+        if isinstance(sampling := table.get("sampling"), dict):
+            table["sampling"] = {k: v for k, v in sampling.items() if k not in _OLD_SAMPLERS}
         refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
     return models
 

@@ -21,7 +21,7 @@ from edgeinfer.units import format_bytes, format_duration
 
 Stage = Literal[
     "resolving", "checking", "downloading", "copying", "verifying", "converting", "quantizing",
-    "weighing", "scoring", "reading", "done",
+    "scoring", "reading", "done",
 ]  # fmt: skip
 
 #: What a cancellation, or a full disk, leaves of a pull.
@@ -35,7 +35,7 @@ _WINDOW_S = 5.0
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The position within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
 
-    While quantizing, `done_bytes` counts tensors; while weighing and scoring, tokens.
+    While quantizing, `done_bytes` counts tensors; while scoring, tokens.
     """
 
     stage: Stage
@@ -174,7 +174,7 @@ _CLEAR = "\r\x1b[K"
 
 #: What a person reads for a stage, if it is another word.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
-_COUNTS: dict[Stage, str] = {"quantizing": "tensors", "weighing": "tokens", "scoring": "tokens"}
+_COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 
 
 def progress_text(now: PullProgress) -> str:

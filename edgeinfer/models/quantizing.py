@@ -1,8 +1,8 @@
 """Quantize stored and fetched models, and measure the loss.
 
 A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
-template, stop strings and sampling defaults. Quantizer, importance matrix and perplexity run in helper
-processes, which a cancellation ends.
+template, stop strings and sampling defaults. Quantizer and perplexity run in helper processes, which a
+cancellation ends.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from edgeinfer.models.store import PulledModel, changing
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import child_command, start_dying
-
-#: Tokens of a user's text that are scored, and so not read for an importance matrix.
-_SCORED_TOKENS = 1024
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +74,6 @@ def quantize(
         record = store.read_record(names.folder(ref)) if options.keep else None
         if record is None:
             target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
-            options = _with_imatrix(Path(source.paths[0]), work, job, options)
             run_quantizer(Path(source.paths[0]), target, kind, job, options)
             made = Fetched.made_here(target, job)
             record = store.publish(
@@ -113,15 +109,6 @@ def _own_projector(path: str, work: Path, job: Job) -> Fetched:
     except OSError:
         copy_into(work, Path(path), job).rename(target)
     return Fetched.made_here(target, job)
-
-
-def _with_imatrix(source: Path, work: Path, job: Job, options: QuantizeOptions) -> QuantizeOptions:
-    if options.imatrix != MAKE_IMATRIX:
-        return options
-    made = work / "imatrix.gguf"
-    text = checked_text(options.text) if options.text else calibration_text()
-    make_imatrix(source, text, made, job, _SCORED_TOKENS if options.text else 0)
-    return msgspec.structs.replace(options, imatrix=str(made))
 
 
 def _reference(
@@ -222,24 +209,6 @@ def imatrix_spans(path: Path) -> list[Span]:
     return spans
 
 
-def calibration_text() -> Path:
-    """Return the default text for importance matrices: prose, dialogue, code and lists."""
-    return paths.shipped_file("calibration.txt")
-
-
-def make_imatrix(model: Path, text: Path, target: Path, job: Job, skipped_tokens: int = 0) -> int:
-    """Write the importance matrix of `model` over `text`; return the number of tokens read.
-
-    The first `skipped_tokens` are left out where enough is left without. Raises QuantizeError,
-    InterruptedByUser.
-    """
-    job.begin("weighing", model.name)
-    arguments = (str(model), str(text), str(target), str(skipped_tokens))
-    failure = f"no importance matrix of {model.name} can be made"
-    child = "edgeinfer.runtime.llama.helpers.importance"
-    return int(run_child(child, *arguments, job=job, failure=failure)["n_tokens"])
-
-
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
     fits = counts is not None and counts.n_elements > 0 and sums.n_elements % counts.n_elements == 0
     if counts is None or not fits or (sums.type, counts.type) != ("F32", "F32"):
@@ -247,17 +216,14 @@ def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) ->
     return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
 
 
-#: In place of an importance matrix: make one.
-MAKE_IMATRIX = "make"
 #: Types that llama.cpp refuses without an importance matrix.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` replaces `NAME:TYPE`, `keep` leaves a stored one; `imatrix` is a path, or MAKE_IMATRIX.
+    """`name` replaces `NAME:TYPE`, `keep` leaves a stored one; `imatrix` is a path.
 
-    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score and to make the
-    importance matrix of.
+    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score.
     """
 
     name: str | None = None
@@ -303,7 +269,7 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
             f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
-            hint="--imatrix make makes one, --imatrix FILE.gguf takes one; types that do without: "
+            hint="take a published one: --imatrix FILE.gguf; types that do without: "
             "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")

@@ -136,8 +136,7 @@ def _is_damage(error: Exception) -> bool:
 
 def _sums(end: Finished) -> dict[str, int]:
     usage, timings = end.usage, end.timings
-    energy = {} if timings.joules is None else {"millijoules": round(timings.joules * 1000)}
-    return energy | {
+    return {
         "requests": 1,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -231,7 +230,7 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
 
 
 class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model did on one day (ISO). `saved_ms` and `millijoules` count where they were known."""
+    """What a model did on one day (ISO). `saved_ms` counts where it was known."""
 
     day: str
     model: str
@@ -241,7 +240,6 @@ class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     busy_ms: int = 0
     saved_ms: int = 0
-    millijoules: int | None = None
 
 
 def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:

@@ -290,7 +290,6 @@ class LlamaEngine:
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Decode after a restore with `n_threads` (0: as before) and new seeds."""
         self._preparer.entropy = entropy
-        self._scheduler.queue.find_meter()
         if n_threads:
             self._set_threads(n_threads)
 

@@ -65,8 +65,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of one request, milliseconds. TTFT counts from submission to the first token.
 
     `saved_ms`: about how long the cached tokens would have taken, by the recent cost of prefill; 0 if
-    that is unknown. `joules`: the machine's energy meanwhile, shared evenly among the engine's running
-    requests; None if it is not readable.
+    that is unknown.
     """
 
     queue_ms: float = 0.0
@@ -77,7 +76,6 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     draft_accepted_tokens: int = 0
     saved_ms: float = 0.0
-    joules: float | None = None
 
     @property
     def total_ms(self) -> float:
@@ -85,8 +83,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
     def cost(self, cached_tokens: int) -> str:
-        """Describe time, energy and what the cached tokens saved."""
-        return format_cost(self.total_ms / 1000, self.joules, cached_tokens, self.saved_ms / 1000)
+        """Describe the time and what the cached tokens saved."""
+        return format_cost(self.total_ms / 1000, cached_tokens, self.saved_ms / 1000)
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
         """Tokens after the first over the time after the first; 0 when there is none."""

@@ -68,7 +68,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
-    typical_p: float = 1.0
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     presence_penalty: float = 0.0
@@ -79,9 +78,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     penalize_prompt: bool = True
-    mirostat: Literal[0, 1, 2] = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
     logit_bias: dict[int, float] = {}
     seed: int | None = None
 

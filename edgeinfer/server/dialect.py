@@ -182,13 +182,8 @@ def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
         completion_tokens=sum(end.usage.completion_tokens for end in ends),
         reasoning_tokens=sum(end.usage.reasoning_tokens for end in ends),
     )
-    joules = [end.timings.joules for end in ends]
     slowest = max((end.timings for end in ends), key=lambda timings: timings.decode_ms)
-    return usage, msgspec.structs.replace(
-        slowest,
-        saved_ms=sum(end.timings.saved_ms for end in firsts),
-        joules=None if None in joules else sum(filter(None, joules)),
-    )
+    return usage, msgspec.structs.replace(slowest, saved_ms=sum(end.timings.saved_ms for end in firsts))
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
@@ -214,5 +209,4 @@ def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
         draft_n=timings.draft_tokens,
         draft_n_accepted=timings.draft_accepted_tokens,
         saved_ms=round(timings.saved_ms, 3),
-        joules=None if timings.joules is None else round(timings.joules, 3),
     )

@@ -139,10 +139,11 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True):
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
 
+    hints: ClassVar = frozenset({"mirostat", "mirostat_tau", "mirostat_eta", "typical_p"})
+
     top_k: TopK | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
-    typical_p: Probability | None = None
     repeat_penalty: RepeatPenalty | None = None
     repeat_last_n: Annotated[int, _range("repeat_last_n")] | None = None
     presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
@@ -152,9 +153,6 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     dry_allowed_length: Annotated[int, _range("dry_allowed_length")] | None = None
     dry_penalty_last_n: Annotated[int, _range("dry_penalty_last_n")] | None = None
     dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=32)] | None = None
-    mirostat: Annotated[int, _range("mirostat")] | None = None
-    mirostat_tau: Annotated[float, _range("mirostat_tau")] | None = None
-    mirostat_eta: Annotated[float, _range("mirostat_eta")] | None = None
     seed: Seed | None = None
     stop: StopString | StopList | None = None
     ignore_eos: bool = False
@@ -211,4 +209,3 @@ class WireTimings(Reply, frozen=True, kw_only=True):
     draft_n: int = 0
     draft_n_accepted: int = 0
     saved_ms: float = 0.0
-    joules: float | None = None

@@ -4,15 +4,12 @@ The snapshots and the README's screenshots are taken of them.
 """
 
 import re
-import threading
 from typing import Any, NamedTuple
 
-import msgspec
-from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
+from fake_engine import FakeEngine
 from fixed_chat import EMPTY_SHELF, MODEL, SHELF, Driven, FixedHost, end, words
 
-from edgeinfer.chat.history.values import Attachment
-from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError
+from edgeinfer.errors import ContextLengthError, ModelNotPulledError
 from edgeinfer.runtime.events import ReasoningDelta
 
 ANSWER = """Quicksort picks a *pivot* and sorts what is **smaller** and what is larger:
@@ -46,11 +43,10 @@ def quicksort():
 
 
 class Scene(NamedTuple):
-    """What a screen needs: a host, models, fields of the launch, and `prepare`, which brings it there."""
+    """What a screen needs: a host, models, and `prepare`, which brings it there."""
 
     host: Any
     shelf: list
-    fields: dict
     prepare: Any
 
 
@@ -58,24 +54,19 @@ class Scene(NamedTuple):
 SCENES = {}
 
 
-def scene(*scripts, errors=(), shelf=SHELF, **fields):
+def scene(*scripts, errors=(), shelf=SHELF):
     """Register the decorated function as `prepare` of a scene whose engine plays `scripts`."""
 
     def register(prepare):
         def make():
             engine = FakeEngine([script() if callable(script) else script for script in scripts])
             host = FixedHost(engine, errors=errors)
-            return Scene(host, shelf, fields, lambda pilot: prepare(Driven(pilot)))
+            return Scene(host, shelf, lambda pilot: prepare(Driven(pilot)))
 
         SCENES[prepare.__name__] = make
         return prepare
 
     return register
-
-
-@scene()
-async def empty(d):
-    await d.ready()
 
 
 @scene(quicksort)
@@ -85,49 +76,9 @@ async def answered(d):
 
 
 @scene(quicksort)
-async def top(d):
-    await answered(d)
-    await d.press("ctrl+t", "ctrl+home")
-
-
-@scene(
-    lambda: ["Quicksort picks a *pivot* and sorts what is **smal", StepGate(threading.Event()), "ler**"]
-)
-async def writing(d):
-    await d.ready()
-    await d.type(QUESTION, "enter")
-    await d.until(lambda: d.chat.streaming and "smal" in d.chat.streaming.entry.lines(60)[0].text)
-    d.chat.streaming.tokens, d.chat.streaming.began = 0, float("inf")
-    d.chat.refresh_status()
-
-
-@scene(quicksort)
 async def completing(d):
     await answered(d)
     await d.press("slash", "s", "down")
-
-
-@scene(words("The first answer."), words("The second answer, a bit longer."))
-async def chosen(d):
-    await d.ready()
-    await d.ask("What is a pivot?")
-    await d.press("ctrl+r")
-    await d.until(lambda: d.idle() and len(d.session.all_turns()) == 3)
-    await d.press("ctrl+up", "ctrl+up")
-
-
-@scene(words("The first answer."), words("The second answer, a bit longer."))
-async def editing(d):
-    await chosen(d)
-    await d.press("e")
-
-
-@scene(
-    ["Half of it ", DecodeError("llama_decode failed: no KV slot")],
-    attachments=[Attachment(name="stdin", text="x" * 1204)],
-)
-async def trouble(d):
-    await answered(d)
 
 
 @scene(quicksort)
@@ -136,13 +87,6 @@ async def full(d):
     d.chat.offer_room(
         ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens")
     )
-
-
-@scene(quicksort)
-async def stats(d):
-    await answered(d)
-    d.session.engine._info = msgspec.structs.replace(DEFAULT_INFO, load_ms=312.0)
-    d.chat.run_command("/stats")
 
 
 @scene(quicksort)
@@ -163,17 +107,12 @@ async def first(d):
 
 
 @scene(words("Whip the egg whites until stiff, then fold them in."))
-async def sessions(d):
+async def searching(d):
     await d.ready()
     for question in ("How do I cook a soufflé?", "Why does my soufflé fall?", "What is a monad?"):
         await d.ask(question)
         await d.press("ctrl+n")
     await d.press("f3")
-
-
-@scene(words("Whip the egg whites until stiff, then fold them in."))
-async def searching(d):
-    await sessions(d)
     d.app.screen.query_one("#words").value = "egg whites"
     await d.until(lambda: d.app.screen.found and d.app.screen.found[0].snippet)
 

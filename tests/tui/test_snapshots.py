@@ -1,4 +1,4 @@
-"""Every screen as SVG: 80×24 and 120×40, dark and light.
+"""Every screen as SVG, in one size and theme each.
 
 `pytest --snapshot-update` accepts what is on show now; look first.
 """
@@ -10,21 +10,28 @@ from scenes import SCENES
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.tui.screens import model_picker
 
-LOOKS = [
-    (size, theme) for size in ((80, 24), (120, 40)) for theme in ("edgeinfer-dark", "edgeinfer-light")
-]
+LOOKS = {
+    "answered": ((120, 40), "dark"),
+    "completing": ((80, 24), "dark"),
+    "full": ((80, 24), "light"),
+    "models": ((120, 40), "light"),
+    "first": ((80, 24), "dark"),
+    "searching": ((80, 24), "light"),
+    "help": ((120, 40), "dark"),
+}
 
 
-@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
 @pytest.mark.parametrize(
-    ("size", "theme"), LOOKS, ids=[f"{s[0]}x{s[1]}-{t.removeprefix('edgeinfer-')}" for s, t in LOOKS]
+    ("scene", "size", "theme"),
+    [(scene, *look) for scene, look in LOOKS.items()],
+    ids=[f"{w}x{h}-{theme}-{scene}" for scene, ((w, h), theme) in LOOKS.items()],
 )
 def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path, monkeypatch):
-    made = scene()
+    made = SCENES[scene]()
     monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): made.shelf)
     monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     app = make_app(
-        tmp_path, made.host, config=ChatConfig(theme=theme), clock=lambda: NOON, **made.fields
+        tmp_path, made.host, config=ChatConfig(theme=f"edgeinfer-{theme}"), clock=lambda: NOON
     )
     assert snap_compare(app, terminal_size=size, run_before=made.prepare)
 

@@ -43,7 +43,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one answer: tokens, time to first token (ms), steady decode rate (tokens/s).
 
-    `seconds` in all, and as in `Timings` the seconds saved and the joules, None if unknown.
+    `seconds` in all, and as in `Timings` the seconds saved.
     """
 
     prompt_tokens: int = 0
@@ -55,14 +55,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx: int = 0
     seconds: float = 0.0
     saved_s: float = 0.0
-    joules: float | None = None
 
     @property
     def cost(self) -> str:
-        """Describe time, energy and savings; "" of an answer stored without them."""
+        """Describe time and savings; "" of an answer stored without them."""
         if not self.seconds:
             return ""
-        return format_cost(self.seconds, self.joules, self.cached_tokens, self.saved_s)
+        return format_cost(self.seconds, self.cached_tokens, self.saved_s)
 
     @property
     def context_tokens(self) -> int:

@@ -74,9 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="the model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
     parser.add_argument(
-        "--anyway", action="store_true", help="even if the context is smaller than the agent needs"
-    )
-    parser.add_argument(
         "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
     )
     parser.add_argument(
@@ -132,18 +129,17 @@ def _find_endpoint(
 ) -> tuple[RemoteEndpoint, str, int]:
     """Return an endpoint, started if necessary, its model, and that model's large enough context."""
     key = keys.own_key()
-    needs = 0 if options.anyway else agent.needs_tokens
     remote, pid = endpoint.find(urls(host.config), key), 0
     if remote is not None:
         model = host.files(options.model).name if options.model else remote.model
     else:
         ref = host.resolve(options.model or host.config.default_model)
         model = host.files(ref).name
-        if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < needs:
+        if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < agent.needs_tokens:
             raise _too_small(agent, model, ref.pulled.n_ctx_train)
         remote, pid = endpoint.start(serve_command(ref.text, host.config, options.n_ctx), key)
     n_ctx = remote.n_ctx(model)
-    if n_ctx < needs:
+    if n_ctx < agent.needs_tokens:
         if pid:
             os.kill(pid, signal.SIGTERM)
             os.waitpid(pid, 0)
@@ -225,6 +221,6 @@ def _too_small(agent: Agent, model: str, n_ctx: int) -> ServeError:
     return ServeError(
         f"{model} has a context of {n_ctx:,} tokens, and {agent.title} needs {agent.needs_tokens:,} "
         f"(its first request has {agent.first_tokens:,})",
-        hint=f"start it with more (`edgeinfer serve {model} --ctx {rounded}`), take a model trained on "
-        "more tokens (`edgeinfer list`), or pass --anyway",
+        hint=f"start it with more (`edgeinfer serve {model} --ctx {rounded}`), or take a model "
+        "trained on more tokens (`edgeinfer list`)",
     )

@@ -63,16 +63,15 @@ class PsUsageResult(Result, frozen=True, kw_only=True):
         off = "" if self.is_recorded else "\nnothing is counted now: `drift.record` is off"
         if not self.days:
             return f"no answers in the last {_USAGE_DAYS} days{off}"
-        head = ("DAY", "MODEL", "ANSWERS", "PROMPT", "CACHED", "GENERATED", "TIME", "SAVED", "ENERGY")
-        right = frozenset(range(2, 9))
+        head = ("DAY", "MODEL", "ANSWERS", "PROMPT", "CACHED", "GENERATED", "TIME", "SAVED")
+        right = frozenset(range(2, 8))
         return table([head, *map(_usage_row, self.days)], right=right) + off
 
 
 def _usage_row(day: DayOfUse) -> tuple[str, ...]:
     counts = (day.requests, day.prompt_tokens, day.cached_tokens, day.completion_tokens)
     times = (format_duration(ms / 1000) for ms in (day.busy_ms, day.saved_ms))
-    energy = "-" if day.millijoules is None else f"{day.millijoules / 1000:,.0f} J"
-    return (day.day, day.model, *(f"{n:,}" for n in counts), *times, energy)
+    return (day.day, day.model, *(f"{n:,}" for n in counts), *times)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--usage",
         action="store_true",
-        help=f"answers, tokens, time, saved time and energy by day and model, of {_USAGE_DAYS} days",
+        help=f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days",
     )
 
 

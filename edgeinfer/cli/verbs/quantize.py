@@ -138,18 +138,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --compare: the items of `edgeinfer eval` to score (default: basics)",
     )
     parser.add_argument(
-        "--text",
-        default="",
-        metavar="FILE",
-        help="text for the perplexity and the importance matrix (default: the shipped one)",
+        "--text", default="", metavar="FILE", help="text for the perplexity (default: the shipped one)"
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     parser.add_argument(
         "--imatrix",
         default="",
-        metavar="FILE|make",
-        help="importance matrix in GGUF form; make: compute one from --text or the shipped text; some "
-        "types need one, small ones gain most",
+        metavar="FILE",
+        help="importance matrix in GGUF form; some types need one, small ones gain most",
     )
     parser.add_argument(
         "--no-perplexity", action="store_true", help="do not measure the perplexity of both"

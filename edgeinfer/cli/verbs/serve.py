@@ -99,15 +99,9 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     for flag, limited in (
         ("--max-queue", "requests that may wait; beyond it the answer is 503"),
         ("--max-requests", "requests run at once, over all models"),
-        ("--max-per-key", "requests run at once for one API key"),
         ("--max-body-mib", "largest request body"),
     ):
         where.add_argument(flag, type=count, metavar="N", help=limited)
-    where.add_argument(
-        "--unknown-fields",
-        choices=("ignore", "refuse"),
-        help="request fields this endpoint does not know; ignored ones are named in a header",
-    )
     where.add_argument(
         "--log",
         choices=("json", "text", "off"),

@@ -275,7 +275,6 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_reg_get_proc_address": (pointer, [pointer, ctypes.c_char_p]),
         "ggml_backend_reg_dev_count": (size, [pointer]),
         "ggml_backend_reg_dev_get": (pointer, [pointer, size]),
-        "ggml_op_desc": (ctypes.c_char_p, [pointer]),
         "ggml_version": (ctypes.c_char_p, []),
         "ggml_commit": (ctypes.c_char_p, []),
         "ggml_backend_cpu_buffer_type": (pointer, []),

@@ -100,9 +100,6 @@ def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
         yield _dry(vocab, s, n_ctx)
     if s.temperature <= 0:
         yield L.llama_sampler_init_greedy()
-    elif s.mirostat:
-        yield L.llama_sampler_init_temp(s.temperature)
-        yield _mirostat(vocab, s, seed)
     else:
         yield from _truncations(s)
         yield L.llama_sampler_init_temp(s.temperature)
@@ -118,17 +115,9 @@ def _dry(vocab: Vocab, s: Sampling, n_ctx: int) -> Any:
     )
 
 
-def _mirostat(vocab: Vocab, s: Sampling, seed: int) -> Any:
-    if s.mirostat == 1:
-        return L.llama_sampler_init_mirostat(vocab.n_vocab, seed, s.mirostat_tau, s.mirostat_eta, 100)
-    return L.llama_sampler_init_mirostat_v2(seed, s.mirostat_tau, s.mirostat_eta)
-
-
 def _truncations(s: Sampling) -> Iterable[Any]:
     if s.top_k > 0:
         yield L.llama_sampler_init_top_k(s.top_k)
-    if s.typical_p < 1.0:
-        yield L.llama_sampler_init_typical(s.typical_p, _NEUTRAL_MIN_KEEP)
     if s.top_p < 1.0:
         yield L.llama_sampler_init_top_p(s.top_p, _NEUTRAL_MIN_KEEP)
     if s.min_p > 0.0:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 
 from edgeinfer.errors import EngineError
-from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.events import FinishReason
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
@@ -15,8 +14,6 @@ from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: The energy is looked at this often (s) while requests run.
-_CHARGED_EVERY_S = 1.0
 #: Least number of tokens saved for which a request waits for another's prefix.
 _WORTH_WAITING = 32
 
@@ -33,8 +30,6 @@ class RequestQueue:
         self._n_parallel = n_parallel
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._energy = EnergyMeter()
-        self._charged_s = 0.0
         self.on_end: Callable[[Sequence], None] = lambda seq: None
         self.recorder: DriftRecorder | None = None
 
@@ -47,20 +42,8 @@ class RequestQueue:
         seq.recorder = self.recorder
         self.waiting.append(seq)
 
-    def charge(self) -> None:
-        """Share the energy since the last call among the running requests."""
-        joules = self._energy.used()
-        for seq in self.running:
-            if joules is None or seq.joules is None:
-                seq.joules = None
-            else:
-                seq.joules += joules / len(self.running)
-        self._charged_s = time.monotonic()
-
     def end_cancelled_and_late(self) -> None:
         now = time.monotonic()
-        if self.running and now - self._charged_s > _CHARGED_EVERY_S:
-            self.charge()
         for seq in [*self.running, *self.waiting]:
             if seq.cancelled:
                 self._counters.cancelled_total += 1
@@ -76,7 +59,6 @@ class RequestQueue:
 
     def _leave(self, seq: Sequence, farewell: Callable[[Sequence], None], *, keep: bool) -> None:
         if seq in self.running:
-            self.charge()
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
@@ -84,15 +66,6 @@ class RequestQueue:
         self._book(seq)
         self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         farewell(seq)
-        if not self.running:
-            self.find_meter()
-
-    def find_meter(self) -> None:
-        """Look for what tells the energy: on battery, or after a resume, it may be another source.
-
-        It takes 0.4 to 1.4 ms: once behind a resume, and behind an answer when no other runs.
-        """
-        self._energy = EnergyMeter()
 
     def _book(self, seq: Sequence) -> None:
         seq.saved_s = self._prefixes.saved_s(seq)
@@ -110,10 +83,7 @@ class RequestQueue:
             if len(running) >= self._n_parallel and not self._preempt_prefill_only(seq):
                 break
             waiting.remove(seq)
-            self.charge()
             running.append(seq)
-            if seq.joules is None and self._energy.source:
-                seq.joules = 0.0
         self._start_admitted()
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
@@ -121,7 +91,6 @@ class RequestQueue:
         early = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not early:
             return False
-        self.charge()
         self._prefixes.preempt(early[-1], keep=True)
         self.running.remove(early[-1])
         self.waiting.append(early[-1])

@@ -87,7 +87,6 @@ class Sequence:
     delayed_s: float = 0.0
     constraint_s: float = 0.0
     saved_s: float = 0.0
-    joules: float | None = None
     cancelled: bool = False
     wake: Callable[[], None] = lambda: None
 
@@ -284,7 +283,6 @@ class Sequence:
             draft_tokens=self.drafting.drafted,
             draft_accepted_tokens=self.drafting.accepted,
             saved_ms=self.saved_s * 1000.0,
-            joules=self.joules,
         )
 
 

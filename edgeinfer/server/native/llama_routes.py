@@ -141,32 +141,6 @@ async def version(context: RequestContext) -> wire.Version:
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
-@ROUTES.get("/lora-adapters")
-async def listed(context: RequestContext, query: wire.ModelQuery) -> list[wire.AdapterStatus]:
-    """Adapters of the default model or of `?model=`, in llama.cpp's shape."""
-    context.name_model(query.model)
-    info = context.endpoint.models.info(context.model)
-    return _described(info.lora if info else ())
-
-
-def _described(adapters: Sequence[Adapter]) -> list[wire.AdapterStatus]:
-    return [wire.AdapterStatus(id=i, path=a.name, scale=a.scale) for i, a in enumerate(adapters)]
-
-
-@ROUTES.post("/lora-adapters", is_admin=True)
-async def scaled(
-    context: RequestContext, body: list[wire.LoraById], query: wire.ModelQuery
-) -> list[wire.AdapterStatus]:
-    """Scales of adapters for requests that name none, in llama.cpp's shape; one left out gets 0."""
-    context.name_model(query.model)
-
-    def change(loaded: tuple[Adapter, ...]) -> Sequence[Adapter]:
-        scales = dict(chosen(body, loaded, param=""))
-        return [Adapter(a.name, a.path, scales.get(a.name, 0.0)) for a in loaded]
-
-    return _described(await _change(context, change))
-
-
 def chosen(
     given: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
 ) -> tuple[tuple[str, float], ...]:

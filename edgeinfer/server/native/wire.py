@@ -273,7 +273,7 @@ class Props(Reply, frozen=True, kw_only=True):
 
 
 class LoraById(Wire, frozen=True, kw_only=True):
-    """An adapter by its place in /lora-adapters."""
+    """An adapter by its place among those that are loaded."""
 
     id: Annotated[int, Meta(ge=0, le=63)]
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
@@ -381,17 +381,6 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
     stop_type: StopType | msgspec.UnsetType = msgspec.UNSET
     stopping_word: str | msgspec.UnsetType = msgspec.UNSET
     timings: WireTimings | msgspec.UnsetType = msgspec.UNSET
-
-
-class AdapterStatus(Reply, frozen=True, kw_only=True):
-    """An adapter of a model; `path` is its name, and a request names it in `lora`.
-
-    `scale` is for requests that name none.
-    """
-
-    id: int
-    path: str
-    scale: float = 1.0
 
 
 class ModelQuery(Wire, frozen=True, kw_only=True):

@@ -277,7 +277,7 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
             )
         case "verifying":
             return wire.OllamaStatus(status="verifying sha256 digest")
-        case "converting" | "quantizing" | "weighing" | "scoring":
+        case "converting" | "quantizing" | "scoring":
             return wire.OllamaStatus(
                 status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
             )

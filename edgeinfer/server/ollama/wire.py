@@ -40,11 +40,12 @@ OptionalName = Annotated[str, Meta(max_length=256)]
 
 
 class Options(Wire, frozen=True, kw_only=True):
-    """Sampling options. Those of load time, and those that llama.cpp dropped, are hints."""
+    """Sampling options. Those of load time, and samplers that are not here, are hints."""
 
     hints: ClassVar = frozenset(
         "num_batch num_gpu num_keep num_thread main_gpu tfs_z numa low_vram f16_kv logits_all "
-        "vocab_only use_mmap use_mlock embedding_only penalize_newline".split()
+        "vocab_only use_mmap use_mlock embedding_only penalize_newline mirostat "
+        "mirostat_tau mirostat_eta typical_p".split()
     )
 
     num_predict: Whole | None = None
@@ -52,14 +53,10 @@ class Options(Wire, frozen=True, kw_only=True):
     top_k: Whole | None = None
     top_p: Probability | None = None
     min_p: Probability | None = None
-    typical_p: Probability | None = None
     repeat_last_n: Whole | None = None
     repeat_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    mirostat: Whole | None = None
-    mirostat_tau: Annotated[float, Meta(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Whole | None = None
     stop: StopString | StopList | None = None
     num_ctx: Whole | None = None

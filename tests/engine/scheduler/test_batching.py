@@ -117,13 +117,6 @@ def test_penalties_on_repeats_may_leave_the_prompt_out(plain: LlamaEngine) -> No
     assert next_word() != " sea"
 
 
-@pytest.mark.parametrize("mirostat", [1, 2])
-def test_mirostat_and_typical_sampling_repeat_with_a_seed(engine: LlamaEngine, mirostat: int) -> None:
-    for sampling in (Sampling(mirostat=mirostat, seed=3), Sampling(typical_p=0.9, seed=3)):  # type: ignore[arg-type]
-        first, second = (answer(engine, written("ink", sampling=sampling)) for _ in range(2))
-        assert first.text == second.text
-
-
 def test_attention_in_use_decides_batch_invariance(
     engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,6 @@ def test_rerank_in_teis_shape(serve):
 def test_llama_cpps_other_routes(here):
     ranked = here.client.post("/reranking", json={"query": "a", "documents": ["a", "b"]}).json()
     assert ranked["results"][0]["index"] == 0
-    assert here.client.get("/lora-adapters").json() == []
     assert here.client.get("/version").json()["version"]
     props = here.client.get("/props").json()
     assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 4096)

@@ -121,7 +121,6 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
     )
     assert "edgeinfer serve fake --ctx 8192" in said
     assert not aider.exists()
-    assert main(["launch", "--anyway", "aider"]) == 7
 
 
 @pytest.mark.slow

@@ -340,13 +340,32 @@ def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chose
     assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties
 
 
+@pytest.mark.parametrize(
+    ("path", "nest"),
+    [
+        ("/v1/chat/completions", lambda fields: fields),
+        ("/completion", lambda fields: fields),
+        ("/api/chat", lambda fields: {"options": fields}),
+    ],
+)
+def test_samplers_that_are_not_here_are_left_out_and_named(serve, path, nest):
+    body = {"model": "fake", "prompt": "hi"}
+    if path != "/completion":
+        body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": False}
+    here = serve(FakeEngine(), refuse_unknown=True)
+    fields = {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 0.9}
+    answer = here.client.post(path, json=body | nest(fields))
+    assert answer.status_code == 200, answer.text
+    for name in fields:
+        assert name in answer.headers["x-edgeinfer-ignored"]
+
+
 def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     engine = FakeEngine()
     serve(engine).chat(
         top_k=3,
         min_p=0.1,
         dry_multiplier=0.8,
-        mirostat=2,
         logit_bias={"7": -100},
         seed=-1,
         stop="x",
@@ -357,7 +376,7 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     )
     (request,) = engine.requests
     s = request.sampling
-    assert (s.top_k, s.min_p, s.dry_multiplier, s.mirostat) == (3, 0.1, 0.8, 2)
+    assert (s.top_k, s.min_p, s.dry_multiplier) == (3, 0.1, 0.8)
     assert (s.logit_bias, s.seed) == ({7: -100.0}, None)
     assert s.temperature == engine.info.sampling.temperature
     assert (request.stop, request.overflow, request.deadline_s) == (("x",), "shift", 9)

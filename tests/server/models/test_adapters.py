@@ -1,4 +1,4 @@
-"""Adapters that come and go while the endpoint runs: llama.cpp's routes and vLLM's, on the real engine."""
+"""Adapters that come and go while the endpoint runs: vLLM's routes, on the real engine."""
 
 import msgspec
 import pytest
@@ -38,24 +38,20 @@ def change(here, what: str, **fields):
 @pytest.mark.model
 def test_an_adapter_comes_and_goes(here):
     plain = said(here)
-    assert here.client.get("/lora-adapters").json() == []
     assert change(here, "load").text == "Success: LoRA adapter 'red' added successfully."
-    assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.0}]
     assert said(here) == plain  # no other request is concerned
     red = said(here, lora=[{"name": "red"}])
     assert red != plain
     assert said(here, model="red") == red  # as vLLM's clients name it
     assert "red" in [model["id"] for model in here.client.get("/v1/models").json()["data"]]
 
-    scaled = here.client.post("/lora-adapters", json=[{"id": 0, "scale": 1.0}])
-    assert scaled.json() == [{"id": 0, "path": "red", "scale": 1.0}]
+    assert change(here, "load", scale=1.0).status_code == 200
     assert said(here) == red
     assert here.client.post("/v1/models/smol/unload").json()["state"] == "unloaded"
     assert said(here) == red  # loaded again, with what it had
 
     assert change(here, "unload").status_code == 200
     assert said(here) == plain
-    assert here.client.get("/lora-adapters").json() == []
     assert here.client.post("/v1/completions", json=ASK | {"model": "red"}).status_code == 404
     gone = change(here, "unload")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_not_found")
@@ -83,18 +79,10 @@ def test_clients_name_adapters_and_no_files(fake, path):
 
 
 def test_a_file_where_clients_may_name_files(serve, tmp_path):
-    here = serve(FakeEngine(), model_admin=object())
+    engine = FakeEngine()
+    here = serve(engine, model_admin=object())
     path = make_llama(tmp_path / "any.gguf")
     assert change(here, "load", lora_path=str(path), scale=0.5).status_code == 200
-    assert here.client.get("/lora-adapters").json() == [{"id": 0, "path": "red", "scale": 0.5}]
+    assert [(a.name, a.scale) for a in engine.info.lora] == [("red", 0.5)]
     missing = change(here, "load", lora_path=str(tmp_path / "none.gguf"))
     assert (missing.status_code, "no adapter" in missing.json()["error"]["message"]) == (400, True)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"), [([{"id": 3}], "[0].id"), ([{"id": 0, "scale": 99}], "[0].scale"), ({}, None)]
-)
-def test_scales_that_cannot_be_are_refused(fake, body, param):
-    refused = fake.client.post("/lora-adapters", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == param

@@ -207,7 +207,6 @@ def test_admin_routes_are_those_that_change_what_others_get():
         "/v1/models/{id}/snapshot",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
-        "/lora-adapters",
         "/metrics",
         "/api/pull",
         "/api/delete",
