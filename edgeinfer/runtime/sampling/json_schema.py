@@ -281,9 +281,9 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._find, self._define = target, define
-        self._pairs: dict[tuple[int, int], bool] = {}
+        #: Verdicts by identity, each with its pair: a freed schema's id would be given to another.
+        self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
-        self._narrow: list[Any] = []  # kept alive: pairs go by identity
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
         """Return `parts`, each narrowed to exclude all others; or two of them that both may be true."""
@@ -295,7 +295,6 @@ class Overlaps:
                     narrowed = self._narrowed(narrowed, other)
                     if narrowed is None:
                         return min(i, j), max(i, j)
-                    self._narrow.append(narrowed)
             if narrowed is not part and self._followed(part) is not part:
                 # what narrows a definition may stand inside of it: a circle needs a name to go by
                 narrowed = self._define(narrowed)
@@ -371,9 +370,9 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False  # while it is being found out
-            self._pairs[pair] = self._disjoint(a, b, depth + 1)
-        return self._pairs[pair]
+            self._pairs[pair] = False, a, b  # while it is being found out
+            self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
+        return self._pairs[pair][0]
 
     def _disjoint(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
         shared = self.kinds(a) & self.kinds(b)

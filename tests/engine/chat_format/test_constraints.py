@@ -28,7 +28,7 @@ from edgeinfer.runtime.requests import (
     preparing,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, check_schema, follows, schema_grammar, whole
-from edgeinfer.runtime.sampling.json_schema import locate
+from edgeinfer.runtime.sampling.json_schema import locate, normalise
 
 from ..conftest import answer, answers
 from .conftest import draw_text
@@ -119,6 +119,45 @@ def test_overlapping_one_of_parts_are_named(constraints, vocab):
         constraints.compile(JsonSchema({"oneOf": parts}), vocab)
     assert "its parts 1 and 2 may both be true" in caught.value.message
     assert "coerce" not in caught.value.message
+
+
+def _alternatives(rng: random.Random) -> dict[str, Any]:
+    """A `oneOf` of two or three small parts; some of them overlap."""
+    made = []
+    for _ in range(rng.randrange(2, 4)):
+        name, other = rng.sample("kzw", 2)
+        value = {"const": rng.randrange(4)}
+        made.append(
+            rng.choice(
+                [
+                    {"type": "object", "properties": {name: value}, "required": [name]},
+                    {"type": "object", "required": [other]},
+                    {"type": rng.choice(["integer", "number", "string", "boolean", "null"])},
+                    {"enum": rng.sample([1, 2, "a", None], 2)},
+                    {"required": [name]},
+                ]
+            )
+        )
+    return {"oneOf": made}
+
+
+def _is_enforced(schema: dict[str, Any]) -> bool:
+    try:
+        normalise(schema)
+    except UnsupportedConstraintError:
+        return False
+    return True
+
+
+def test_verdict_on_a_one_of_does_not_depend_on_others():
+    rng = random.Random(1)
+    verdicts = set()
+    for _ in range(4000):
+        x, y = _alternatives(rng), _alternatives(rng)
+        both = {"type": "object", "properties": {"x": x, "y": y}, "required": ["x", "y"]}
+        assert _is_enforced(both) is (_is_enforced(x) and _is_enforced(y)), both
+        verdicts.add(_is_enforced(both))
+    assert verdicts == {True, False}
 
 
 @pytest.mark.parametrize(
