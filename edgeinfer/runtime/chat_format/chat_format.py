@@ -36,15 +36,16 @@ from edgeinfer.runtime.chat_format.templates import (
     TRANSCRIPT_STOP,
     ChatTemplate,
     choose,
+    read_arguments,
 )
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
-from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
+from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
-from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
+from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quoted
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -236,43 +237,36 @@ class ChatFormat:
             return request.constraint, False
         mode = request.tool_choice.mode
         if request.constraint is not None and mode == "auto":
-            return self._call_or_answer(request, request.constraint, tools)
+            return self._call_or_answer(request, request.constraint)
         if mode == "auto" and not self._template.traits.tools:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
             found = self._grammars.get(key)
         if found is None:
-            found = self._grammar(request, tools)
+            found = self._grammar(request)
             with self._lock:
                 self._grammars[key] = found
                 while len(self._grammars) > _KEPT:
                     self._grammars.popitem(last=False)
         return found
 
-    def _call_or_answer(
-        self, request: GenerateRequest, constraint: Constraint, tools: tuple[Tool, ...]
-    ) -> tuple[Lark, bool]:
-        _check_tools(tools)
+    def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> tuple[Lark, bool]:
         made = tool_call_grammar.or_answer(
-            self._form, tools, self._facts.vocab, several=request.tool_choice.parallel
+            self._form,
+            _enforced(request, may_refuse=True),
+            self._facts.vocab,
+            several=request.tool_choice.parallel,
         )
         return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not self._form.bare
 
-    def _grammar(self, request: GenerateRequest, tools: tuple[Tool, ...]) -> tuple[Lark | None, bool]:
+    def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
-        try:
-            _check_tools(tools)
-        except UnsupportedConstraintError:
-            if choice.mode == "auto":
-                return None, False
-            raise
+        tools = _enforced(request, may_refuse=choice.mode != "auto")
         if choice.mode == "auto":
             made = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
             span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
             return (None, False) if made is None or span is not None else (made, True)
-        if choice.mode == "named":
-            tools = tuple(tool for tool in tools if tool.name == choice.name)
         several = choice.mode == "required" and choice.parallel
         return tool_call_grammar.required(self._form, tools, vocab, several=several), True
 
@@ -307,15 +301,45 @@ def _first_part(marker: str) -> str:
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
-def _check_tools(tools: Sequence[Tool]) -> None:
-    for i, tool in enumerate(tools):
-        try:
-            check_schema(arguments_schema(tool))
-        except UnsupportedConstraintError as error:
-            place = f"tools[{i}].parameters{error.param or ''}"
-            raise UnsupportedConstraintError(
-                f"tool {tool.name}: {error.message}", param=place
-            ) from error
+def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
+    """Return the tools that the answer may call, with their places."""
+    choice = request.tool_choice
+    named = choice.name if choice.mode == "named" else None
+    tools = request.tools if choice.mode != "none" else ()
+    return [(i, tool) for i, tool in enumerate(tools) if named in (None, tool.name)]
+
+
+def _enforced(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
+    """Return the callable tools; of one whose schema cannot be enforced, arguments are any object.
+
+    Raises UnsupportedConstraintError for a strict one of them if it `may_refuse`.
+    """
+    tools = []
+    for i, tool in _callable(request):
+        fault = tool_call_grammar.schema_fault(tool, request.cache_salt)
+        if fault and tool.strict and may_refuse:
+            place = f"tools[{i}].parameters{fault[0]}"
+            raise UnsupportedConstraintError(f"tool {tool.name}: {fault[1]}", param=place)
+        loose = {"type": "object", "additionalProperties": True}
+        tools.append(msgspec.structs.replace(tool, parameters=loose) if fault else tool)
+    return tuple(tools)
+
+
+def loosened(request: GenerateRequest) -> list[str]:
+    """Return the places of tool schemas that are not enforced, and of broken earlier arguments."""
+    with preparing():
+        faults = [
+            (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
+        ]
+    calls = (
+        (f"messages[{i}].tool_calls[{n}].arguments", call)
+        for i, message in enumerate(request.messages)
+        for n, call in enumerate(message.tool_calls)
+    )
+    return [
+        *(f"tools[{i}].parameters{fault[0]}" for i, fault in faults if fault),
+        *(place for place, call in calls if read_arguments(call) == call.arguments),
+    ]
 
 
 def _after_reasoning(

@@ -8,8 +8,12 @@ MAX_CALLS calls: a small model does not stop by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.tool_call_formats import (
     GEMMA,
     GENERIC,
@@ -19,7 +23,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     ToolFormat,
 )
 from edgeinfer.runtime.requests import Tool
-from edgeinfer.runtime.sampling.grammar import Lark, inline_schema, quoted
+from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quoted
 from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -151,6 +155,23 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
         return _EMPTY
     closed = _closed(schema, 0, joined=False)
     return closed if isinstance(closed, dict) else schema
+
+
+@lru_cache(maxsize=256)
+def _fault_of(source: bytes, salt: str) -> tuple[str, str] | None:
+    try:
+        check_schema(msgspec.json.decode(source))
+    except UnsupportedConstraintError as error:
+        return error.param or "#", error.message
+    return None
+
+
+def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
+    """Return (place, message) of what cannot be enforced of a tool's schema, else None.
+
+    Cached by `salt`: the time it takes must not tell one client what another asked for.
+    """
+    return _fault_of(msgspec.json.encode(arguments_schema(tool)), salt)
 
 
 def _closed(schema: Any, depth: int, *, joined: bool) -> Any:
