@@ -1,7 +1,7 @@
 """Turn a request's messages into a prompt, a constraint and a parser of the answer.
 
-The engine's entry point is `load_chat_format`. `templates` renders prompts, `tool_call_parser` and
-`reasoning` parse answers, and `sampling.grammar` constrains them. Per `tool_choice`:
+The engine's entry point is `load_chat_format`. `templates` renders prompts, `answer_parser`
+parses answers, and `sampling.grammar` constrains them. Per `tool_choice`:
 
 - none: the prompt shows no tools, and the answer is text.
 - auto: the answer is free, but a call that was begun with the family's marker follows the tool's schema
@@ -27,8 +27,9 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, unmarked
-from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
+from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
     CHATML,
@@ -41,7 +42,6 @@ from edgeinfer.runtime.chat_format.templates import (
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import example
-from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
@@ -67,7 +67,7 @@ class Prepared:
     """
 
     prompt: str
-    parser: ReasoningParser | None = None
+    parser: AnswerParser | None = None
     constraint: Constraint | Lark | None = None
     reasoning_close: str = ""
     stop: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ class ChatFormat:
             return request.constraint, False
         mode = request.tool_choice.mode
         if request.constraint is not None and mode == "auto":
-            return self._call_or_answer(request, request.constraint)
+            return self._call_or_answer(request, request.constraint), False
         if mode == "auto" and not self._template.traits.tools:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
@@ -251,14 +251,15 @@ class ChatFormat:
                     self._grammars.popitem(last=False)
         return found
 
-    def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> tuple[Lark, bool]:
+    def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
+        """Return a grammar of calls or the answer, which may look like a call: none is certain."""
         made = tool_call_grammar.or_answer(
             self._form,
             _enforced(request, may_refuse=True),
             self._facts.vocab,
             several=request.tool_choice.parallel,
         )
-        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not self._form.bare
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),))
 
     def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
@@ -270,20 +271,23 @@ class ChatFormat:
         several = choice.mode == "required" and choice.parallel
         return tool_call_grammar.required(self._form, tools, vocab, several=several), True
 
-    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> ReasoningParser | None:
+    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> AnswerParser | None:
         if self._is_transcript and not tools:
             return None
         vocab = self._facts.vocab
-        calls = None
-        if tools:
-            schemas = {tool.name: tool.parameters for tool in tools}
-            special = tool_call_grammar.needs_special(self._form, vocab)
-            calls = CallParser(self._form, schemas, certain=certain, special_tokens=special)
-        spans = (
+        has_special_span = (
             self.can_think
             and tool_call_grammar.control_token(_first_part(self._span.open), vocab) is not None
         )
-        return ReasoningParser(self._span, calls, opened=opened, special_tokens=spans)
+        return AnswerParser(
+            self._form,
+            {tool.name: tool.parameters for tool in tools},
+            span=self._span,
+            opened=opened,
+            certain=certain,
+            special_tokens=has_special_span
+            or (bool(tools) and tool_call_grammar.needs_special(self._form, vocab)),
+        )
 
     def _adapted(self, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
         traits = self._template.traits

@@ -28,10 +28,10 @@ from edgeinfer.runtime.sampling.json_schema import locate, normalise
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
-from edgeinfer.runtime.sampling.json_schema import target
+from edgeinfer.runtime.sampling.json_schema import value_schemas
 
 #: Compiled constraints kept. One takes about 20 KiB.
 CACHE_SIZE = 128
@@ -377,7 +377,7 @@ def _bytes() -> Any:
 
 def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
     """Return `value` with the members of its objects where the grammar wants them."""
-    parts = list(_alternatives(schemas, root))
+    parts = list(value_schemas(schemas, root))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -392,21 +392,6 @@ def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
     )
     ordered = dict.fromkeys([*(n for n in names if n in value), *value])
     return {n: _in_order(value[n], [p for s in parts for p in _of_member(s, n)], root) for n in ordered}
-
-
-def _alternatives(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that say something about one value, each once."""
-    waiting, seen = list(schemas), set[int]()
-    while waiting:
-        schema = waiting.pop(0)
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
-        yield schema
-        waiting += [target(root, schema["$ref"])] if "$ref" in schema else []
-        for key in ("allOf", "anyOf", "oneOf"):
-            waiting += schema.get(key, ())
-        waiting += [schema[key] for key in ("if", "then", "else") if key in schema]
 
 
 def _of_item(schema: dict[str, Any], n: int) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -266,6 +266,21 @@ def locate(
     return place, words
 
 
+def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the schemas that say something about one value, each once."""
+    waiting, seen = list(schemas), set[int]()
+    while waiting:
+        schema = waiting.pop(0)
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield schema
+        waiting += [target(root, schema["$ref"])] if "$ref" in schema else []
+        for key in ("allOf", "anyOf", "oneOf"):
+            waiting += schema.get(key, ())
+        waiting += [schema[key] for key in ("if", "then", "else") if key in schema]
+
+
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEPTH = 64
 
@@ -350,15 +365,18 @@ class Overlaps:
         found |= {"integer"} if "number" in found else set()
         values = _values(schema)
         if values is not None:
-            found &= {kind for value in values for kind in _kinds_of(value)}
+            found &= {kind for value in values for kind in kinds_of(value)}
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
                 self._kinds[name] = set(TYPES)  # while they are being found out
                 self._kinds[name] = self.kinds(self._target(schema), depth + 1)
             found &= self._kinds[name]
-        if "anyOf" in schema:
-            found &= {kind for part in schema["anyOf"] for kind in self.kinds(part, depth + 1)}
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                found &= {kind for part in schema[key] for kind in self.kinds(part, depth + 1)}
+        for part in schema.get("allOf", ()):
+            found &= self.kinds(part, depth + 1)
         return found
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
@@ -398,7 +416,8 @@ class Overlaps:
         return False
 
 
-def _kinds_of(value: Any) -> tuple[str, ...]:
+def kinds_of(value: Any) -> tuple[str, ...]:
+    """Return the types of a JSON value, "number" after "integer". Raises KeyError for another."""
     if isinstance(value, bool) or value is None:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, (int, float)):

@@ -2,14 +2,18 @@
 and reasoning.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.chat_format import TemplateFacts, load_chat_format, loosened
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
+from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import (
     Choice,
@@ -374,6 +378,61 @@ def test_required_calls_wait_for_reasoning(constraints, vocab, name):
     forced = b"".join(map(vocab.piece, matcher.forced())).decode()
     assert forced.startswith("<")
     assert "call" in forced
+
+
+MIXED = Tool(
+    name="mixed",
+    parameters={
+        "type": "object",
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+        "properties": {
+            "text": {"type": "string"},
+            "unit": {"enum": ["C", "F"]},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "at": {"$ref": "#/$defs/point"},
+            "on": {"type": "boolean"},
+        },
+        "required": ["text", "unit"],
+    },
+)
+
+
+#: MIXED without texts, which a walk at random never ends.
+TYPED = Tool(
+    name="typed",
+    parameters={
+        **MIXED.parameters,
+        "properties": {k: MIXED.parameters["properties"][k] for k in ("unit", "at", "on")},
+        "required": ["unit"],
+    },
+)
+
+
+def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
+    request = request_of(tools=(TYPED, PING), tool_choice=ToolChoice(mode="required"))
+    check = jsonschema.Draft202012Validator(TYPED.parameters)
+    names = set()
+    for seed in range(12):
+        prepared = load("qwen_xml", vocab).prepare(request)
+        calls: list[list[str]] = []
+        for event in parsed(prepared.parser, draw_text(constraints, vocab, prepared.constraint, seed)):
+            assert isinstance(event, ToolCallDelta)
+            calls += [[event.name, ""]] if event.name else []
+            calls[-1][1] += event.arguments
+        for name, arguments in calls:
+            names.add(name)
+            if name == "typed":
+                check.validate(json.loads(arguments))
+    assert names == {"typed", "ping"}
+
+
+def test_xml_call_may_show_a_call(constraints, vocab):
+    prepared = load("qwen_xml", vocab).prepare(request_of(tools=(MIXED,)))
+    shown = "see:\n<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n."
+    call = write_call(FAMILIES["qwen-xml"], "mixed", json.dumps({"text": shown, "unit": "C"}))
+    matcher = constraints.compile(prepared.constraint, vocab).start()
+    assert all(map(matcher.accept, vocab.tokenize("I will.\n" + call)))
+    assert matcher.accept(vocab.eos_tokens[0])
 
 
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
