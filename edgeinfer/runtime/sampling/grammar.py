@@ -213,8 +213,10 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         )
         return _brief(messages[0]) if wrong and messages else ""
 
-    if complaint(normalised):
+    if whole_message := complaint(normalised):
         place, words = _at_keyword(*locate(normalised, complaint))
+        if whole_message in _LIMITS.values() and words != whole_message:
+            place, words = "#", whole_message  # of a circle, no part fails for the same reason
         raise UnsupportedConstraintError(
             f"the schema cannot be enforced at {place}: {words}", param=place
         )

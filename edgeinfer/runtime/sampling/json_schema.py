@@ -10,6 +10,7 @@ Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from urllib.parse import quote, unquote
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import check_deadline
+from edgeinfer.runtime.sampling import patterns
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -125,10 +127,98 @@ class _Normaliser:
                 schema["allOf"] = [*schema.get("allOf", ()), *wanted]
         for key in ("then", "else"):
             schema.pop(key, None)
+        _drop_known_type(schema, self._target)
+        _clamp(schema)
+        _rewrite_names(schema, self._target)
+        _rewrite_patterns(schema, place)
         _check_count(schema, place)
         for where, part in _children(schema, place, self.root):
             is_new = where.startswith(f"{place}/")
             self._waiting.append((part, where, depth + 1 if is_new else 0))
+
+
+#: Bounds beyond which the grammar engine has no expression of a range.
+_MOST = {"integer": 1 << 62, "number": 1e18}
+
+
+def _clamp(schema: dict[str, Any]) -> None:
+    """Narrow bounds that the grammar engine cannot express; such numbers are then not written."""
+    most = _MOST["integer" if schema.get("type") == "integer" else "number"]
+    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        bound = schema.get(key)
+        if not isinstance(bound, (int, float)):
+            continue
+        if bound < -most and key in ("minimum", "exclusiveMinimum"):
+            schema[key] = -most
+        elif bound > most and key in ("maximum", "exclusiveMaximum"):
+            schema[key] = most
+
+
+def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
+    """Drop a `type` beside a reference that has it: a circle may have nothing beside it."""
+    referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
+    if isinstance(referred, dict) and referred.get("type") == schema["type"]:
+        del schema["type"]
+
+
+def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
+    """Replace `propertyNames` by what its values and patterns mean for the properties."""
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and set(names) - set(_ANNOTATIONS) == {"$ref"}:
+        names = target_of(names["$ref"])
+    if not isinstance(names, dict):
+        if names is True:
+            del schema["propertyNames"]
+        return
+    rules = {key: rule for key, rule in names.items() if key not in _ANNOTATIONS}
+    if "pattern" in rules:
+        rules.pop("format", None)
+    if rules.pop("type", "string") != "string" or (rules and "patternProperties" in schema):
+        return
+    members, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    values = _values(rules)
+    if values is not None and len(rules) == 1:
+        named = {name: others for name in values if isinstance(name, str)}
+        made = {name: members.get(name, others) for name in named}
+        schema["properties"] = {**dict.fromkeys(members, False), **made}
+    elif set(rules) == {"pattern"} or (rules and set(rules) <= {"minLength", "maxLength"}):
+        low, high = rules.get("minLength", 0), rules.get("maxLength", "")
+        pattern = rules.get("pattern", f"^[\\s\\S]{{{low},{high}}}$")
+        try:
+            is_named = {name: re.search(pattern, name) is not None for name in members}
+        except re.error:
+            return
+        schema["patternProperties"] = {pattern: others}
+        schema["properties"] = {name: is_named[name] and members[name] for name in members}
+    elif rules:
+        return
+    del schema["propertyNames"]
+    if rules:
+        schema["additionalProperties"] = False
+
+
+def _rewrite_patterns(schema: dict[str, Any], place: str) -> None:
+    """Rewrite patterns that the grammar engine takes too widely or does not know."""
+    pattern = schema.get("pattern")
+    try:
+        if isinstance(pattern, str) and patterns.has_look_around(pattern):
+            parts = patterns.without_look_aheads(pattern)
+            if parts is not None:
+                schema["pattern"], *more = [patterns.narrowed(part) for part in parts]
+                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": part} for part in more)]
+            elif (
+                "format" in schema
+            ):  # which is enforced, and says the same in zod's and others' schemas
+                del schema["pattern"]
+        elif isinstance(pattern, str):
+            schema["pattern"] = patterns.narrowed(pattern)
+        members = schema.get("patternProperties")
+        if isinstance(members, dict):
+            schema["patternProperties"] = {
+                patterns.narrowed(key): part for key, part in members.items()
+            }
+    except ValueError as error:
+        raise _refuse(_step(place, "pattern"), str(error)) from error
 
 
 def _check_count(schema: dict[str, Any], place: str) -> None:
@@ -147,7 +237,7 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
     if key == "not":
         yield negated(part)
     elif key == "if":
-        unless = negated(part)
+        unless = _otherwise(part, value)
         then = {"allOf": [part, value.get("then", True)]}
         otherwise = {"allOf": [unless, value.get("else", True)]}
         yield None if unless is None else {"anyOf": [then, otherwise]}
@@ -157,6 +247,28 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
         for name, wanted in part.items():
             then = {"required": wanted} if isinstance(wanted, list) else wanted
             yield {"anyOf": [{"properties": {name: False}}, then]}
+
+
+def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
+    """Negate an `if`, also by the other values that the schema around it allows of a property."""
+    unless = negated(condition)
+    if not isinstance(condition, dict) or unless is False:
+        return unless
+    members, outer = condition.get("properties"), schema.get("properties")
+    made = [] if unless is None else [unless]
+    if isinstance(members, dict) and isinstance(outer, dict):
+        for name, member in members.items():
+            values, others = _values_of(member), _values_of(outer.get(name)) or []
+            left = [value for value in others if value not in (values or ())]
+            if values is not None and left:
+                made.append(
+                    {"type": "object", "required": [name], "properties": {name: {"enum": left}}}
+                )
+    return {"anyOf": made} if made else None
+
+
+def _values_of(schema: Any) -> list[Any] | None:
+    return _values(schema) if isinstance(schema, dict) else None
 
 
 def negated(schema: Any, depth: int = 0) -> Any:
@@ -192,6 +304,10 @@ def negated(schema: Any, depth: int = 0) -> Any:
             made.append(None if None in opposites else {"allOf": opposites})
         elif key == "not":
             made.append(part)
+        elif key in ("const", "enum"):
+            kinds = {kind for one in _values({key: part}) or () for kind in kinds_of(one)}
+            left = [kind for kind in TYPES if kind not in kinds]
+            made.append({"type": left} if left else None)
         elif key not in _ANNOTATIONS:
             made.append(None)
     known = [part for part in made if part is not None and part is not False]
