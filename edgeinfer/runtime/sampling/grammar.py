@@ -25,6 +25,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
 from edgeinfer.runtime.sampling.json_schema import locate, normalise
+from edgeinfer.runtime.sampling.number_limit import DigitTokens, NumberLimit
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -85,10 +86,11 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 class TokenMatcher:
     """A request's position in its constraint. From the decode loop's thread alone."""
 
-    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_pointer", "_words")
+    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_numbers", "_pointer", "_words")
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Any, n_vocab: int, numbers: NumberLimit | None = None) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
+        self._numbers = numbers
         self._words = np.empty((n_vocab + 31) // 32, np.uint32)
         self._bits = self._words.view(np.uint8)
         self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
@@ -104,11 +106,16 @@ class TokenMatcher:
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
                 param="constraint",
             )
+        if self._numbers is not None:
+            self._numbers.forbid_into(forbidden)
         np.copyto(logits, -np.inf, where=forbidden)
 
     def accept(self, token: int) -> bool:
         """Advance by `token`; return False, without a change, if the constraint forbids it."""
-        return bool(self._matcher.try_consume_tokens([token]) == 1)
+        is_accepted = bool(self._matcher.try_consume_tokens([token]) == 1)
+        if is_accepted and self._numbers is not None:
+            self._numbers.accept(token)
+        return is_accepted
 
     def valid(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` may come next, in this order."""
@@ -130,12 +137,14 @@ class Compiled:
 
     _matcher: Any
     _n_vocab: int
+    _digits: DigitTokens | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> TokenMatcher:
         """Return a matcher at the beginning; 3 µs."""
         with self._lock:
-            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
+            numbers = None if self._digits is None else NumberLimit(self._digits)
+            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab, numbers)
 
 
 class Constraints:
@@ -147,6 +156,7 @@ class Constraints:
         self._cache_size = cache_size
         self._vocab: Vocab | None = None
         self._tokenizer: Any = None
+        self._digits: DigitTokens | None = None
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
         """Compile, or find what was compiled under the same `salt`: time must not leak requests.
@@ -169,7 +179,9 @@ class Constraints:
             raise UnsupportedConstraintError(
                 f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
             )
-        made = Compiled(self._build(constraint, self.prepare(vocab)), vocab.n_vocab)
+        matcher = self._build(constraint, self.prepare(vocab))
+        digits = self._digits if isinstance(constraint, JsonSchema) else None
+        made = Compiled(matcher, vocab.n_vocab, digits)
         with self._lock:
             self._cache[key] = made
             while len(self._cache) > self._cache_size:
@@ -181,6 +193,7 @@ class Constraints:
         with self._lock:
             if self._vocab is not vocab:
                 self._tokenizer = _token_table(vocab)
+                self._digits = DigitTokens(vocab)
                 self._vocab = vocab
                 self._cache.clear()
             return self._tokenizer

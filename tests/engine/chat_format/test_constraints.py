@@ -324,6 +324,41 @@ def test_schema_of_one_document_draws_its_text(constraints, vocab, schema, text)
     assert draw_text(constraints, vocab, JsonSchema(schema), 0) == text
 
 
+def _longest_draw(constraints, vocab, schema: dict[str, Any], *, favoured: bytes) -> str:
+    """A text that goes on with a `favoured` character where it may."""
+    matcher = constraints.compile(JsonSchema(schema), vocab).start()
+    text = b""
+    for _ in range(200):
+        logits = np.zeros(vocab.n_vocab, np.float32)
+        matcher.mask_into(logits)
+        allowed = [int(token) for token in np.flatnonzero(logits == 0)]
+        liked = [token for token in allowed if len(vocab.piece(token)) == 1]
+        liked = [token for token in liked if vocab.piece(token) in favoured] or liked or allowed
+        if liked[0] in vocab.eos_tokens or not matcher.accept(liked[0]):
+            break
+        text += vocab.piece(liked[0])
+        if matcher.is_done:
+            break
+    return text.decode()
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize("favoured", [b"7", b".7", b"e7", b"-7"])
+def test_numbers_end_after_17_digits(constraints, vocab, kind, favoured):
+    schema = CLOSED | {"properties": {"a": {"type": kind}}, "required": ["a"]}
+    text = _longest_draw(constraints, vocab, schema, favoured=favoured)
+    assert text.endswith("}")
+    assert len(text) < 40
+    json.loads(text)
+
+
+def test_digits_of_texts_and_of_needed_numbers_go_on(constraints, vocab):
+    long = {"type": "string", "pattern": "^7{40}$"}
+    schema = CLOSED | {"properties": {"a": long, "n": {"const": 10**25}}, "required": ["a", "n"]}
+    text = _longest_draw(constraints, vocab, schema, favoured=b"7")
+    assert json.loads(text) == {"a": "7" * 40, "n": 10**25}
+
+
 def test_refused_token_changes_nothing(constraints, vocab):
     matcher = constraints.compile(Choice(("yes", "no")), vocab).start()
     (no,) = vocab.tokenize("no")
