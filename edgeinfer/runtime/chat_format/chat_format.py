@@ -37,6 +37,7 @@ from edgeinfer.runtime.chat_format.templates import (
     TRANSCRIPT_STOP,
     ChatTemplate,
     choose,
+    load_untrusted,
     read_arguments,
 )
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
@@ -79,6 +80,7 @@ class TemplateFacts:
 
     `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
     template leaves it out. `guard_content`: control tokens come from the template alone.
+    `tool_template`: what the file has for conversations with tools (Command R, Hermes 2 Pro), or "".
     """
 
     template: str
@@ -87,6 +89,7 @@ class TemplateFacts:
     bos_text: str
     eos_text: str
     vocab: Vocab
+    tool_template: str = ""
     add_bos: bool = False
     guard_content: bool = True
 
@@ -100,7 +103,11 @@ def load_chat_format(facts: TemplateFacts) -> ChatFormat:
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
-    return ChatFormat(facts, template, reason)
+    for_tools = None
+    if facts.tool_template:
+        tool_template = load_untrusted(facts.tool_template, facts.bos_text, facts.eos_text)
+        for_tools = ChatFormat(facts, tool_template, "the model's own, for tools")
+    return ChatFormat(facts, template, reason, for_tools)
 
 
 def _has_chatml(vocab: Vocab) -> bool:
@@ -112,8 +119,15 @@ def _has_chatml(vocab: Vocab) -> bool:
 class ChatFormat:
     """A model's chat format: prompts, parsers, constraints. Any thread."""
 
-    def __init__(self, facts: TemplateFacts, template: ChatTemplate, reason: str) -> None:
+    def __init__(
+        self,
+        facts: TemplateFacts,
+        template: ChatTemplate,
+        reason: str,
+        for_tools: ChatFormat | None = None,
+    ) -> None:
         self._facts = facts
+        self._for_tools = for_tools
         self._template = template
         self._is_transcript = template.source == TRANSCRIPT
         self._form, self._form_reason = detect_format(template.source, facts.architecture, facts.name)
@@ -127,6 +141,8 @@ class ChatFormat:
     @property
     def tool_format(self) -> str:
         """The family its calls are parsed as; "" for a model without a chat template."""
+        if self._for_tools is not None:
+            return self._for_tools.tool_format
         return "" if self._is_transcript else self._form.name
 
     @property
@@ -146,6 +162,8 @@ class ChatFormat:
 
     def render(self, request: GenerateRequest) -> str:
         """Render the prompt for `tokenize`, with its marks and markers. Raises InvalidRequestError."""
+        if self._for_tools is not None and self._tools(request):
+            return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
             messages = self._places.marked(request.messages)
             request = msgspec.structs.replace(request, messages=messages)
@@ -185,6 +203,8 @@ class ChatFormat:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
+        if self._for_tools is not None and tools:
+            return self._for_tools.prepare(request)
         prompt = self.render(request)
         span = self._span
         constraint, certain = self._constraint(request, tools)

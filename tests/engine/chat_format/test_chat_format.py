@@ -139,6 +139,18 @@ def test_choices_are_reported_with_reasons():
     assert load().choices["chat_template"].value == "transcript"
 
 
+def test_template_for_tools_is_used_with_tools_alone():
+    made = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
+    assert made.tool_format == "qwen-xml"
+    assert "<function=NAME>" in made.prepare(request_of(tools=(WEATHER,))).prompt
+    none = request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
+    for request in (request_of(), none):
+        assert made.prepare(request).prompt == load("smollm2").prepare(request).prompt
+    call = write_call(FAMILIES["qwen-xml"], "get_weather", '{"city": "Rome"}')
+    events = parsed(made.prepare(request_of(tools=(WEATHER,))).parser, call)
+    assert events[0].name == "get_weather"
+
+
 def test_bos_is_added_if_the_model_wants_it_and_the_template_lacks_it():
     assert load("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
     assert load("qwen25").render(request_of()).startswith("<|im_start|>")
