@@ -242,7 +242,7 @@ def _at_keyword(place: str, words: str) -> tuple[str, str]:
         return f"{place}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if words.startswith("Resource '"):
         return f"{place}/$ref", "other documents are not read"
-    if pointer := re.match(r"Pointer '(.*)' does not exist", words):
+    if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", words):
         return f"{place}/$ref", f"#{pointer[1]} is missing, or allows nothing"
     named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", words)
     key = named and next(filter(None, named.groups()))

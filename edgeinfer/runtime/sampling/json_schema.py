@@ -38,8 +38,6 @@ _ANNOTATIONS = (
     *("$defs", "definitions", "deprecated", "readOnly", "writeOnly", "then", "else"),
 )
 _DRAFT_4 = "http://json-schema.org/draft-04/schema"
-#: What a schema without an `$id` is called beside one of its parts.
-_ROOT_ID = "urn:edgeinfer:schema"
 
 
 def _refuse(place: str, why: str) -> UnsupportedConstraintError:
@@ -355,6 +353,19 @@ def normalise(schema: Any) -> dict[str, Any]:
     return normaliser.root
 
 
+def _moved(schema: Any) -> Any:
+    """Copy a schema for a place under `#/$defs/root`: its references go there."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copied = {key: _moved(part) for key, part in schema.items()}
+    reference = copied.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        copied["$ref"] = f"#/$defs/root{reference[1:]}"
+    return copied
+
+
 def locate(
     root: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
@@ -363,8 +374,8 @@ def locate(
     `complaint` compiles a schema and returns its error, or "". The root, if `seconds` do not suffice.
     """
     end = time.monotonic() + seconds
-    root = {"$id": _ROOT_ID, **root}
-    base = str(root["$id"]).rstrip("#")
+    draft = {"$schema": root["$schema"]} if "$schema" in root else {}
+    moved = {key: part for key, part in _moved(root).items() if key not in ("$schema", "$id")}
     whole = complaint(root)
     place, words = "#", whole
     seen = {place}
@@ -375,7 +386,8 @@ def locate(
         child, part = found
         if child not in seen and part is not False:
             seen.add(child)
-            wrong = complaint({"$ref": f"{base}#{quote(child[1:])}", "$defs": {"root": root}})
+            reference = {"$ref": f"#/$defs/root{quote(child[1:])}"}
+            wrong = complaint({**draft, **reference, "$defs": {"root": moved}})
             if wrong:
                 place, words = child, wrong
                 children = _children(part, place, root) if isinstance(part, dict) else iter(())

@@ -87,7 +87,8 @@ def _escaped(character: str) -> str:
 def without_look_aheads(pattern: str) -> list[str] | None:
     """Return patterns that together mean `pattern`, whose look-aheads stand at its start.
 
-    None if that cannot be said. `(?!^[class]*$)` asks for a character that is not of the class.
+    None if that cannot be said. `(?!^[class]*$)` asks for a character that is not of the class, and
+    `(?![class])` for one at the beginning, if there is any.
     """
     parts, left = [], pattern
     anchor = "^" if pattern.startswith("^") else ""
@@ -100,6 +101,8 @@ def without_look_aheads(pattern: str) -> list[str] | None:
             parts.append(f"^(?:{inside.removeprefix('^')})")
         elif only := re.fullmatch(r"\^?\[([^\]\\^]*)\][*+]?\$", inside):
             parts.append(f"[^{only[1]}]")
+        elif first := re.fullmatch(r"\^?(?:\[([^\]\\^]+)\]|([\w-]))", inside):
+            parts.append(f"^(?:[^{first[1] or first[2]}][\\s\\S]*)?$")
         else:
             return None
         left = left[end + 1 :]

@@ -74,13 +74,31 @@ def test_doubling_references_to_false_are_refused(constraints, vocab, link):
     with preparing(5), pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(chain(40, link, False)), vocab)
     assert caught.value.param.startswith("#/$defs/a39/")
-    assert "#/$defs/a40 is missing, or allows nothing" in caught.value.message
+    assert "schema is false" in caught.value.message
 
 
 @pytest.mark.parametrize("link", [lambda ref: ref, *DOUBLING.values()])
 def test_chain_of_3000_references_compiles(constraints, vocab, link):
     with preparing(10):
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
+
+
+@pytest.mark.parametrize("draft", [{}, {"$schema": "http://json-schema.org/draft-04/schema#"}])
+def test_refusal_names_the_true_cause_beside_references(draft):
+    """A definition that is there was called missing, in place of what could not be enforced."""
+    tags = {"type": "array", "items": {"$ref": "#/definitions/tag"}, "uniqueItems": True}
+    definitions = {"tag": {"type": "string"}, "tags": tags}
+    members = {"ok": {"$ref": "#/definitions/tag"}, "tags": {"$ref": "#/definitions/tags"}}
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        check_schema({**draft, "type": "object", "properties": members, "definitions": definitions})
+    assert caught.value.param == "#/definitions/tags/uniqueItems"
+
+
+def test_circle_beside_other_keywords_is_named_as_such():
+    circle = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a", "required": ["n"]}}}
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        check_schema({"$ref": "#/$defs/a", "$defs": {"a": circle}})
+    assert "it refers to itself" in caught.value.message
 
 
 def test_compilation_ends_at_its_deadline(constraints, vocab):

@@ -1,5 +1,6 @@
 """Patterns against a second engine: what a grammar accepts, Python's `re` matches too."""
 
+import itertools
 import json
 import random
 import re
@@ -82,4 +83,17 @@ def test_look_aheads_in_the_middle_are_not_said():
     assert patterns.without_look_aheads("^a(?=b)c$") is None
     assert patterns.without_look_aheads("(?=b)c") is None
     assert patterns.without_look_aheads("^(?=a[)(]b)(?=c)d$") == ["^(?:a[)(]b)", "^(?:c)", "^d$"]
-    assert patterns.without_look_aheads("^(?!a)b$") is None
+    assert patterns.without_look_aheads("^(?!ab)b$") is None
+    assert patterns.without_look_aheads("^(?!-)b$") == ["^(?:[^-][\\s\\S]*)?$", "^b$"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^(?!-)[-a-z]{1,3}$", "^(?![x-z])(?=.{2}$)[a-z]+$", "^(?!^[-+.]*$)[-+.ab]*$", "^(?!^x)[x-z]*$"],
+)
+def test_look_aheads_are_those_of_the_second_engine(pattern):
+    grammar = schema_grammar(check_schema({"type": "string", "pattern": pattern}))
+    for length in range(4):
+        for letters in itertools.product("-+xabz", repeat=length):
+            text = "".join(letters)
+            assert _accepts(grammar, json.dumps(text)) is bool(re.search(pattern, text)), text
