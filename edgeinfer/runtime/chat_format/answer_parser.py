@@ -61,6 +61,12 @@ class AnswerParser:
             self._phase = "thinking"
         begin = tuple(marker for marker in self._form.begin if not marker.startswith(FENCE))
         self._ends_of_reasoning = (self._span.close, *begin)
+        self._steps = {
+            "start": self._start,
+            "thinking": self._think,
+            "closed": self._skip_space,
+            "answer": self._outside,
+        }
         self.special_tokens = special_tokens
         self.n_broken_calls = 0
         self._events: list[Parsed] = []
@@ -112,16 +118,10 @@ class AnswerParser:
         return [*events, *self._parse()]
 
     def _parse(self) -> Sequence[Parsed]:
-        steps = {
-            "start": self._start,
-            "thinking": self._think,
-            "closed": self._skip_space,
-            "answer": self._outside,
-        }
-        while self._inside_section() if self._section is not None else steps[self._phase]():
+        while self._inside_section() if self._section is not None else self._steps[self._phase]():
             pass
         events, self._events = self._events, []
-        return _merged(events)
+        return _merged(events) if len(events) > 1 else events
 
     # the steps: each says whether there is more to do
 

@@ -6,6 +6,7 @@ heights in metres, 4 ran through `1.8000000447…` to the end of the answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,10 +23,9 @@ _EXPONENT_DIGITS = 3
 class DigitTokens:
     """Which tokens of a vocabulary begin with a digit."""
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: Vocab, pieces: Sequence[bytes]) -> None:
         self.vocab = vocab
-        begins = (piece[:1].isdigit() for piece in vocab.marked_pieces())
-        self.mask = np.fromiter(begins, np.bool_, vocab.n_vocab)
+        self.mask = np.fromiter((piece[:1].isdigit() for piece in pieces), np.bool_, len(pieces))
 
 
 class NumberLimit:
@@ -47,7 +47,10 @@ class NumberLimit:
 
     def accept(self, token: int) -> None:
         """Note the characters of the next token."""
-        for character in self._tokens.vocab.piece(token):
+        piece = self._tokens.vocab.piece(token)
+        if self._is_text and not self._is_escaped and b'"' not in piece and b"\\" not in piece:
+            return
+        for character in piece:
             if self._is_text:
                 self._note_text(character)
             elif 0x30 <= character <= 0x39:
