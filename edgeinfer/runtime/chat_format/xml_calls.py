@@ -27,6 +27,8 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKER = re.compile("|".join((*_OPENERS, *_OPENERS.values())))
+#: What follows the closer of a value.
+_ENDED = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _LONGEST = max(map(len, _OPENERS))
 #: A scalar has fewer characters; a longer value is a text.
 _MAX_SCALAR = 64
@@ -187,13 +189,15 @@ class XmlSection:
                 break
             value.seen = end
             if marker[0] == PARAMETER:
-                value.depth += 1
-            if verdict == "end" and value.depth == 0:
+                value.openers.append(end)
+            if verdict == "end" and not value.openers:
                 return marker.start()
             if verdict != "no":
-                value.ends.append((marker.start(), value.depth, verdict, marker[0]))
-            if marker[0] == END_PARAMETER and value.depth:
-                value.depth -= 1
+                value.ends.append((marker.start(), len(value.openers), marker[0]))
+            if marker[0] == END_PARAMETER and value.openers:
+                is_of_line = "\n" not in self._raw[value.openers[-1] : end]
+                if is_of_line or _ENDED.match(self._raw, end):
+                    value.openers.pop()
         else:
             value.seen = max(value.seen, len(self._raw) - _LONGEST)
         return self._best_end() if self._ended else None
@@ -258,11 +262,10 @@ class XmlSection:
             return None
         ends = [end for end in self._value.ends if not self._dangles(end[0])]
         rows = (
-            [at for at, depth, _, kind in ends if kind == END_PARAMETER and not depth],
-            [at for at, _, _, kind in ends if kind == PARAMETER],
-            [at for at, _, _, kind in ends if kind == END_PARAMETER],
-            [at for at, _, _, kind in ends if kind == END_FUNCTION],
-            [at for at, _, _, kind in reversed(self._value.ends) if kind == END_PARAMETER],
+            [at for at, depth, kind in ends if kind == END_PARAMETER and not depth],
+            [at for at, _, kind in ends if kind != END_FUNCTION],
+            [at for at, _, kind in ends if kind == END_FUNCTION],
+            [at for at, _, kind in reversed(self._value.ends) if kind == END_PARAMETER],
         )
         return next((row[0] for row in rows if row), None)
 
@@ -273,6 +276,10 @@ class XmlSection:
             n_open[PARAMETER] = 0
         for marker in _MARKER.finditer(self._raw, at):
             opener = _OPENERS.get(marker[0], "")
+            if n_open[PARAMETER] and PARAMETER not in (opener, marker[0]):
+                continue  # within a value
+            if marker[0] == END_PARAMETER and not _ENDED.match(self._raw, marker.end()):
+                continue
             n_open[opener or marker[0]] += -1 if opener else 1
             if opener and n_open[opener] < 0:
                 return True
@@ -314,9 +321,10 @@ class _Value:
     def __init__(self, start: int, kinds: frozenset[str]) -> None:
         self.start = self.seen = start
         self.kinds = kinds
-        self.depth = 0
-        #: (place, depth, verdict, marker) of what may be its end.
-        self.ends: list[tuple[int, int, Verdict, str]] = []
+        #: Places after the `<parameter=` inside it that are not closed.
+        self.openers: list[int] = []
+        #: (place, number of openers, marker) of what may be its end.
+        self.ends: list[tuple[int, int, str]] = []
         self.is_named = False
         self._n_sent = 0
         self._quote: str | None = None

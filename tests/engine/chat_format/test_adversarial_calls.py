@@ -112,6 +112,13 @@ def test_arguments_with_every_marker_are_forwarded_whole(family):
             assert read(family, pieces) == expected, (text, pieces)
 
 
+def test_opener_alone_in_a_text_does_not_take_the_closer_of_the_text():
+    args = {"old": "<parameter=path> and", "n": 85, "new": '"q"'}
+    text = written("qwen-xml", "edit", args)
+    for pieces in splits(text, random.Random(1)):
+        assert read("qwen-xml", pieces) == ("", "", [("edit", args)])
+
+
 @pytest.mark.parametrize("family", NOTATIONS)
 def test_several_calls_after_words_are_all_forwarded(family):
     rng = random.Random(f"several {family}")
