@@ -495,6 +495,12 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
     assert TextDelta in seen
 
 
+def test_answer_of_a_constraint_that_looks_like_a_call_is_no_certain_call():
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>'
+    request = request_of(tools=(WEATHER,), constraint=Choice((text,)))
+    assert parsed(load("hermes3").prepare(request).parser, text) == [TextDelta(text)]
+
+
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
     events = list(engine.submit(request_of(sampling=Sampling(temperature=1.0, seed=3), **fields)))
     return events[:-1], events[-1]
