@@ -219,10 +219,10 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return closed if isinstance(closed, dict) else schema
 
 
-@lru_cache(maxsize=256)
-def _fault_of(source: bytes, salt: str) -> tuple[str, str] | None:
+@lru_cache(maxsize=512)
+def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
     try:
-        check_schema(msgspec.json.decode(source))
+        check_schema(arguments_schema(Tool(name="", parameters=msgspec.json.decode(parameters))))
     except UnsupportedConstraintError as error:
         return error.param or "#", error.message
     return None
@@ -233,7 +233,7 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 
     Cached by `salt`: the time it takes must not tell one client what another asked for.
     """
-    return _fault_of(msgspec.json.encode(arguments_schema(tool)), salt)
+    return _fault_of(msgspec.json.encode(tool.parameters), salt)
 
 
 def _closed(schema: Any, depth: int, *, joined: bool) -> Any:
