@@ -368,6 +368,7 @@ def template_facts(files: ModelFiles, options: LoadOptions, loaded: LlamaModel) 
     vocab, meta = loaded.vocab, loaded.meta
     return TemplateFacts(
         template=files.chat_template or loaded.chat_template(),
+        tool_template="" if files.chat_template else loaded.chat_template("tool_use"),
         architecture=meta.get("general.architecture", ""),
         name=files.name,
         bos_text=vocab.text(vocab.bos),

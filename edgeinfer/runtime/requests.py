@@ -42,11 +42,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function the model may call; `parameters` is a JSON schema."""
+    """A function the model may call; `parameters` is a JSON schema.
+
+    A `strict` one refuses a required call if its schema cannot be enforced; of any other, the arguments
+    are then any JSON object.
+    """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
+    strict: bool = False
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):

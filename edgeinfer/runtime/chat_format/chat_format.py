@@ -1,7 +1,7 @@
 """Turn a request's messages into a prompt, a constraint and a parser of the answer.
 
-The engine's entry point is `load_chat_format`. `templates` renders prompts, `tool_call_parser` and
-`reasoning` parse answers, and `sampling.grammar` constrains them. Per `tool_choice`:
+The engine's entry point is `load_chat_format`. `templates` renders prompts, `answer_parser`
+parses answers, and `sampling.grammar` constrains them. Per `tool_choice`:
 
 - none: the prompt shows no tools, and the answer is text.
 - auto: the answer is free, but a call that was begun with the family's marker follows the tool's schema
@@ -27,8 +27,9 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, unmarked
-from edgeinfer.runtime.chat_format.reasoning import ReasoningParser, ReasoningSpan, is_open
+from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
     CHATML,
@@ -36,15 +37,16 @@ from edgeinfer.runtime.chat_format.templates import (
     TRANSCRIPT_STOP,
     ChatTemplate,
     choose,
+    load_untrusted,
+    read_arguments,
 )
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
-from edgeinfer.runtime.chat_format.tool_call_grammar import arguments_schema, example
-from edgeinfer.runtime.chat_format.tool_call_parser import CallParser
+from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool
-from edgeinfer.runtime.sampling.grammar import Lark, check_schema, lark_parts, quoted
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
+from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quoted
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -66,7 +68,7 @@ class Prepared:
     """
 
     prompt: str
-    parser: ReasoningParser | None = None
+    parser: AnswerParser | None = None
     constraint: Constraint | Lark | None = None
     reasoning_close: str = ""
     stop: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ class TemplateFacts:
 
     `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
     template leaves it out. `guard_content`: control tokens come from the template alone.
+    `tool_template`: what the file has for conversations with tools (Command R, Hermes 2 Pro), or "".
     """
 
     template: str
@@ -86,6 +89,7 @@ class TemplateFacts:
     bos_text: str
     eos_text: str
     vocab: Vocab
+    tool_template: str = ""
     add_bos: bool = False
     guard_content: bool = True
 
@@ -99,7 +103,11 @@ def load_chat_format(facts: TemplateFacts) -> ChatFormat:
     except ModelLoadError as error:
         hint = "give the model another template: `chat_template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
-    return ChatFormat(facts, template, reason)
+    for_tools = None
+    if facts.tool_template:
+        tool_template = load_untrusted(facts.tool_template, facts.bos_text, facts.eos_text)
+        for_tools = ChatFormat(facts, tool_template, "the model's own, for tools")
+    return ChatFormat(facts, template, reason, for_tools)
 
 
 def _has_chatml(vocab: Vocab) -> bool:
@@ -111,8 +119,15 @@ def _has_chatml(vocab: Vocab) -> bool:
 class ChatFormat:
     """A model's chat format: prompts, parsers, constraints. Any thread."""
 
-    def __init__(self, facts: TemplateFacts, template: ChatTemplate, reason: str) -> None:
+    def __init__(
+        self,
+        facts: TemplateFacts,
+        template: ChatTemplate,
+        reason: str,
+        for_tools: ChatFormat | None = None,
+    ) -> None:
         self._facts = facts
+        self._for_tools = for_tools
         self._template = template
         self._is_transcript = template.source == TRANSCRIPT
         self._form, self._form_reason = detect_format(template.source, facts.architecture, facts.name)
@@ -126,6 +141,8 @@ class ChatFormat:
     @property
     def tool_format(self) -> str:
         """The family its calls are parsed as; "" for a model without a chat template."""
+        if self._for_tools is not None:
+            return self._for_tools.tool_format
         return "" if self._is_transcript else self._form.name
 
     @property
@@ -145,6 +162,8 @@ class ChatFormat:
 
     def render(self, request: GenerateRequest) -> str:
         """Render the prompt for `tokenize`, with its marks and markers. Raises InvalidRequestError."""
+        if self._for_tools is not None and self._tools(request):
+            return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
             messages = self._places.marked(request.messages)
             request = msgspec.structs.replace(request, messages=messages)
@@ -184,6 +203,8 @@ class ChatFormat:
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
+        if self._for_tools is not None and tools:
+            return self._for_tools.prepare(request)
         prompt = self.render(request)
         span = self._span
         constraint, certain = self._constraint(request, tools)
@@ -236,60 +257,57 @@ class ChatFormat:
             return request.constraint, False
         mode = request.tool_choice.mode
         if request.constraint is not None and mode == "auto":
-            return self._call_or_answer(request, request.constraint, tools)
+            return self._call_or_answer(request, request.constraint), False
         if mode == "auto" and not self._template.traits.tools:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
             found = self._grammars.get(key)
         if found is None:
-            found = self._grammar(request, tools)
+            found = self._grammar(request)
             with self._lock:
                 self._grammars[key] = found
                 while len(self._grammars) > _KEPT:
                     self._grammars.popitem(last=False)
         return found
 
-    def _call_or_answer(
-        self, request: GenerateRequest, constraint: Constraint, tools: tuple[Tool, ...]
-    ) -> tuple[Lark, bool]:
-        _check_tools(tools)
+    def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
+        """Return a grammar of calls or the answer, which may look like a call: none is certain."""
         made = tool_call_grammar.or_answer(
-            self._form, tools, self._facts.vocab, several=request.tool_choice.parallel
+            self._form,
+            _enforced(request, may_refuse=True),
+            self._facts.vocab,
+            several=request.tool_choice.parallel,
         )
-        return Lark(made.source, (("answer", lark_parts(constraint)[0]),)), not self._form.bare
+        return Lark(made.source, (("answer", lark_parts(constraint)[0]),))
 
-    def _grammar(self, request: GenerateRequest, tools: tuple[Tool, ...]) -> tuple[Lark | None, bool]:
+    def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
-        try:
-            _check_tools(tools)
-        except UnsupportedConstraintError:
-            if choice.mode == "auto":
-                return None, False
-            raise
+        tools = _enforced(request, may_refuse=choice.mode != "auto")
         if choice.mode == "auto":
             made = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
             span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
             return (None, False) if made is None or span is not None else (made, True)
-        if choice.mode == "named":
-            tools = tuple(tool for tool in tools if tool.name == choice.name)
         several = choice.mode == "required" and choice.parallel
         return tool_call_grammar.required(self._form, tools, vocab, several=several), True
 
-    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> ReasoningParser | None:
+    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> AnswerParser | None:
         if self._is_transcript and not tools:
             return None
         vocab = self._facts.vocab
-        calls = None
-        if tools:
-            schemas = {tool.name: tool.parameters for tool in tools}
-            special = tool_call_grammar.needs_special(self._form, vocab)
-            calls = CallParser(self._form, schemas, certain=certain, special_tokens=special)
-        spans = (
+        has_special_span = (
             self.can_think
             and tool_call_grammar.control_token(_first_part(self._span.open), vocab) is not None
         )
-        return ReasoningParser(self._span, calls, opened=opened, special_tokens=spans)
+        return AnswerParser(
+            self._form,
+            {tool.name: tool.parameters for tool in tools},
+            span=self._span,
+            opened=opened,
+            certain=certain,
+            special_tokens=has_special_span
+            or (bool(tools) and tool_call_grammar.needs_special(self._form, vocab)),
+        )
 
     def _adapted(self, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
         traits = self._template.traits
@@ -307,15 +325,45 @@ def _first_part(marker: str) -> str:
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
-def _check_tools(tools: Sequence[Tool]) -> None:
-    for i, tool in enumerate(tools):
-        try:
-            check_schema(arguments_schema(tool))
-        except UnsupportedConstraintError as error:
-            place = f"tools[{i}].parameters{error.param or ''}"
-            raise UnsupportedConstraintError(
-                f"tool {tool.name}: {error.message}", param=place
-            ) from error
+def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
+    """Return the tools that the answer may call, with their places."""
+    choice = request.tool_choice
+    named = choice.name if choice.mode == "named" else None
+    tools = request.tools if choice.mode != "none" else ()
+    return [(i, tool) for i, tool in enumerate(tools) if named in (None, tool.name)]
+
+
+def _enforced(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
+    """Return the callable tools; of one whose schema cannot be enforced, arguments are any object.
+
+    Raises UnsupportedConstraintError for a strict one of them if it `may_refuse`.
+    """
+    tools = []
+    for i, tool in _callable(request):
+        fault = tool_call_grammar.schema_fault(tool, request.cache_salt)
+        if fault and tool.strict and may_refuse:
+            place = f"tools[{i}].parameters{fault[0]}"
+            raise UnsupportedConstraintError(f"tool {tool.name}: {fault[1]}", param=place)
+        loose = {"type": "object", "additionalProperties": True}
+        tools.append(msgspec.structs.replace(tool, parameters=loose) if fault else tool)
+    return tuple(tools)
+
+
+def loosened(request: GenerateRequest) -> list[str]:
+    """Return the places of tool schemas that are not enforced, and of broken earlier arguments."""
+    with preparing():
+        faults = [
+            (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
+        ]
+    calls = (
+        (f"messages[{i}].tool_calls[{n}].arguments", call)
+        for i, message in enumerate(request.messages)
+        for n, call in enumerate(message.tool_calls)
+    )
+    return [
+        *(f"tools[{i}].parameters{fault[0]}" for i, fault in faults if fault),
+        *(place for place, call in calls if read_arguments(call) == call.arguments),
+    ]
 
 
 def _after_reasoning(

@@ -170,17 +170,27 @@ class ChatTemplate:
         options: dict[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render; if refused, again with one call per turn and turns of one role joined."""
-        shaped = shape(messages, self.traits)
+        """Render; a template that refuses broken arguments of an earlier call gets {} for them."""
         variables = {**options, "add_generation_prompt": add_generation_prompt}
         if tools:
             variables["tools"] = [tool_dict(tool) for tool in tools]
+        unbroken = tuple(map(_without_broken_arguments, messages))
+        try:
+            return self._render_turns(shape(messages, self.traits), variables)
+        except InvalidRequestError:
+            if unbroken == tuple(messages):
+                raise
+        return self._render_turns(shape(unbroken, self.traits), variables)
+
+    def _render_turns(self, shaped: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Render; if refused, again with one call per turn, and with joined or alternating turns."""
         try:
             return self.render_raw(shaped, variables)
         except _TEMPLATE_FAILURES as error:
-            for mended in (split_calls(shaped), join_turns(shaped), join_turns(split_calls(shaped))):
+            split = split_calls(shaped)
+            for mended in (split, join_turns(shaped), join_turns(split), alternate_turns(split)):
                 try:
-                    if len(mended) != len(shaped):
+                    if mended != shaped:
                         return self.render_raw(mended, variables)
                 except _TEMPLATE_FAILURES:
                     continue  # the first failure is the one that speaks of what was asked
@@ -443,17 +453,31 @@ def _call_id(call_id: str, traits: TemplateTraits) -> str:
 def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
     arguments: Any = call.arguments
     if not traits.string_arguments:
-        try:
-            arguments = msgspec.json.decode(call.arguments or "{}")
-        except msgspec.DecodeError as error:
-            raise InvalidRequestError(
-                f"the arguments of the call to {call.name} are not JSON: {error}", param="messages"
-            ) from error
+        arguments = read_arguments(call)
     return {
         "id": _call_id(call.id, traits),
         "type": "function",
         "function": {"name": call.name, "arguments": arguments},
     }
+
+
+def read_arguments(call: ToolCall) -> dict[str, Any] | str:
+    """Return the arguments of an earlier call, {} for other JSON; a text that is not JSON as it is."""
+    try:
+        arguments = msgspec.json.decode(call.arguments or "{}")
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return call.arguments
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _without_broken_arguments(message: Message) -> Message:
+    calls = tuple(
+        msgspec.structs.replace(call, arguments="{}")
+        if read_arguments(call) == call.arguments
+        else call
+        for call in message.tool_calls
+    )
+    return msgspec.structs.replace(message, tool_calls=calls)
 
 
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -492,16 +516,14 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split a turn of several calls into turns of one, each followed by its own result."""
+    """Split a turn of several calls into turns of one; the result of a call directly follows it."""
     results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
     split: list[dict[str, Any]] = []
     placed: set[str] = set()
     for message in shaped:
         calls = message.get("tool_calls", ())
-        if len(calls) < 2:
-            if message.get("tool_call_id") not in placed:
-                split.append(message)
-            continue
+        if not calls and message.get("tool_call_id") not in placed:
+            split.append(message)
         content = message["content"]
         for call in calls:
             split.append({**message, "content": content, "tool_calls": [call]})
@@ -510,3 +532,20 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 split.append(results[call["id"]])
                 placed.add(call["id"])
     return split
+
+
+def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join turns of one role, and put empty turns where user and assistant do not alternate.
+
+    Calls and results do not count: Mistral's templates skip them, others refuse none.
+    """
+    turns: list[dict[str, Any]] = []
+    expected = "user"
+    for message in join_turns(shaped):
+        role = message["role"]
+        if role in ("user", "assistant") and not message.get("tool_calls"):
+            if role != expected:
+                turns.append({"role": expected, "content": ""})
+            expected = "assistant" if role == "user" else "user"
+        turns.append(message)
+    return turns

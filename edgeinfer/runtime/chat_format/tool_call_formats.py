@@ -12,9 +12,14 @@ for it. deepseek: R1 and its distillations. qwen-xml: Qwen3-Coder and 3.5. lfm: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+#: Schemas of the arguments by the tool's name.
+Tools = Mapping[str, Mapping[str, Any]]
+#: The longest name, and the most that may stand between a name and its arguments, characters.
+MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,9 @@ DEEPSEEK = ToolFormat(
     name_ends=("\n",),
     skip=("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>"),
 )
-QWEN_XML = ToolFormat(name="qwen-xml", begin=("<tool_call>",), end="</tool_call>", inner="xml")
+QWEN_XML = ToolFormat(
+    name="qwen-xml", begin=("<tool_call>", "<function="), end="</tool_call>", inner="xml"
+)
 LFM = ToolFormat(name="lfm", begin=("<|tool_call_start|>",), end="<|tool_call_end|>", inner="python")
 GENERIC = ToolFormat(
     name="generic",

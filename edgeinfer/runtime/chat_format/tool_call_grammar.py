@@ -8,8 +8,13 @@ MAX_CALLS calls: a small model does not stop by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds, property_schemas
 from edgeinfer.runtime.chat_format.tool_call_formats import (
     GEMMA,
     GENERIC,
@@ -19,7 +24,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     ToolFormat,
 )
 from edgeinfer.runtime.requests import Tool
-from edgeinfer.runtime.sampling.grammar import Lark, inline_schema, quoted
+from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quoted
 from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -56,9 +61,9 @@ def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: 
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
     """Return a grammar of any text in which the family's marker begins a well-formed call.
 
-    None if calls have no marker of their own, or are not JSON: the model is left free.
+    None if calls have no marker of their own, or are Python: the model is left free.
     """
-    if form.bare or not form.begin or form.inner != "json":
+    if form.bare or not form.begin or form.inner == "python":
         return None
     token = control_token(form.begin[0], vocab)
     body = _section(form, vocab, several=several and form.parallel)
@@ -99,7 +104,12 @@ def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
 
 def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
     rules = ["call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+    if form.inner == "xml":
+        rules += _XML_VALUE
     for i, tool in enumerate(tools):
+        if form.inner == "xml":
+            rules += _xml_call(i, tool)
+            continue
         rules += [
             f"call{i}: {_call(form, tool, f'args{i}', vocab)}",
             f"args{i}: {inline_schema(arguments_schema(tool))}",
@@ -119,8 +129,64 @@ def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
     return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
 
 
+#: A text may show calls: each `<parameter=` inside it takes one of the closers that follow.
+_XML_VALUE = (
+    "xvalue: xend | xopen xvalue xvalue",
+    'xend[lazy]: /(?s:.*)/ "\\n</parameter>\\n"',
+    'xopen[lazy]: /(?s:.*)/ "<parameter="',
+)
+
+
+def _xml_call(i: int, tool: Tool) -> list[str]:
+    """Return the rules of one tool's call: parameters in the schema's order, text or JSON each."""
+    schema = arguments_schema(tool)
+    required = schema.get("required")
+    rules, terms = [], []
+    for n, key in enumerate(property_schemas(schema)):
+        is_required = isinstance(required, list) and key in required
+        terms.append(f"x{i}p{n}" if is_required else f"x{i}p{n}?")
+        opening = quoted(f"<parameter={key}>\n")
+        rules.append(f"x{i}p{n}: {opening} {_xml_value(schema, key)}")
+    if not terms and schema != _EMPTY:
+        terms = [f"x{i}any*"]
+        rules.append(f'x{i}any: "<parameter=" /[^<>\\n]{{1,64}}/ ">\\n" xvalue')
+    head = quoted(f"<function={tool.name}>\n")
+    return [f'call{i}: {head} {" ".join(terms)} "</function>"', *rules]
+
+
+def _xml_value(schema: dict[str, Any], key: str) -> str:
+    end = quoted("\n</parameter>\n")
+    parts = property_schemas(schema)[key]
+    kinds = parameter_kinds(schema, key)
+    if "string" not in kinds:
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        json_schema = {**shared, **parts[0]} if len(parts) == 1 else {}
+        try:
+            return f"{inline_schema(check_schema(json_schema))} {end}"
+        except UnsupportedConstraintError:
+            return f"{inline_schema({'type': sorted(kinds)})} {end}"
+    options = parts[0].get("enum") if isinstance(parts[0], dict) else None
+    if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+        return f"({' | '.join(map(quoted, options))}) {end}"
+    return "xvalue"
+
+
+def _write_xml_call(name: str, arguments: str) -> str:
+    try:
+        members = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        members = {"arguments": arguments}
+    parameters = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json_text(value)}\n</parameter>\n"
+        for key, value in members.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     """Write a call as the family does, for earlier turns and as an example."""
+    if form.inner == "xml":
+        return _write_xml_call(name, arguments)
     if form.named and form.end:
         opening = f"{form.begin[0]}{form.skip[0]}{form.skip[1]}"
         return f"{opening}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
@@ -129,7 +195,7 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
     if form.bare:
         return call
-    before, behind = ("\n", "\n") if form in (HERMES, QWEN_XML) else ("[", "]")
+    before, behind = ("\n", "\n") if form is HERMES else ("[", "]")
     return f"{form.begin[0]}{before}{call}{behind}{form.end}"
 
 
@@ -151,6 +217,23 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
         return _EMPTY
     closed = _closed(schema, 0, joined=False)
     return closed if isinstance(closed, dict) else schema
+
+
+@lru_cache(maxsize=512)
+def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
+    try:
+        check_schema(arguments_schema(Tool(name="", parameters=msgspec.json.decode(parameters))))
+    except UnsupportedConstraintError as error:
+        return error.param or "#", error.message
+    return None
+
+
+def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
+    """Return (place, message) of what cannot be enforced of a tool's schema, else None.
+
+    Cached by `salt`: the time it takes must not tell one client what another asked for.
+    """
+    return _fault_of(msgspec.json.encode(tool.parameters), salt)
 
 
 def _closed(schema: Any, depth: int, *, joined: bool) -> Any:

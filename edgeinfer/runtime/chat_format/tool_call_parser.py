@@ -1,9 +1,9 @@
-"""Parse tool calls out of a stream of text, for every family: `CallParser`.
+"""Parse tool calls in JSON or Python out of a section of an answer: `Section`.
 
-Outside a section everything is text, but for what could still become a marker. A section holds calls,
-read one object at a time: it keeps all that it was fed and walks it with one cursor. A call is emitted
-once it is whole, known and valid JSON; if it cannot be one, its text is emitted to the last character.
-With `certain` (the output is constrained, so calls are well formed) name and arguments are streamed.
+It holds calls, read one object at a time: it keeps all that it was fed and walks it with one cursor. A
+call is emitted once it is whole, known and valid JSON; if it cannot be one, its text is emitted to the
+last character. With `certain` (the output is constrained, so calls are well formed) name and arguments
+are streamed.
 """
 
 from __future__ import annotations
@@ -11,153 +11,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.chat_format.tool_call_formats import (
-    ToolFormat,
-    could_become,
-    first_marker,
-    hold_back,
-)
-from edgeinfer.runtime.events import Parsed, TextDelta, ToolCallDelta
-from edgeinfer.runtime.requests import random_bytes
-
-_ALPHABET = string.ascii_letters + string.digits
-
-
-def call_id(*, short: bool = False) -> str:
-    """Make a unique call id: nine letters and digits for Mistral, else `call_` and 24."""
-    drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
-    return drawn[:9] if short else f"call_{drawn}"
-
-
-class CallParser:
-    """Split one generation's text into text and calls; `tools` are schemas by name."""
-
-    def __init__(
-        self, form: ToolFormat, tools: Tools, *, certain: bool = False, special_tokens: bool = False
-    ) -> None:
-        self._form = form
-        self._tools = tools
-        self._certain = certain
-        self._count = 0
-        self._text = ""
-        self._space = ""
-        self._fresh = True
-        self._after_call = False
-        self._section: Section | None = None
-        self.special_tokens = special_tokens
-        self.n_broken_calls = 0
-
-    def feed(self, text: str) -> Sequence[Parsed]:
-        """Return the events certain after `text`, without what could still become a marker."""
-        events: list[Parsed] = []
-        self._text += text
-        while self._step(events):
-            pass
-        return _merged(events)
-
-    def finish(self) -> Sequence[Parsed]:
-        """Return what was held back, at the end of the generation."""
-        events: list[Parsed] = []
-        if self._section is not None:
-            self._section.finish()
-            events += self._section.take_events()
-            self._close(self._section, events)
-        text, self._text = self._text, ""
-        self._say(text, events)
-        if not self._after_call:
-            self._flush_space(events)
-        return _merged(events)
-
-    def _step(self, events: list[Parsed]) -> bool:
-        if self._section is None:
-            return self._outside(events)
-        text, self._text = self._text, ""
-        self._section.feed(text)
-        events += self._section.take_events()
-        if not self._section.is_over:
-            return False
-        self._close(self._section, events)
-        return bool(self._text)
-
-    def _close(self, section: Section, events: list[Parsed]) -> None:
-        """Leave the section; the marker of one that failed is text, or it would open again."""
-        marker, rest = section.leftover
-        self._section = None
-        self.n_broken_calls += bool(marker)
-        self._say(marker, events)
-        self._text = rest + self._text
-
-    def _outside(self, events: list[Parsed]) -> bool:
-        if self._form.bare and self._fresh and self._opens_bare():
-            return True
-        at, marker = first_marker(self._text, self._form.begin)
-        if at < 0:
-            certain, self._text = hold_back(self._text, self._form.begin)
-            self._say(certain, events)
-            return False
-        self._say(self._text[:at], events)
-        self._text = self._text[at + len(marker) :]
-        self._open(marker)
-        return True
-
-    def _opens_bare(self) -> bool:
-        """Open a section for an answer that begins with a bracket, in families without a marker."""
-        stripped = self._text.lstrip()
-        if not stripped or stripped[0] not in "{[":
-            return False
-        self._space += self._text[: len(self._text) - len(stripped)]
-        self._text = stripped
-        self._open("")
-        return True
-
-    def _open(self, marker: str) -> None:
-        self._fresh = False
-        self._section = Section(self._form, marker, self._tools, self._certain, self._call)
-
-    def _call(self) -> tuple[int, str]:
-        """Return (index, id) of a new call. White space before it was layout."""
-        self._space = ""
-        self._after_call = True
-        self._count += 1
-        return self._count - 1, call_id(short=self._form.short_ids)
-
-    def _say(self, text: str, events: list[Parsed]) -> None:
-        """Emit text; white space at the beginning and after a call waits for what follows."""
-        if self._fresh or self._after_call:
-            stripped = text.lstrip()
-            self._space += text[: len(text) - len(stripped)]
-            text = stripped
-        if text:
-            self._fresh = self._after_call = False
-            self._flush_space(events)
-            events.append(TextDelta(text))
-
-    def _flush_space(self, events: list[Parsed]) -> None:
-        if self._space:
-            events.append(TextDelta(self._space))
-            self._space = ""
-
-
-def _merged(events: list[Parsed]) -> list[Parsed]:
-    merged: list[Parsed] = []
-    for event in events:
-        if merged and isinstance(event, TextDelta) and isinstance(merged[-1], TextDelta):
-            merged[-1] = TextDelta(merged[-1].text + event.text)
-        else:
-            merged.append(event)
-    return merged
-
+from edgeinfer.runtime.chat_format.tool_call_formats import MAX_NAME, ToolFormat, Tools, could_become
+from edgeinfer.runtime.events import ToolCallDelta
 
 _BRACKETS = ("[", ",", "]")
-#: The longest name, and the most that may stand between a name and its arguments, characters.
-_MAX_NAME = 256
-_FENCE = "```"
+FENCE = "```"
 
 
 class Section:
@@ -180,7 +43,7 @@ class Section:
         self._at = len(marker)
         self._done_to = 0
         # a fence closes what a fence opened, the family's own end any other
-        self._end = _FENCE if marker.startswith(_FENCE) else form.end
+        self._end = FENCE if marker.startswith(FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
         self._literals = tuple(
             sorted({*form.literals, self._end, *brackets} - {""}, key=len, reverse=True)
@@ -198,12 +61,12 @@ class Section:
         while not self.is_over and self._step():
             pass
 
-    def finish(self) -> None:
-        """End inside the section: the generation is over."""
+    def finish(self, *, cut: bool) -> None:
+        """End inside the section: the generation is over; what was not whole before is no call."""
         if self.is_over:
             return
         self.is_over = True
-        if self._step == self._block and self._block_calls(self._raw[len(self._marker) :]):
+        if not cut and self._step == self._block and self._block_calls(self._raw[len(self._marker) :]):
             return
         rest = self._raw[self._done_to :].strip()
         cut_while_streaming = self._index >= 0
@@ -249,7 +112,7 @@ class Section:
         rest = self._raw[self._at :]
         ends = [at for at in (rest.find(ending) for ending in self._form.name_ends) if at >= 0]
         if not ends:
-            if len(rest) > _MAX_NAME:
+            if len(rest) > MAX_NAME:
                 self._stop()
             return False
         name = rest[: min(ends)].strip()
@@ -265,7 +128,7 @@ class Section:
         """Skip an id, a marker or a fence between a name and its arguments."""
         at = self._raw.find("{", self._at)
         if at < 0:
-            if len(self._raw) - self._at > _MAX_NAME:
+            if len(self._raw) - self._at > MAX_NAME:
                 self._stop()
             return False
         self._at = at
@@ -297,22 +160,26 @@ class Section:
 
     @property
     def _may_hold_block(self) -> bool:
-        return self._form.inner != "json" and (not self._form.bare or self._end == _FENCE)
+        return self._form.inner == "python" and (not self._form.bare or self._end == FENCE)
 
     def _block(self) -> bool:
-        """Parse calls that are not JSON, up to the end of the section."""
+        """Parse calls of Python, up to the first end of the section that is not in a string."""
         at = self._raw.find(self._end, self._at)
         if at < 0:
             return False
-        if self._block_calls(self._raw[len(self._marker) : at]):
+        code = self._raw[len(self._marker) : at]
+        if self._block_calls(code):
             self._at = at + len(self._end)
             self._over()
+        elif len(code) <= _MAX_PYTHON and _ends_in_string(code):
+            self._at = at + len(self._end)
+            return True
         else:
             self._stop()
         return False
 
     def _block_calls(self, code: str) -> bool:
-        calls = python_calls(code) if self._form.inner == "python" else xml_calls(code, self._tools)
+        calls = python_calls(code)
         if not calls or any(not self._known(name) for name, _ in calls):
             return False
         for name, arguments in calls:
@@ -493,11 +360,19 @@ def _loose_arguments(call: Any) -> str | None:
 
 #: The longest block that is parsed, characters.
 _MAX_PYTHON = 20_000
-#: Schemas of the arguments by the tool's name.
-Tools = Mapping[str, Mapping[str, Any]]
+#: A whole string of Python.
+_STRING = re.compile(
+    "|".join(
+        rf"{quote}(?:\\.|[^{taboo}\\])*?{quote}"
+        for quote, taboo in (('"""', ""), ("'''", ""), ('"', '"\n'), ("'", "'\n"))
+    ),
+    re.DOTALL,
+)
 
-_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+def _ends_in_string(code: str) -> bool:
+    text = _STRING.sub("", code)
+    return bool(re.search("\"{3}|'{3}", text) or re.search("[\"']", text.rpartition("\n")[2]))
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
@@ -520,25 +395,3 @@ def _call(node: ast.expr) -> tuple[str, str]:
     name = ast.unparse(node.func)
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     return name, json.dumps(arguments, ensure_ascii=False)
-
-
-def xml_calls(text: str, tools: Tools) -> list[tuple[str, str]] | None:
-    """Parse (name, arguments as JSON) of every call; None if the text is anything else."""
-    if _FUNCTION.sub("", text).strip():
-        return None
-    calls = []
-    for name, body in _FUNCTION.findall(text):
-        if _PARAMETER.sub("", body).strip():
-            return None
-        properties = tools.get(name.strip(), {}).get("properties", {})
-        arguments = {
-            key.strip(): _value(value, properties.get(key.strip()))
-            for key, value in _PARAMETER.findall(body)
-        }
-        calls.append((name.strip(), json.dumps(arguments, ensure_ascii=False)))
-    return calls or None
-
-
-def _value(text: str, schema: Any) -> Any:
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return text if kind == "string" else _decoded(text, otherwise=text)

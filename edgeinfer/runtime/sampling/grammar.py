@@ -25,13 +25,14 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
 from edgeinfer.runtime.sampling.json_schema import locate, normalise
+from edgeinfer.runtime.sampling.number_limit import DigitTokens, NumberLimit
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
-from edgeinfer.runtime.sampling.json_schema import target
+from edgeinfer.runtime.sampling.json_schema import value_schemas
 
 #: Compiled constraints kept. One takes about 20 KiB.
 CACHE_SIZE = 128
@@ -85,10 +86,11 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 class TokenMatcher:
     """A request's position in its constraint. From the decode loop's thread alone."""
 
-    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_pointer", "_words")
+    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_numbers", "_pointer", "_words")
 
-    def __init__(self, matcher: Any, n_vocab: int) -> None:
+    def __init__(self, matcher: Any, n_vocab: int, numbers: NumberLimit | None = None) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
+        self._numbers = numbers
         self._words = np.empty((n_vocab + 31) // 32, np.uint32)
         self._bits = self._words.view(np.uint8)
         self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
@@ -104,11 +106,16 @@ class TokenMatcher:
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
                 param="constraint",
             )
+        if self._numbers is not None:
+            self._numbers.forbid_into(forbidden)
         np.copyto(logits, -np.inf, where=forbidden)
 
     def accept(self, token: int) -> bool:
         """Advance by `token`; return False, without a change, if the constraint forbids it."""
-        return bool(self._matcher.try_consume_tokens([token]) == 1)
+        is_accepted = bool(self._matcher.try_consume_tokens([token]) == 1)
+        if is_accepted and self._numbers is not None:
+            self._numbers.accept(token)
+        return is_accepted
 
     def valid(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` may come next, in this order."""
@@ -130,12 +137,14 @@ class Compiled:
 
     _matcher: Any
     _n_vocab: int
+    _digits: DigitTokens | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> TokenMatcher:
         """Return a matcher at the beginning; 3 µs."""
         with self._lock:
-            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
+            numbers = None if self._digits is None else NumberLimit(self._digits)
+            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab, numbers)
 
 
 class Constraints:
@@ -147,6 +156,7 @@ class Constraints:
         self._cache_size = cache_size
         self._vocab: Vocab | None = None
         self._tokenizer: Any = None
+        self._digits: DigitTokens | None = None
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
         """Compile, or find what was compiled under the same `salt`: time must not leak requests.
@@ -169,7 +179,9 @@ class Constraints:
             raise UnsupportedConstraintError(
                 f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
             )
-        made = Compiled(self._build(constraint, self.prepare(vocab)), vocab.n_vocab)
+        matcher = self._build(constraint, self.prepare(vocab))
+        digits = self._digits if isinstance(constraint, JsonSchema) else None
+        made = Compiled(matcher, vocab.n_vocab, digits)
         with self._lock:
             self._cache[key] = made
             while len(self._cache) > self._cache_size:
@@ -180,7 +192,9 @@ class Constraints:
         """Return llguidance's table, made once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
         with self._lock:
             if self._vocab is not vocab:
-                self._tokenizer = _token_table(vocab)
+                pieces = list(vocab.marked_pieces())
+                self._tokenizer = _token_table(vocab, pieces)
+                self._digits = DigitTokens(vocab, pieces)
                 self._vocab = vocab
                 self._cache.clear()
             return self._tokenizer
@@ -213,8 +227,10 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         )
         return _brief(messages[0]) if wrong and messages else ""
 
-    if complaint(normalised):
+    if whole_message := complaint(normalised):
         place, words = _at_keyword(*locate(normalised, complaint))
+        if whole_message in _LIMITS.values() and words != whole_message:
+            place, words = "#", whole_message  # of a circle, no part fails for the same reason
         raise UnsupportedConstraintError(
             f"the schema cannot be enforced at {place}: {words}", param=place
         )
@@ -227,7 +243,7 @@ def _at_keyword(place: str, words: str) -> tuple[str, str]:
         return f"{place}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if words.startswith("Resource '"):
         return f"{place}/$ref", "other documents are not read"
-    if pointer := re.match(r"Pointer '(.*)' does not exist", words):
+    if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", words):
         return f"{place}/$ref", f"#{pointer[1]} is missing, or allows nothing"
     named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", words)
     key = named and next(filter(None, named.groups()))
@@ -320,10 +336,10 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
         return made.result()
 
 
-def _token_table(vocab: Vocab) -> Any:
+def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
     """Return llguidance's view of the vocabulary: a trie of every token's bytes."""
     return llguidance.LLTokenizer.from_llamacpp(  # it tokenizes with llama.cpp itself
-        tokens=list(vocab.marked_pieces()),
+        tokens=pieces,
         vocab_ptr=vocab.pointer,
         tokenize_fptr=vocab.tokenize_address,
         eos_token=list(vocab.eos_tokens),
@@ -377,7 +393,7 @@ def _bytes() -> Any:
 
 def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
     """Return `value` with the members of its objects where the grammar wants them."""
-    parts = list(_alternatives(schemas, root))
+    parts = list(value_schemas(schemas, root))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -392,21 +408,6 @@ def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
     )
     ordered = dict.fromkeys([*(n for n in names if n in value), *value])
     return {n: _in_order(value[n], [p for s in parts for p in _of_member(s, n)], root) for n in ordered}
-
-
-def _alternatives(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that say something about one value, each once."""
-    waiting, seen = list(schemas), set[int]()
-    while waiting:
-        schema = waiting.pop(0)
-        if not isinstance(schema, dict) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
-        yield schema
-        waiting += [target(root, schema["$ref"])] if "$ref" in schema else []
-        for key in ("allOf", "anyOf", "oneOf"):
-            waiting += schema.get(key, ())
-        waiting += [schema[key] for key in ("if", "then", "else") if key in schema]
 
 
 def _of_item(schema: dict[str, Any], n: int) -> Iterator[Any]:

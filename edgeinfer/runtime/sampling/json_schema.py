@@ -10,13 +10,15 @@ Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 from __future__ import annotations
 
 import copy
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote, unquote
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import check_deadline
+from edgeinfer.runtime.sampling import patterns
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -36,8 +38,6 @@ _ANNOTATIONS = (
     *("$defs", "definitions", "deprecated", "readOnly", "writeOnly", "then", "else"),
 )
 _DRAFT_4 = "http://json-schema.org/draft-04/schema"
-#: What a schema without an `$id` is called beside one of its parts.
-_ROOT_ID = "urn:edgeinfer:schema"
 
 
 def _refuse(place: str, why: str) -> UnsupportedConstraintError:
@@ -125,10 +125,98 @@ class _Normaliser:
                 schema["allOf"] = [*schema.get("allOf", ()), *wanted]
         for key in ("then", "else"):
             schema.pop(key, None)
+        _drop_known_type(schema, self._target)
+        _clamp(schema)
+        _rewrite_names(schema, self._target)
+        _rewrite_patterns(schema, place)
         _check_count(schema, place)
         for where, part in _children(schema, place, self.root):
             is_new = where.startswith(f"{place}/")
             self._waiting.append((part, where, depth + 1 if is_new else 0))
+
+
+#: Bounds beyond which the grammar engine has no expression of a range.
+_MOST = {"integer": 1 << 62, "number": 1e18}
+
+
+def _clamp(schema: dict[str, Any]) -> None:
+    """Narrow bounds that the grammar engine cannot express; such numbers are then not written."""
+    most = _MOST["integer" if schema.get("type") == "integer" else "number"]
+    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        bound = schema.get(key)
+        if not isinstance(bound, (int, float)):
+            continue
+        if bound < -most and key in ("minimum", "exclusiveMinimum"):
+            schema[key] = -most
+        elif bound > most and key in ("maximum", "exclusiveMaximum"):
+            schema[key] = most
+
+
+def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
+    """Drop a `type` beside a reference that has it: a circle may have nothing beside it."""
+    referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
+    if isinstance(referred, dict) and referred.get("type") == schema["type"]:
+        del schema["type"]
+
+
+def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
+    """Replace `propertyNames` by what its values and patterns mean for the properties."""
+    names = schema.get("propertyNames")
+    if isinstance(names, dict) and set(names) - set(_ANNOTATIONS) == {"$ref"}:
+        names = target_of(names["$ref"])
+    if not isinstance(names, dict):
+        if names is True:
+            del schema["propertyNames"]
+        return
+    rules = {key: rule for key, rule in names.items() if key not in _ANNOTATIONS}
+    if "pattern" in rules:
+        rules.pop("format", None)
+    if rules.pop("type", "string") != "string" or (rules and "patternProperties" in schema):
+        return
+    members, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    values = _values(rules)
+    if values is not None and len(rules) == 1:
+        named = {name: others for name in values if isinstance(name, str)}
+        made = {name: members.get(name, others) for name in named}
+        schema["properties"] = {**dict.fromkeys(members, False), **made}
+    elif set(rules) == {"pattern"} or (rules and set(rules) <= {"minLength", "maxLength"}):
+        low, high = rules.get("minLength", 0), rules.get("maxLength", "")
+        pattern = rules.get("pattern", f"^[\\s\\S]{{{low},{high}}}$")
+        try:
+            is_named = {name: re.search(pattern, name) is not None for name in members}
+        except re.error:
+            return
+        schema["patternProperties"] = {pattern: others}
+        schema["properties"] = {name: is_named[name] and members[name] for name in members}
+    elif rules:
+        return
+    del schema["propertyNames"]
+    if rules:
+        schema["additionalProperties"] = False
+
+
+def _rewrite_patterns(schema: dict[str, Any], place: str) -> None:
+    """Rewrite patterns that the grammar engine takes too widely or does not know."""
+    pattern = schema.get("pattern")
+    try:
+        if isinstance(pattern, str) and patterns.has_look_around(pattern):
+            parts = patterns.without_look_aheads(pattern)
+            if parts is not None:
+                schema["pattern"], *more = [patterns.narrowed(part) for part in parts]
+                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": part} for part in more)]
+            elif (
+                "format" in schema
+            ):  # which is enforced, and says the same in zod's and others' schemas
+                del schema["pattern"]
+        elif isinstance(pattern, str):
+            schema["pattern"] = patterns.narrowed(pattern)
+        members = schema.get("patternProperties")
+        if isinstance(members, dict):
+            schema["patternProperties"] = {
+                patterns.narrowed(key): part for key, part in members.items()
+            }
+    except ValueError as error:
+        raise _refuse(_step(place, "pattern"), str(error)) from error
 
 
 def _check_count(schema: dict[str, Any], place: str) -> None:
@@ -147,7 +235,7 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
     if key == "not":
         yield negated(part)
     elif key == "if":
-        unless = negated(part)
+        unless = _otherwise(part, value)
         then = {"allOf": [part, value.get("then", True)]}
         otherwise = {"allOf": [unless, value.get("else", True)]}
         yield None if unless is None else {"anyOf": [then, otherwise]}
@@ -157,6 +245,28 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
         for name, wanted in part.items():
             then = {"required": wanted} if isinstance(wanted, list) else wanted
             yield {"anyOf": [{"properties": {name: False}}, then]}
+
+
+def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
+    """Negate an `if`, also by the other values that the schema around it allows of a property."""
+    unless = negated(condition)
+    if not isinstance(condition, dict) or unless is False:
+        return unless
+    members, outer = condition.get("properties"), schema.get("properties")
+    made = [] if unless is None else [unless]
+    if isinstance(members, dict) and isinstance(outer, dict):
+        for name, member in members.items():
+            values, others = _values_of(member), _values_of(outer.get(name)) or []
+            left = [value for value in others if value not in (values or ())]
+            if values is not None and left:
+                made.append(
+                    {"type": "object", "required": [name], "properties": {name: {"enum": left}}}
+                )
+    return {"anyOf": made} if made else None
+
+
+def _values_of(schema: Any) -> list[Any] | None:
+    return _values(schema) if isinstance(schema, dict) else None
 
 
 def negated(schema: Any, depth: int = 0) -> Any:
@@ -192,6 +302,10 @@ def negated(schema: Any, depth: int = 0) -> Any:
             made.append(None if None in opposites else {"allOf": opposites})
         elif key == "not":
             made.append(part)
+        elif key in ("const", "enum"):
+            kinds = {kind for one in _values({key: part}) or () for kind in kinds_of(one)}
+            left = [kind for kind in TYPES if kind not in kinds]
+            made.append({"type": left} if left else None)
         elif key not in _ANNOTATIONS:
             made.append(None)
     known = [part for part in made if part is not None and part is not False]
@@ -239,6 +353,19 @@ def normalise(schema: Any) -> dict[str, Any]:
     return normaliser.root
 
 
+def _moved(schema: Any) -> Any:
+    """Copy a schema for a place under `#/$defs/root`: its references go there."""
+    if isinstance(schema, list):
+        return [_moved(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copied = {key: _moved(part) for key, part in schema.items()}
+    reference = copied.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        copied["$ref"] = f"#/$defs/root{reference[1:]}"
+    return copied
+
+
 def locate(
     root: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
@@ -247,8 +374,8 @@ def locate(
     `complaint` compiles a schema and returns its error, or "". The root, if `seconds` do not suffice.
     """
     end = time.monotonic() + seconds
-    root = {"$id": _ROOT_ID, **root}
-    base = str(root["$id"]).rstrip("#")
+    draft = {"$schema": root["$schema"]} if "$schema" in root else {}
+    moved = {key: part for key, part in _moved(root).items() if key not in ("$schema", "$id")}
     whole = complaint(root)
     place, words = "#", whole
     seen = {place}
@@ -259,11 +386,27 @@ def locate(
         child, part = found
         if child not in seen and part is not False:
             seen.add(child)
-            wrong = complaint({"$ref": f"{base}#{quote(child[1:])}", "$defs": {"root": root}})
+            reference = {"$ref": f"#/$defs/root{quote(child[1:])}"}
+            wrong = complaint({**draft, **reference, "$defs": {"root": moved}})
             if wrong:
                 place, words = child, wrong
                 children = _children(part, place, root) if isinstance(part, dict) else iter(())
     return place, words
+
+
+def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the schemas that say something about one value, each once."""
+    waiting, seen = list(schemas), set[int]()
+    while waiting:
+        schema = waiting.pop(0)
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield schema
+        waiting += [target(root, schema["$ref"])] if "$ref" in schema else []
+        for key in ("allOf", "anyOf", "oneOf"):
+            waiting += schema.get(key, ())
+        waiting += [schema[key] for key in ("if", "then", "else") if key in schema]
 
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -281,9 +424,9 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._find, self._define = target, define
-        self._pairs: dict[tuple[int, int], bool] = {}
+        #: Verdicts by identity, each with its pair: a freed schema's id would be given to another.
+        self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
-        self._narrow: list[Any] = []  # kept alive: pairs go by identity
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
         """Return `parts`, each narrowed to exclude all others; or two of them that both may be true."""
@@ -295,7 +438,6 @@ class Overlaps:
                     narrowed = self._narrowed(narrowed, other)
                     if narrowed is None:
                         return min(i, j), max(i, j)
-                    self._narrow.append(narrowed)
             if narrowed is not part and self._followed(part) is not part:
                 # what narrows a definition may stand inside of it: a circle needs a name to go by
                 narrowed = self._define(narrowed)
@@ -351,15 +493,18 @@ class Overlaps:
         found |= {"integer"} if "number" in found else set()
         values = _values(schema)
         if values is not None:
-            found &= {kind for value in values for kind in _kinds_of(value)}
+            found &= {kind for value in values for kind in kinds_of(value)}
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
                 self._kinds[name] = set(TYPES)  # while they are being found out
                 self._kinds[name] = self.kinds(self._target(schema), depth + 1)
             found &= self._kinds[name]
-        if "anyOf" in schema:
-            found &= {kind for part in schema["anyOf"] for kind in self.kinds(part, depth + 1)}
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                found &= {kind for part in schema[key] for kind in self.kinds(part, depth + 1)}
+        for part in schema.get("allOf", ()):
+            found &= self.kinds(part, depth + 1)
         return found
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
@@ -371,9 +516,9 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False  # while it is being found out
-            self._pairs[pair] = self._disjoint(a, b, depth + 1)
-        return self._pairs[pair]
+            self._pairs[pair] = False, a, b  # while it is being found out
+            self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
+        return self._pairs[pair][0]
 
     def _disjoint(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
         shared = self.kinds(a) & self.kinds(b)
@@ -399,7 +544,8 @@ class Overlaps:
         return False
 
 
-def _kinds_of(value: Any) -> tuple[str, ...]:
+def kinds_of(value: Any) -> tuple[str, ...]:
+    """Return the types of a JSON value, "number" after "integer". Raises KeyError for another."""
     if isinstance(value, bool) or value is None:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, (int, float)):

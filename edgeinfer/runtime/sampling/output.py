@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.chat_format.reasoning import ReasoningParser
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.tool_call_formats import hold_back
 from edgeinfer.runtime.events import (
     Logprob,
@@ -37,7 +37,7 @@ def token_logprobs(
 class Output:
     """One generation's way from tokens to events. The decode thread alone."""
 
-    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: ReasoningParser | None) -> None:
+    def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser
         self._text = TextStream(stops)
         self._special = parser is not None and parser.special_tokens
@@ -76,10 +76,11 @@ class Output:
         """Report a token's log-probabilities with the next text, or at the end."""
         self._logprobs.append(logprobs)
 
-    def finish(self) -> list[Parsed]:
+    def finish(self, *, cut: bool = False) -> list[Parsed]:
+        """Return the held events, at the end of the generation; `cut`: the model did not end it."""
         events = self._parsed(self._text.finish())
         if self._parser is not None:
-            events += self._note(self._parser.finish())
+            events += self._note(self._parser.finish(cut=cut))
         if self._logprobs and not events and self.stopped_by is None:
             events = [TextDelta("")]
         return self._with_logprobs(events)

@@ -229,7 +229,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         """Emit the held text and, once it is counted, the end. Frees the sampler."""
-        for event in self.output.finish():
+        for event in self.output.finish(cut=reason != "stop"):
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"

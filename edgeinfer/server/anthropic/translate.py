@@ -72,7 +72,12 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     # Anthropic's own search is not here: without a client's all of them would stay hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
-        Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+        Tool(
+            name=tool.name,
+            description=tool.description or "",
+            parameters=tool.input_schema,
+            strict=tool.strict is True,
+        )
         for tool in body.tools or ()
         if not (tool.defer_loading and searches) or tool.name in referred
     )

@@ -188,6 +188,7 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
             name=t.function.name,
             description=t.function.description or "",
             parameters=t.function.parameters or {},
+            strict=t.function.strict is True,
         )
         for t in tools or ()
     )

@@ -98,8 +98,9 @@ class ResponseRenderer(Renderer):
     def closing(self) -> bytes:
         end = self._answer.finished
         reply = self._whole(self._answer)
-        name = "response.incomplete" if end.reason in ("length", "deadline") else "response.completed"
-        return self._finish_item() + self._sse(name, response=reply)
+        is_cut = end.reason in ("length", "deadline")
+        done = self._finish_item("incomplete" if is_cut else "completed")
+        return done + self._sse(f"response.{reply.status}", response=reply)
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         reply = self.reply("failed")
@@ -143,11 +144,11 @@ class ResponseRenderer(Renderer):
             out += self._sse(name, **place, item_id=added.item.id, **data)
         return out + self._sse("response.output_item.done", **place, item=added.item)
 
-    def _finish_item(self) -> bytes:
+    def _finish_item(self, status: wire.ItemStatus = "completed") -> bytes:
         if not self._items or self._items[-1][0] == "item":
             return b""
         place = len(self._items) - 1
-        item = self._item(place, "completed")
+        item = self._item(place, status)
         if isinstance(item, wire.FunctionCallOut):
             out = self._sse(
                 "response.function_call_arguments.done",

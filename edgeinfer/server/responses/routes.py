@@ -34,13 +34,17 @@ from edgeinfer.server.responses.wire import (
 
 ROUTES = RouteTable()
 _OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
+_NO_REFERENCES = (
+    "responses are not stored: send the item itself (Vercel's AI SDK: `providerOptions.openai.store = "
+    "false`, or `.chat(MODEL)`), or switch on `store-responses` under [serve]"
+)
 _SEQUENCE = re.compile(rb'^data: \{"type":"[\w.]+","sequence_number":(\d+)', re.MULTILINE)
 
 
 @ROUTES.post("/v1/responses", reply=ResponseReply, streams=True, may_store=True)
 async def responses(context: RequestContext, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
-    whole = with_previous(context, body)
+    whole = with_previous(context, with_references(context, body))
     mcp = await mcp_calls(context, whole)
     name = journal_answer(context, whole)
     if mcp is not None:
@@ -126,6 +130,29 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
     return msgspec.structs.replace(
         body, input=[*stored.items, *_output_items(answer), *_own_items(body)]
     )
+
+
+def with_references(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
+    """Replace references by the items of stored responses. Raises Problem 400 for another one."""
+    if isinstance(body.input, str):
+        return body
+    items = [_referred(context, item) for item in body.input]
+    return msgspec.structs.replace(body, input=items)
+
+
+def _referred(context: RequestContext, item: wire.Item) -> wire.Item:
+    if not isinstance(item, wire.ItemReference):
+        return item
+    journal = context.endpoint.journal
+    if journal is None:
+        raise unsupported("item_reference", _NO_REFERENCES)
+    answer = journal.find(context.key, f"resp_{item.id.partition('_')[2].rpartition('_')[0]}")
+    outputs = _output_items(answer) if answer is not None and answer.is_done else []
+    for output in outputs:
+        if not isinstance(output, wire.ItemReference) and output.id == item.id:
+            return output
+    message = f"Item with id '{item.id[:200]}' is not stored: send the item itself."
+    raise Problem(400, message, param="input", code="item_not_found")
 
 
 def journal_answer(context: RequestContext, body: wire.ResponsesRequest) -> str:

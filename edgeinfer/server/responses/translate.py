@@ -84,7 +84,12 @@ def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.Res
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert functions to tools. Raises InvalidRequestError if two have one name."""
     tools = tuple(
-        Tool(name=name, description=tool.description or "", parameters=tool.parameters or {})
+        Tool(
+            name=name,
+            description=tool.description or "",
+            parameters=tool.parameters or {},
+            strict=tool.strict is True,
+        )
         for name, (_, tool) in offered(body).items()
     )
     if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):

@@ -98,7 +98,6 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     is_untagged_form: ClassVar = True
     hints: ClassVar = frozenset({"phase"})
     other_types: ClassVar[Mapping[str, str]] = {
-        "item_reference": "responses are not stored, send the item itself",
         "compaction": "only who encrypted it can read it",
         "configuration_update": "a request has one configuration",
         "computer_call": "there is no computer",
@@ -186,8 +185,15 @@ class McpApprovalResponseItem(Wire, frozen=True, tag="mcp_approval_response", ta
     reason: Text | None = None
 
 
+class ItemReference(Wire, frozen=True, tag="item_reference", tag_field="type"):
+    """An item of a stored response, by its id."""
+
+    id: ShortText
+
+
 Item = (
     MessageItem
+    | ItemReference
     | FunctionCallItem
     | FunctionOutputItem
     | ReasoningItem

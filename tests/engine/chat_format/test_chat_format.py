@@ -2,13 +2,18 @@
 and reasoning.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.chat_format.chat_format import TemplateFacts, load_chat_format
+from edgeinfer.runtime.chat_format.chat_format import TemplateFacts, load_chat_format, loosened
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
+from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.runtime.requests import (
     Choice,
@@ -27,7 +32,9 @@ from edgeinfer.runtime.sampling.grammar import Lark
 from .conftest import draw_text
 
 FOLDER = Path(__file__).with_name("templates")
+ALL_TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 USER = (Message(role="user", content="Weather in Paris?"),)
+SYSTEM = Message(role="system", content="Be brief.")
 WEATHER = Tool(
     name="get_weather",
     description="The weather",
@@ -132,6 +139,18 @@ def test_choices_are_reported_with_reasons():
     assert load().choices["chat_template"].value == "transcript"
 
 
+def test_template_for_tools_is_used_with_tools_alone():
+    made = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
+    assert made.tool_format == "qwen-xml"
+    assert "<function=NAME>" in made.prepare(request_of(tools=(WEATHER,))).prompt
+    none = request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
+    for request in (request_of(), none):
+        assert made.prepare(request).prompt == load("smollm2").prepare(request).prompt
+    call = write_call(FAMILIES["qwen-xml"], "get_weather", '{"city": "Rome"}')
+    events = parsed(made.prepare(request_of(tools=(WEATHER,))).parser, call)
+    assert events[0].name == "get_weather"
+
+
 def test_bos_is_added_if_the_model_wants_it_and_the_template_lacks_it():
     assert load("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
     assert load("qwen25").render(request_of()).startswith("<|im_start|>")
@@ -161,14 +180,97 @@ def test_invalid_tools_are_refused(fields, param):
     assert caught.value.param == param
 
 
-def test_required_tool_beyond_the_grammar_is_refused_by_place():
-    with pytest.raises(UnsupportedConstraintError) as caught:
-        load("qwen25").prepare(
-            request_of(tools=(WEATHER, ODD), tool_choice=ToolChoice(mode="required"))
-        )
-    assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
-    free = load("qwen25").prepare(request_of(tools=(WEATHER, ODD)))
-    assert free.constraint is None
+def _choice(mode: str) -> ToolChoice:
+    return ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
+
+
+@pytest.mark.parametrize("constraint", [None, JsonSchema({"type": "boolean"})])
+@pytest.mark.parametrize("mode", ["auto", "required", "named"])
+def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mode, constraint):
+    request = request_of(tools=(WEATHER, ODD), tool_choice=_choice(mode), constraint=constraint)
+    prepared = load("qwen25", vocab).prepare(request)
+    loose = ["tools[1].parameters#/properties/a/uniqueItems"]
+    assert loosened(request) == ([] if mode == "named" else loose)
+    compiled = constraints.compile(prepared.constraint, vocab)
+    call = '<tool_call>\n{"name": "%s", "arguments": {"a": [1, 1], "city": 2}}\n</tool_call>'
+    for name, is_allowed in (("odd", mode != "named"), ("get_weather", False)):
+        matcher = compiled.start()
+        assert all(map(matcher.accept, vocab.tokenize(call % name))) is is_allowed
+
+
+def test_strict_tool_beyond_the_grammar_is_refused_where_its_call_may_be_needed():
+    strict = msgspec.structs.replace(ODD, strict=True)
+    for fields in (
+        {"tool_choice": ToolChoice(mode="required")},
+        {"tool_choice": ToolChoice(mode="named", name="odd")},
+        {"constraint": JsonSchema({"type": "boolean"})},
+    ):
+        with pytest.raises(UnsupportedConstraintError) as caught:
+            load("qwen25").prepare(request_of(tools=(WEATHER, strict), **fields))
+        assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
+    load("qwen25").prepare(request_of(tools=(WEATHER, strict), tool_choice=_choice("named")))
+    load("qwen25").prepare(request_of(tools=(WEATHER, strict)))
+
+
+def test_broken_arguments_of_earlier_calls_are_named():
+    texts = ('{"city": "Par', "", "[]", '{"city": "Rome"}', "\ud800")
+    calls = tuple(ToolCall(id=str(i), name="f", arguments=text) for i, text in enumerate(texts))
+    messages = (*USER, Message(role="assistant", tool_calls=calls))
+    assert loosened(request_of(messages=messages)) == [
+        f"messages[1].tool_calls[{i}].arguments" for i in (0, 4)
+    ]
+
+
+#: Arguments as a client sends back what a cut answer or another server left.
+BROKEN = ('{"path": "data.txt", "content": "cut', "null", "[]", '"x"', "", "{'a': 1}", "\x00", "{}}")
+
+
+TOOL_RESULT = Message(role="tool", content="thirty degrees", tool_call_id="call_1")
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+@pytest.mark.parametrize("arguments", BROKEN)
+def test_conversation_with_broken_arguments_renders(name, arguments):
+    broken = Message(
+        role="assistant", tool_calls=(ToolCall(id="call_1", name="get_weather", arguments=arguments),)
+    )
+    text = load(name).render(request_of(messages=(*USER, broken, TOOL_RESULT, *USER), tools=(WEATHER,)))
+    assert "thirty degrees" in text
+
+
+def test_template_that_takes_text_shows_broken_arguments():
+    broken = Message(role="assistant", tool_calls=(ToolCall(id="1", name="f", arguments=BROKEN[0]),))
+    request = request_of(messages=(*USER, broken))
+    assert BROKEN[0] in load("qwen3").render(request)
+    assert "<function=f>\n</function>" in load("qwen_xml").render(request)
+
+
+CALL = Message(
+    role="assistant",
+    tool_calls=(ToolCall(id="call_1", name="get_weather", arguments='{"city": "Rome"}'),),
+)
+ANSWER = Message(role="assistant", content="Aye.")
+#: Conversations as clients send them after an interruption, or with a greeting of their own.
+UNUSUAL = {
+    "user after a result": (*USER, CALL, TOOL_RESULT, *USER),
+    "user between call and result": (*USER, CALL, *USER, TOOL_RESULT),
+    "system between call and result": (*USER, CALL, SYSTEM, TOOL_RESULT),
+    "greeting first": (ANSWER, *USER),
+    "system and greeting first": (SYSTEM, ANSWER, *USER),
+    "two users after a result": (*USER, CALL, TOOL_RESULT, *USER, *USER),
+    "an answer twice": (*USER, ANSWER, ANSWER, *USER),
+    "calls first": (CALL, TOOL_RESULT, *USER),
+    "calls twice": (*USER, CALL, TOOL_RESULT, CALL, TOOL_RESULT, *USER),
+    "result of nothing": (*USER, TOOL_RESULT, *USER),
+    "ends with the assistant": (*USER, ANSWER),
+}
+
+
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+@pytest.mark.parametrize("messages", UNUSUAL.values(), ids=UNUSUAL.keys())
+def test_unusual_order_of_roles_renders(name, messages):
+    text = load(name).render(request_of(messages=messages))
+    assert text.count(USER[0].content) >= messages.count(USER[0])
 
 
 @pytest.mark.parametrize("mode", ["required", "named"])
@@ -290,6 +392,61 @@ def test_required_calls_wait_for_reasoning(constraints, vocab, name):
     assert "call" in forced
 
 
+MIXED = Tool(
+    name="mixed",
+    parameters={
+        "type": "object",
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+        "properties": {
+            "text": {"type": "string"},
+            "unit": {"enum": ["C", "F"]},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "at": {"$ref": "#/$defs/point"},
+            "on": {"type": "boolean"},
+        },
+        "required": ["text", "unit"],
+    },
+)
+
+
+#: MIXED without texts, which a walk at random never ends.
+TYPED = Tool(
+    name="typed",
+    parameters={
+        **MIXED.parameters,
+        "properties": {k: MIXED.parameters["properties"][k] for k in ("unit", "at", "on")},
+        "required": ["unit"],
+    },
+)
+
+
+def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
+    request = request_of(tools=(TYPED, PING), tool_choice=ToolChoice(mode="required"))
+    check = jsonschema.Draft202012Validator(TYPED.parameters)
+    names = set()
+    for seed in range(12):
+        prepared = load("qwen_xml", vocab).prepare(request)
+        calls: list[list[str]] = []
+        for event in parsed(prepared.parser, draw_text(constraints, vocab, prepared.constraint, seed)):
+            assert isinstance(event, ToolCallDelta)
+            calls += [[event.name, ""]] if event.name else []
+            calls[-1][1] += event.arguments
+        for name, arguments in calls:
+            names.add(name)
+            if name == "typed":
+                check.validate(json.loads(arguments))
+    assert names == {"typed", "ping"}
+
+
+def test_xml_call_may_show_a_call(constraints, vocab):
+    prepared = load("qwen_xml", vocab).prepare(request_of(tools=(MIXED,)))
+    shown = "see:\n<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n."
+    call = write_call(FAMILIES["qwen-xml"], "mixed", json.dumps({"text": shown, "unit": "C"}))
+    matcher = constraints.compile(prepared.constraint, vocab).start()
+    assert all(map(matcher.accept, vocab.tokenize("I will.\n" + call)))
+    assert matcher.accept(vocab.eos_tokens[0])
+
+
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
 def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
     prepared = load(name, vocab).prepare(request_of(tools=(WEATHER,)))
@@ -336,6 +493,12 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
             assert all(isinstance(event, ToolCallDelta) for event in events)
         seen.add(type(events[0]))
     assert TextDelta in seen
+
+
+def test_answer_of_a_constraint_that_looks_like_a_call_is_no_certain_call():
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>'
+    request = request_of(tools=(WEATHER,), constraint=Choice((text,)))
+    assert parsed(load("hermes3").prepare(request).parser, text) == [TextDelta(text)]
 
 
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:

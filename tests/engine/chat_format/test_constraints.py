@@ -28,7 +28,7 @@ from edgeinfer.runtime.requests import (
     preparing,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, check_schema, follows, schema_grammar, whole
-from edgeinfer.runtime.sampling.json_schema import locate
+from edgeinfer.runtime.sampling.json_schema import locate, normalise
 
 from ..conftest import answer, answers
 from .conftest import draw_text
@@ -74,13 +74,31 @@ def test_doubling_references_to_false_are_refused(constraints, vocab, link):
     with preparing(5), pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(chain(40, link, False)), vocab)
     assert caught.value.param.startswith("#/$defs/a39/")
-    assert "#/$defs/a40 is missing, or allows nothing" in caught.value.message
+    assert "schema is false" in caught.value.message
 
 
 @pytest.mark.parametrize("link", [lambda ref: ref, *DOUBLING.values()])
 def test_chain_of_3000_references_compiles(constraints, vocab, link):
     with preparing(10):
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
+
+
+@pytest.mark.parametrize("draft", [{}, {"$schema": "http://json-schema.org/draft-04/schema#"}])
+def test_refusal_names_the_true_cause_beside_references(draft):
+    """A definition that is there was called missing, in place of what could not be enforced."""
+    tags = {"type": "array", "items": {"$ref": "#/definitions/tag"}, "uniqueItems": True}
+    definitions = {"tag": {"type": "string"}, "tags": tags}
+    members = {"ok": {"$ref": "#/definitions/tag"}, "tags": {"$ref": "#/definitions/tags"}}
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        check_schema({**draft, "type": "object", "properties": members, "definitions": definitions})
+    assert caught.value.param == "#/definitions/tags/uniqueItems"
+
+
+def test_circle_beside_other_keywords_is_named_as_such():
+    circle = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a", "required": ["n"]}}}
+    with pytest.raises(UnsupportedConstraintError) as caught:
+        check_schema({"$ref": "#/$defs/a", "$defs": {"a": circle}})
+    assert "it refers to itself" in caught.value.message
 
 
 def test_compilation_ends_at_its_deadline(constraints, vocab):
@@ -119,6 +137,45 @@ def test_overlapping_one_of_parts_are_named(constraints, vocab):
         constraints.compile(JsonSchema({"oneOf": parts}), vocab)
     assert "its parts 1 and 2 may both be true" in caught.value.message
     assert "coerce" not in caught.value.message
+
+
+def _alternatives(rng: random.Random) -> dict[str, Any]:
+    """A `oneOf` of two or three small parts; some of them overlap."""
+    made = []
+    for _ in range(rng.randrange(2, 4)):
+        name, other = rng.sample("kzw", 2)
+        value = {"const": rng.randrange(4)}
+        made.append(
+            rng.choice(
+                [
+                    {"type": "object", "properties": {name: value}, "required": [name]},
+                    {"type": "object", "required": [other]},
+                    {"type": rng.choice(["integer", "number", "string", "boolean", "null"])},
+                    {"enum": rng.sample([1, 2, "a", None], 2)},
+                    {"required": [name]},
+                ]
+            )
+        )
+    return {"oneOf": made}
+
+
+def _is_enforced(schema: dict[str, Any]) -> bool:
+    try:
+        normalise(schema)
+    except UnsupportedConstraintError:
+        return False
+    return True
+
+
+def test_verdict_on_a_one_of_does_not_depend_on_others():
+    rng = random.Random(1)
+    verdicts = set()
+    for _ in range(4000):
+        x, y = _alternatives(rng), _alternatives(rng)
+        both = {"type": "object", "properties": {"x": x, "y": y}, "required": ["x", "y"]}
+        assert _is_enforced(both) is (_is_enforced(x) and _is_enforced(y)), both
+        verdicts.add(_is_enforced(both))
+    assert verdicts == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +340,41 @@ ANNOTATED = {"title": "t", "format": "int32", "x-guidance": {"lenient": True}, "
 )
 def test_schema_of_one_document_draws_its_text(constraints, vocab, schema, text):
     assert draw_text(constraints, vocab, JsonSchema(schema), 0) == text
+
+
+def _longest_draw(constraints, vocab, schema: dict[str, Any], *, favoured: bytes) -> str:
+    """A text that goes on with a `favoured` character where it may."""
+    matcher = constraints.compile(JsonSchema(schema), vocab).start()
+    text = b""
+    for _ in range(200):
+        logits = np.zeros(vocab.n_vocab, np.float32)
+        matcher.mask_into(logits)
+        allowed = [int(token) for token in np.flatnonzero(logits == 0)]
+        liked = [token for token in allowed if len(vocab.piece(token)) == 1]
+        liked = [token for token in liked if vocab.piece(token) in favoured] or liked or allowed
+        if liked[0] in vocab.eos_tokens or not matcher.accept(liked[0]):
+            break
+        text += vocab.piece(liked[0])
+        if matcher.is_done:
+            break
+    return text.decode()
+
+
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize("favoured", [b"7", b".7", b"e7", b"-7"])
+def test_numbers_end_after_17_digits(constraints, vocab, kind, favoured):
+    schema = CLOSED | {"properties": {"a": {"type": kind}}, "required": ["a"]}
+    text = _longest_draw(constraints, vocab, schema, favoured=favoured)
+    assert text.endswith("}")
+    assert len(text) < 40
+    json.loads(text)
+
+
+def test_digits_of_texts_and_of_needed_numbers_go_on(constraints, vocab):
+    long = {"type": "string", "pattern": "^7{40}$"}
+    schema = CLOSED | {"properties": {"a": long, "n": {"const": 10**25}}, "required": ["a", "n"]}
+    text = _longest_draw(constraints, vocab, schema, favoured=b"7")
+    assert json.loads(text) == {"a": "7" * 40, "n": 10**25}
 
 
 def test_refused_token_changes_nothing(constraints, vocab):

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, ReasoningParser, detect, is_open
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser, call_id
+from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, detect, is_open
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, hold_back
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
-from edgeinfer.runtime.chat_format.tool_call_parser import CallParser, call_id, python_calls
+from edgeinfer.runtime.chat_format.tool_call_parser import python_calls
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
@@ -43,7 +44,7 @@ def gathered(events) -> list[Said]:
 
 
 def read(family: str, *chunks: str, certain: bool = False) -> list[Said]:
-    parser = CallParser(FAMILIES[family], NAMES, certain=certain)
+    parser = AnswerParser(FAMILIES[family], NAMES, certain=certain)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return gathered([*events, *parser.finish()])
 
@@ -150,7 +151,7 @@ def test_rubbish_parses_alike_in_any_chunks_and_loses_no_text(family, fragments,
 
 
 def test_certain_call_streams_its_arguments():
-    parser = CallParser(HERMES, NAMES, certain=True)
+    parser = AnswerParser(HERMES, NAMES, certain=True)
     chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
     seen = [parser.feed(chunk) for chunk in chunks]
     assert [[e.arguments for e in events if not e.name] for events in seen] == [
@@ -165,7 +166,7 @@ def test_certain_call_streams_its_arguments():
 
 
 def test_cut_certain_call_is_not_text():
-    parser = CallParser(HERMES, NAMES, certain=True)
+    parser = AnswerParser(HERMES, NAMES, certain=True)
     parser.feed('<tool_call>\n{"name": "add", "arguments": {"a"')
     assert parser.finish() == []
 
@@ -175,7 +176,7 @@ def test_call_ids_are_unique_and_of_the_familys_form():
     short = call_id(short=True)
     assert len(short) == 9
     assert short.isalnum()
-    parser = CallParser(HERMES, NAMES)
+    parser = AnswerParser(HERMES, NAMES)
     events = [*parser.feed(CALLS[1][1]), *parser.finish()]
     assert len({event.id for event in events if isinstance(event, ToolCallDelta) and event.id}) == 2
 
@@ -217,8 +218,8 @@ def test_families_are_detected_by_their_templates():
 # reasoning
 
 
-def think(*chunks: str, span=THINK, inner=None, opened=False) -> list[Said]:
-    parser = ReasoningParser(span, inner, opened=opened)
+def think(*chunks: str, span=THINK, family="hermes", tools=(), opened=False) -> list[Said]:
+    parser = AnswerParser(FAMILIES[family], dict(tools), span=span, opened=opened)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return gathered([*events, *parser.finish()])
 
@@ -272,11 +273,11 @@ def test_final_channel_holds_the_answer_alone():
 
 def test_call_after_reasoning_parses():
     text = "<think>Paris it is.</think>\n\n" + CALLS[0][1]
-    assert think(*text, inner=CallParser(HERMES, NAMES)) == [("thought", "Paris it is."), PARIS]
+    assert think(*text, tools=NAMES) == [("thought", "Paris it is."), PARIS]
 
 
 def test_think_span_is_the_default():
     assert detect("{{ messages }}") == (THINK, False)
     assert not any(
-        isinstance(e, ReasoningDelta) for e in ReasoningParser(THINK, None, opened=False).feed("no")
+        isinstance(e, ReasoningDelta) for e in AnswerParser(HERMES, {}, span=THINK).feed("no")
     )

@@ -9,7 +9,9 @@ import pytest
 from fake_engine import FakeEngine
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime.chat_format.reasoning import THINK, ReasoningParser
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
+from edgeinfer.runtime.chat_format.reasoning import THINK
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -91,7 +93,7 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
 def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
     """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
-    output = Output(vocab, (), ReasoningParser(THINK, None, opened=opened))
+    output = Output(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
     budget = ReasoningBudget(n_tokens, (), opened=opened)
     found = []
     for token in vocab.tokenize(said):

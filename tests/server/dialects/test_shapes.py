@@ -269,7 +269,11 @@ def test_a_response_cut_short_is_incomplete(serve):
     reply = here.client.post("/v1/responses", json=body).json()
     assert reply["status"] == "incomplete"
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert here.events("/v1/responses", body)[-1][0] == "response.incomplete"
+    events = here.events("/v1/responses", body)
+    assert events[-1][0] == "response.incomplete"
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert done == events[-1][1]["response"]["output"]
+    assert done[-1]["status"] == "incomplete"
 
 
 def test_response_items_join_into_turns(serve):

@@ -195,3 +195,29 @@ def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
     contexts = [one for one in gc.get_objects() if isinstance(one, RequestContext)]
     assert len(answers) == 3
     assert not any(context.body for context in contexts)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reference_to_an_item_of_a_stored_response_is_resolved(client, streamed: bool) -> None:
+    engine = FakeEngine([["blue"], ["green"]])
+    _, openai_client = client(engine)
+    if streamed:
+        with openai_client.responses.stream(model="fake", input="One.") as stream:
+            first = stream.get_final_response()
+    else:
+        first = openai_client.responses.create(model="fake", input="One.")
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    items = [{"role": "user", "content": "One."}, reference, {"role": "user", "content": "Two."}]
+    openai_client.responses.create(model="fake", input=items)
+    assert said(engine) == [("user", "One."), ("assistant", "blue"), ("user", "Two.")]
+    reference["id"] = "msg_nowhere_0"
+    with pytest.raises(openai.BadRequestError, match="send the item itself"):
+        openai_client.responses.create(model="fake", input=items)
+
+
+def test_reference_where_nothing_is_stored_names_the_way_out(serve) -> None:
+    here = serve(FakeEngine())
+    body = {"model": "fake", "input": [{"type": "item_reference", "id": "msg_1_0"}]}
+    reply = here.client.post(URL, json=body)
+    assert reply.status_code == 400
+    assert "store-responses" in reply.text

@@ -1,0 +1,74 @@
+"""A tool's parameters by its schema, and values of a notation that does not say their types."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from edgeinfer.runtime.sampling.json_schema import TYPES, Overlaps, kinds_of, target, value_schemas
+
+#: The longest value that may be other than a text, characters.
+_MAX_LITERAL = 100_000
+
+
+def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the schemas of each parameter, also behind references and alternatives."""
+    root = dict(schema)
+    found: dict[str, list[Any]] = {}
+    for part in value_schemas([root], root):
+        members = part.get("properties")
+        for name, member in members.items() if isinstance(members, dict) else ():
+            found.setdefault(name, []).append(member)
+    return found
+
+
+def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """Return the types that a parameter may have; all if the schema does not say."""
+    root = dict(schema)
+    overlaps = Overlaps(lambda ref: target(root, ref), lambda part: part)
+    try:
+        members = property_schemas(schema).get(name, [])
+        kinds = {kind for member in members for kind in overlaps.kinds(member)}
+    except (TypeError, AttributeError):  # no schema at all
+        kinds = set()
+    return frozenset(kinds or TYPES)
+
+
+def typed_value(text: str, kinds: frozenset[str]) -> str:
+    """Return a value as JSON of the first of `kinds` that it can be, else as a text.
+
+    Python's notation counts too: models write `True`, `None` and lists with single quotes.
+    """
+    bare = text.strip()
+    if not bare and "string" not in kinds:
+        return ""
+    for read in (_json, ast.literal_eval) if len(bare) <= _MAX_LITERAL else ():
+        try:
+            value = read(bare)
+            is_whole = isinstance(value, float) and value.is_integer()
+            names = {"integer", *kinds_of(value)} if is_whole else set(kinds_of(value))
+            if names & kinds - {"string"}:
+                return json_text(int(value) if is_whole and "number" not in kinds else value)
+        except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+            continue
+    return json_text(text)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def json_text(value: Any) -> str:
+    """Write JSON. Raises ValueError for what JSON has no notation for."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return json.dumps(value)
+    return text

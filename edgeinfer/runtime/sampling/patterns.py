@@ -1,0 +1,121 @@
+"""Rewrite a schema's `pattern` so that the grammar engine enforces what ECMAScript means by it.
+
+The engine takes a class that has control characters and lacks `"` or a backslash too widely: it lets
+the JSON escapes `\\"` and `\\\\` through. Such a class is written as ranges without control characters.
+Look-aheads at the start, which the engine does not know, are further patterns of the same string.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import lru_cache
+
+from edgeinfer.runtime.requests import check_deadline
+
+#: A class, or an escape that is one, or any other escape.
+_ATOM = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
+_ESCAPED_CLASSES = ("\\s", "\\S", "\\w", "\\W", "\\d", "\\D")
+_WRITTEN_CONTROLS = "\t\n\r"
+_SPACES = "\\t\\n\\v\\f\\r \\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"
+_AFTER_BASIC_PLANE = "\U0001f600"
+#: Set operations of the engine's syntax, which ECMAScript takes as characters.
+_SET_OPERATION = re.compile(r"&&|--|~~")
+_LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
+_AHEAD = re.compile(r"\^?\(\?([=!])")
+
+
+@lru_cache(maxsize=1)
+def _basic_plane() -> str:
+    return "".join(map(chr, (*range(0xD800), *range(0xE000, 0x10000))))
+
+
+def has_look_around(pattern: str) -> bool:
+    return _LOOK_AROUND.search(pattern) is not None
+
+
+@lru_cache(maxsize=256)
+def narrowed(pattern: str) -> str:
+    """Return `pattern` with the classes rewritten that are taken too widely. Raises ValueError."""
+    return _ATOM.sub(lambda atom: _narrowed_class(atom[0]), pattern)
+
+
+def _narrowed_class(atom: str) -> str:
+    if atom[0] != "[" and atom not in _ESCAPED_CLASSES:
+        return atom
+    check_deadline()
+    body = re.sub(r"(?<!\\)[\[|]", r"\\\g<0>", atom[1:-1]) if atom[0] == "[" else atom
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = re.compile(f"[{_spaces(body)}]", re.ASCII)
+    except re.error:
+        if atom.startswith("[^") and ('"' in atom or "\\\\" in atom):
+            raise ValueError(f"the class {atom} cannot be compared with JSON's escapes") from None
+        return atom
+    controls = [c for c in map(chr, range(32)) if c not in _WRITTEN_CONTROLS and found.match(c)]
+    if not controls or (found.match('"') and found.match("\\")):
+        return atom
+    if _SET_OPERATION.search(atom) or max(atom) > "\uffff":
+        raise ValueError(f"the class {atom} cannot be compared with JSON's escapes")
+    return _ranges(found)
+
+
+def _spaces(body: str) -> str:
+    r"""Write `\s` out: ECMAScript's is Unicode's, while its `\w` and `\d` are ASCII's."""
+    return re.sub(r"\\(.)", lambda escape: _SPACES if escape[1] == "s" else escape[0], body)
+
+
+def _ranges(found: re.Pattern[str]) -> str:
+    written = "".join(c for c in _WRITTEN_CONTROLS if found.match(c))
+    runs = [
+        (max(run[0][0], " "), run[0][-1])
+        for run in re.finditer(f"{found.pattern}+", _basic_plane(), re.ASCII)
+        if run[0][-1] >= " "
+    ]
+    if found.match(_AFTER_BASIC_PLANE):
+        runs.append(("\U00010000", "\U0010ffff"))
+    pieces = [_escaped(c) for c in written]
+    pieces += [f"{_escaped(first)}-{_escaped(last)}" for first, last in runs]
+    return f"[{''.join(pieces)}]"
+
+
+def _escaped(character: str) -> str:
+    return f"\\x{{{ord(character):x}}}"
+
+
+def without_look_aheads(pattern: str) -> list[str] | None:
+    """Return patterns that together mean `pattern`, whose look-aheads stand at its start.
+
+    None if that cannot be said. `(?!^[class]*$)` asks for a character that is not of the class, and
+    `(?![class])` for one at the beginning, if there is any.
+    """
+    parts, left = [], pattern
+    anchor = "^" if pattern.startswith("^") else ""
+    while ahead := _AHEAD.match(left):
+        end = _closing(left, ahead.end())
+        inside = left[ahead.end() : end]
+        if end < 0 or not (anchor or ahead[0].startswith("^")):
+            return None
+        if ahead[1] == "=":
+            parts.append(f"^(?:{inside.removeprefix('^')})")
+        elif only := re.fullmatch(r"\^?\[([^\]\\^]*)\][*+]?\$", inside):
+            parts.append(f"[^{only[1]}]")
+        elif first := re.fullmatch(r"\^?(?:\[([^\]\\^]+)\]|([\w-]))", inside):
+            parts.append(f"^(?:[^{first[1] or first[2]}][\\s\\S]*)?$")
+        else:
+            return None
+        left = left[end + 1 :]
+        anchor = "^"
+    rest = anchor + left.removeprefix("^")
+    return None if has_look_around("".join((*parts, rest))) else [*parts, rest]
+
+
+def _closing(text: str, at: int) -> int:
+    """Return where the group ends whose inside begins at `at`, -1 if nowhere."""
+    depth = 1
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[at:], re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if depth == 0:
+            return at + token.start()
+    return -1

@@ -1,0 +1,179 @@
+"""An agent's session of 40 turns with the notation of Qwen3-Coder and Qwen 3.5, one call cut in the middle.
+
+The engine's words are scripted; templates, constraints and parsers are the product's.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from fake_engine import FakeEngine, Script
+
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
+from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
+from edgeinfer.runtime.events import Finished, Timings, Usage
+from edgeinfer.runtime.requests import GenerateRequest
+
+TEMPLATES = Path(__file__).parents[2] / "engine/chat_format/templates"
+N_TURNS, CUT_AT = 40, 17
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "line": {"type": "integer"},
+    },
+    "required": ["path", "content"],
+}
+#: A schema that no grammar enforces: it is named, and in nobody's way.
+ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+class Words:
+    """A vocabulary without control tokens."""
+
+    eos_tokens = (2,)
+    n_vocab = 256
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        return [*text.encode(), 0]
+
+    def is_control(self, token: int) -> bool:
+        return False
+
+    def control_tokens(self) -> dict[str, int]:
+        return {}
+
+
+def arguments(turn: int) -> dict[str, Any]:
+    shown = write_call(FAMILIES["qwen-xml"], "write_file", '{"path": "/etc/x", "content": "y"}')
+    content = [f"line {turn}", f"# how to call\n{shown}\n", "ends with </tool_call>", None][turn % 4]
+    return {"path": f"f{turn}.md", "content": content, "line": turn}
+
+
+class ScriptedModel:
+    """Answers turn by turn with a call; the one at `CUT_AT` is cut."""
+
+    def __init__(self, chat_format: ChatFormat) -> None:
+        self._format = chat_format
+        self.prompts: list[str] = []
+
+    def __call__(self, request: GenerateRequest) -> Script:
+        turn = len(self.prompts)
+        prepared = self._format.prepare(request)
+        assert prepared.parser is not None
+        self.prompts.append(prepared.prompt)
+        values = {k: "null" if v is None else v for k, v in arguments(turn).items()}
+        text = write_call(FAMILIES["qwen-xml"], "write_file", json.dumps(values))
+        if self._format.can_think:
+            text = "I write." + ("" if turn % 2 else "</think>") + "\n\n" + text
+        is_cut = turn == CUT_AT
+        text = text[: text.index("</parameter>", text.index("<parameter=content>"))] if is_cut else text
+        events = [
+            event for at in range(0, len(text), 5) for event in prepared.parser.feed(text[at : at + 5])
+        ]
+        events += prepared.parser.finish(cut=is_cut)
+        reason = "length" if is_cut else "tool_calls"
+        return [*events, Finished(reason=reason, usage=Usage(), timings=Timings())]
+
+
+@pytest.fixture(params=["qwen_xml", "qwen35"])
+def model(request) -> ScriptedModel:
+    facts = TemplateFacts(
+        template=(TEMPLATES / f"{request.param}.jinja").read_text(),
+        architecture="",
+        name="",
+        bos_text="",
+        eos_text="",
+        vocab=Words(),
+    )
+    return ScriptedModel(load_chat_format(facts))
+
+
+def check(turn: int, passed: Any, prompts: list[str]) -> str:
+    """Compare a call with what was said; return the tool's result."""
+    assert len(prompts) == turn + 1
+    if turn:
+        assert ("no JSON" if turn - 1 == CUT_AT else f"written {turn - 1}") in prompts[-1]
+    if turn == CUT_AT:
+        assert passed != arguments(turn)
+        return "no JSON"
+    assert passed == arguments(turn)
+    return f"written {turn}"
+
+
+def decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_openai_session_goes_on(serve, model):
+    here = serve(FakeEngine(model))
+    tools = [
+        {"type": "function", "function": {"name": "odd", "parameters": ODD}},
+        {"type": "function", "function": {"name": "write_file", "parameters": PARAMETERS}},
+    ]
+    messages: list[Any] = [{"role": "user", "content": "Write the files."}]
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+        for turn in range(N_TURNS):
+            raw = client.chat.completions.with_raw_response.create(
+                model="fake", messages=messages, tools=tools, stream=True
+            )
+            call: dict[str, Any] = {"type": "function", "function": {"name": "", "arguments": ""}}
+            for chunk in raw.parse():
+                for delta in (chunk.choices[0].delta.tool_calls or ()) if chunk.choices else ():
+                    call["id"] = call.get("id") or delta.id
+                    call["function"]["name"] += delta.function.name or ""
+                    call["function"]["arguments"] += delta.function.arguments or ""
+            result = check(turn, decoded(call["function"]["arguments"]), model.prompts)
+            ignored = raw.headers["x-edgeinfer-ignored"]
+            assert "tools[0].parameters#/properties/a/uniqueItems" in ignored
+            assert ("tool_calls[0].arguments" in ignored) is (turn > CUT_AT)
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "content": result},
+            ]
+
+
+def test_responses_session_goes_on(serve, model):
+    here = serve(FakeEngine(model))
+    tool = {"type": "function", "name": "write_file", "parameters": PARAMETERS, "strict": False}
+    items: list[Any] = [{"role": "user", "content": "Write the files."}]
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+        for turn in range(N_TURNS):
+            with client.responses.stream(model="fake", input=items, tools=[tool]) as stream:
+                done = [event.item for event in stream if event.type == "response.output_item.done"]
+            call = done[-1]
+            assert call.status == ("incomplete" if turn == CUT_AT else "completed")
+            result = check(turn, decoded(call.arguments), model.prompts)
+            items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in done]
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+def test_anthropic_session_goes_on(serve, model):
+    here = serve(FakeEngine(model))
+    tool = {"name": "write_file", "input_schema": PARAMETERS}
+    messages: list[Any] = [{"role": "user", "content": "Write the files."}]
+    with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0) as client:
+        for turn in range(N_TURNS):
+            answer = client.messages.create(
+                model="fake", max_tokens=500, messages=messages, tools=[tool], stream=False
+            )
+            (call,) = [block for block in answer.content if block.type == "tool_use"]
+            result = check(turn, call.input, model.prompts)
+            content = [block.model_dump(exclude_none=True) for block in answer.content]
+            messages += [
+                {"role": "assistant", "content": content},
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}],
+                },
+            ]
