@@ -39,13 +39,14 @@ _SLOW_MARKS = ("model", "criu", "needs", "slow")
 _SLOW_FIXTURES = ("smollm2", "gemma3", "lavapipe", "place", "binary", "drive", "snap_compare", "server")
 _LARGE_PACKAGES = "llama_cpp anthropic botocore flask kubernetes_validate moto ollama openai PyInstaller ray schemathesis".split()
 _STARTS_A_PROGRAM = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
-#: What the tests marked `needs` need beyond `make run`: `make test` leaves them out, tools/setup.sh test-all makes it.
+#: What the tests marked `needs` need beyond `make run`. `make test` leaves them out; `make test-all` runs them.
 NEEDS = {
     "arm64": "a compiler for arm64 and qemu",
     "axe": "axe-core, through npm",
     "binary": "the shipped file",
     "containers": "podman",
     "encoder": "libmtmd, which encodes pictures",
+    "fuzz": "two minutes of requests made from the OpenAPI document",
     "levels": "our C++ for other processors than this one",
     "ray": "a Ray cluster",
     "registry": "docker-registry",

@@ -113,7 +113,7 @@ _running: dict[tuple[str, str, Id], asyncio.Event] = {}
 _reading: set[asyncio.Task[Any]] = set()
 
 
-@ROUTES.post("/mcp", body=McpMessage, reply=McpReply, also={"202": None})
+@ROUTES.post("/mcp", body=McpMessage | _Batch, reply=McpReply | list[McpReply], also={"202": None})
 async def mcp(context: RequestContext) -> Response:
     """Answer one message of the Model Context Protocol."""
     raw = await read_body(context.request)

@@ -209,7 +209,7 @@ def test_answer_shows_how_it_ended():
         return [line.text.strip() for line in lines if line.text.strip()]
 
     assert last(content="x", status="stopped")[-1].startswith("◌ stopped")
-    assert last(content="x", status="length")[-1].startswith("◌ cut")
+    assert last(content="x", status="length")[-1].startswith("◌ stopped at")
     assert last(status="failed", error="it broke") == ["✗ it broke"]
     assert last(content="x", page=(2, 3))[-1] == "‹ 2/3 ›"
     assert last() == ["(no words)"]

@@ -104,6 +104,7 @@ def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path
     assert found["after"] == ["libggml-"]
 
 
+@pytest.mark.needs("vulkan")
 def test_a_library_of_another_build_is_never_opened() -> None:
     out = library(backends.added_dir(), "cuda", "libc.so.6", "int f;")
     facts = msgspec.json.decode(backends.facts_path(out).read_bytes(), type=LibraryFacts)
@@ -117,6 +118,7 @@ def test_a_library_of_another_build_is_never_opened() -> None:
     assert found["after"] == []
 
 
+@pytest.mark.needs("vulkan")
 def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
     from edgeinfer.runtime.llama.backends import ask
 

@@ -73,7 +73,9 @@ def test_the_document_is_served(serve):
 @pytest.mark.parametrize(
     ("engine", "phases", "examples", "at_least"),
     [
-        ("scripted", "examples,coverage,fuzzing", EXAMPLES, 300),
+        pytest.param(
+            *("scripted", "examples,coverage,fuzzing", EXAMPLES, 300), marks=pytest.mark.needs("fuzz")
+        ),
         ("real", "examples,fuzzing", 4 * EXAMPLES, 100),
     ],
 )

@@ -108,7 +108,7 @@ def test_files_are_attached_and_pictures_shown(paged):
     binary = [{"name": "x.bin", "data": base64.b64encode(b"\xff\0\xfe").decode()}]
     refused = page.client.post("/conversations", json={"text": "x", "files": binary})
     assert refused.status_code == 400
-    assert "x.bin is not UTF-8 text" in refused.text
+    assert "x.bin is a binary file" in refused.text
 
 
 def test_exports(paged):
