@@ -78,7 +78,8 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        weakref.finalize(self, os.close, self._descriptor)
+        # not at exit, where the engine is closed, and writes, after finalizers have run
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
         os.close(open_own(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
 

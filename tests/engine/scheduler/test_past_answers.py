@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from other_processes import run_python
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished
@@ -366,3 +367,14 @@ except OSError:
         assert done.returncode == 0
     finally:
         subprocess.run(["umount", place], check=True)
+
+
+def test_answers_are_added_until_the_process_has_ended(answers: PastAnswers, tmp_path: Path) -> None:
+    """An engine may be closed, and write, after the interpreter has run its finalizers."""
+    run_python(
+        "import atexit, pathlib, sys; from edgeinfer.runtime.sampling.past_answers import PastAnswers; "
+        "answers = PastAnswers(pathlib.Path(sys.argv[1]), b'secret'); "
+        f"atexit.register(answers.add, '', 'a', {ANSWER}); answers.of('')",
+        tmp_path,
+    )
+    assert found(answers.of(""), ANSWER[:8]) == ANSWER[8:10]
