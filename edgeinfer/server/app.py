@@ -114,10 +114,10 @@ class App:
             if operation is None or not operation.may_store or self._endpoint.journal is None:
                 await _handle(scope, receive, send)
                 return
-            body = await read_body(Request(scope, receive))
+            context.body = await read_body(Request(scope, receive))
             limit_bytes = self._endpoint.limits.kept_bytes
             context.journaled = JournaledAnswer(limit_bytes, lambda: context.outcome)
-            context.journaled.start(_handle, scope, body)
+            context.journaled.start(_handle, scope)
             await context.journaled.read(receive, send)
 
     def _admit(self, context: RequestContext, scope: Scope) -> None:

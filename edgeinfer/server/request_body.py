@@ -117,7 +117,9 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
         _check_type(headers.get("content-type", "application/json"))
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
-    context.body = raw = await read_body(context.request)
+    raw = context.body
+    if raw is None:
+        raw = context.body = await read_body(context.request)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
     value = _decode_strictly(raw, kind)
     if value is None and len(raw) > _INLINE_BYTES:

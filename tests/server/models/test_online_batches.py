@@ -205,6 +205,40 @@ def test_answers_count_as_files(serve, tmp_path, until, monkeypatch):
     assert 0 < ended.request_counts.completed < 6
 
 
+def test_refused_upload_ends_no_running_batch(serve, tmp_path, until, monkeypatch):
+    gate = StepGate()
+    here = serve(FakeEngine([[gate, "x"]]), batches=Batches(tmp_path / "batches"))
+    monkeypatch.setattr(batches, "MOST_BYTES", 12_000)
+    client = _client(here)
+    spare = client.files.create(file=("a", b"x" * 11_000), purpose="batch")
+    batch = _begin(client, _jsonl(_line("q")))
+    with pytest.raises(openai.APIStatusError, match="DELETE some"):
+        client.files.create(file=("b", b"x" * 11_000), purpose="batch")
+    client.files.delete(spare.id)
+    gate.opened.set()
+    assert _ended(client, batch, until).status == "completed"
+
+
+def test_answers_are_no_input_of_a_batch(here, until):
+    client = _client(here)
+    batch = _ended(client, _begin(client, _jsonl(_line("q"))), until)
+    with pytest.raises(openai.BadRequestError, match="not an uploaded file"):
+        client.batches.create(input_file_id=batch.output_file_id, endpoint=URL, completion_window="24h")
+
+
+def test_files_that_come_and_go_do_not_stop_an_upload(tmp_path, monkeypatch):
+    folder = Batches(tmp_path / "batches").folder("")
+    record = folder.add(b"x", "a")
+
+    def iterdir(path):
+        names = list(os.scandir(path))
+        folder.delete(record.id)
+        return [path / entry.name for entry in names]
+
+    monkeypatch.setattr("pathlib.Path.iterdir", iterdir)
+    assert folder.add(b"y", "b").bytes == 1
+
+
 def test_key_does_not_take_all_batches(serve, tmp_path):
     keys = ["one-key-of-many", "another-key-here"]
     engine = FakeEngine([[StepGate()]])
