@@ -127,8 +127,6 @@ class Endpoint:
         self.last_activity = time.monotonic()
         if key:
             self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
 
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
@@ -204,12 +202,12 @@ class Endpoint:
                 from edgeinfer.tools.loop import ChatTools  # 20 ms that few endpoints need
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
-                for words in await self.in_thread(tools.prepare):
-                    self.log.warning("tools", message=words)
+                for message in await self.in_thread(tools.prepare):
+                    self.log.warning("tools", message=message)
                 self.tools = tools
         return self.tools
 
-    async def in_thread(self, work: Any, *args: Any) -> Any:
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run a blocking call of an engine, or one that takes long, beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, work, *args)

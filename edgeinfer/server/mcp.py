@@ -209,8 +209,8 @@ def _error(number: Id, code: int, message: str) -> bytes:
 
 
 def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[str, Any]:
-    given = {"structuredContent": structured} if structured else {}
-    return {"content": [{"type": "text", "text": text}], "isError": is_error, **given}
+    content: dict[str, Any] = {"content": [{"type": "text", "text": text}], "isError": is_error}
+    return content | ({"structuredContent": structured} if structured else {})
 
 
 def _sees_files(context: RequestContext) -> bool:
@@ -223,9 +223,9 @@ def _sees_files(context: RequestContext) -> bool:
 
 
 def _tool_names(context: RequestContext) -> list[str]:
-    hidden = set() if _sees_files(context) else {"search_conversations", "read_document"}
-    hidden |= {"search_conversations"} if context.endpoint.web is None else set()
-    return [name for name in _TOOLS if name not in hidden]
+    sees_files, has_page = _sees_files(context), context.endpoint.web is not None
+    is_offered = {"read_document": sees_files, "search_conversations": sees_files and has_page}
+    return [name for name in _TOOLS if is_offered.get(name, True)]
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -277,15 +277,13 @@ class _Call(Response):
                 await send(message)
 
         try:
-            reply = await self._reply()
-            await reply(scope, receiving, sending)
+            await (await self._reply())(scope, receiving, sending)
         except Exception as error:
             if self._context.status:
                 raise
             problem = self._context.endpoint.problem_of(error, self._context.id)
             self._context.outcome = problem.code or ""
-            reply = _result(self._id, _content(problem.message, is_error=True))
-            await reply(scope, receive, send)
+            await _result(self._id, _content(problem.message, is_error=True))(scope, receive, send)
         finally:
             _running.pop(key, None)
         if cancelled.is_set() and not self._context.status:
@@ -298,13 +296,11 @@ class _Call(Response):
             case Embed(texts=texts, model=model):
                 return _result(self._id, await self._with_engine(model, lambda e: _embed(e, texts)))
             case SearchConversations(words=words, limit=limit):
-                found = await self._context.endpoint.web.conversations.use(
+                matches = await self._context.endpoint.web.conversations.use(
                     lambda store: store.search(words, limit)
                 )
-                lines = [
-                    f"{one.title} ({one.model}, {one.turns} turns)\n{one.snippet}" for one in found
-                ]
-                rows = msgspec.to_builtins(found)
+                lines = [f"{m.title} ({m.model}, {m.turns} turns)\n{m.snippet}" for m in matches]
+                rows = msgspec.to_builtins(matches)
                 return _result(self._id, _content("\n\n".join(lines) or "None.", conversations=rows))
             case ReadDocument(path=path, model=model):
                 return await self._read(path, model)
@@ -330,8 +326,7 @@ class _Call(Response):
         """Read a file. Raises Problem 403, and EdgeInferError for one that is no text."""
         if not _sees_files(self._context):
             raise Problem(403, "Files are read for this machine's operator.", code="admin_only")
-        document: Attachment = await self._context.endpoint.in_thread(_read_document, path)
-        return document
+        return await self._context.endpoint.in_thread(_read_document, path)
 
     async def _read(self, path: str, model: str | None) -> Response:
         document, context = [await self._attachment(path)], self._context
@@ -351,8 +346,8 @@ class _Call(Response):
         _reading.add(task)
         task.add_done_callback(self._ended)
         n_tokens = len(prefix.prompt or ())
-        words = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
-        return _result(self._id, _content(words, tokens=n_tokens))
+        message = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
+        return _result(self._id, _content(message, tokens=n_tokens))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         _reading.discard(task)

@@ -76,15 +76,15 @@ _FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
 
 def read_form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
     """Parse a multipart form into fields with file names. Raises Problem 400."""
-    found = _BOUNDARY.match(content_type)
+    declared = _BOUNDARY.match(content_type)
     fields: dict[str, tuple[bytes, str]] = {}
-    lines = list(_boundary_lines(raw, found[1].encode())) if found else []
+    lines = _boundary_lines(raw, declared[1].encode()) if declared else ()
     for (_, start), (end, _) in itertools.pairwise(lines):
         head_end = raw.find(b"\r\n\r\n", start, end + 4)
-        named = _FIELD.search(raw, start, head_end) if head_end >= 0 else None
-        if named is not None:
-            filename = (named[2] or b"").decode("utf-8", "replace")
-            fields[named[1].decode("utf-8", "replace")] = (raw[head_end + 4 : end], filename)
+        field = _FIELD.search(raw, start, head_end) if head_end >= 0 else None
+        if field is not None:
+            name, filename = ((text or b"").decode("utf-8", "replace") for text in field.groups())
+            fields[name] = (raw[head_end + 4 : end], filename)
     return fields
 
 
@@ -122,11 +122,11 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
         raw = context.body = await read_body(context.request)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
     value = _decode_strictly(raw, kind)
-    if value is None and len(raw) > _INLINE_BYTES:
-        value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
-    elif value is None:
-        value = _decode_leniently(context, raw, kind)
-    return value
+    if value is not None:
+        return value
+    if len(raw) > _INLINE_BYTES:
+        return await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
+    return _decode_leniently(context, raw, kind)
 
 
 def _check_type(declared: str) -> None:
@@ -165,8 +165,8 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
                 msgspec.json.decode(value)
-            except msgspec.ValidationError as found:
-                return found, name
+            except msgspec.ValidationError as of_field:
+                return of_field, name
     return error, ""
 
 

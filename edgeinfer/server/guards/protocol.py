@@ -102,9 +102,8 @@ class _Guarded(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep a half-closed connection open while its request is answered."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return None
-        if not self.connection.is_half_closed():
+        is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
+        if not is_answering or not self.connection.is_half_closed():
             return None
         cycle.keep_alive = False
         self._look_for_client()
@@ -154,7 +153,6 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(505)
         if self._refused:
             return
-        self._disarm()
         self._arm(self.guard.body_s)
         self._take_host_of_target()
         super().on_headers_complete()
@@ -187,7 +185,6 @@ class _Guarded(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
-            self._disarm()
             self._arm(_LINGER_S)
 
     # --- writing
@@ -206,6 +203,7 @@ class _Guarded(HttpToolsProtocol):
     # --- deadlines
 
     def _arm(self, seconds: float) -> None:
+        self._disarm()
         self._timer = self.loop.call_later(seconds, self._late)
 
     def _disarm(self) -> None:

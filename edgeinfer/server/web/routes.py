@@ -231,8 +231,7 @@ async def setup(context: RequestContext) -> wire.Setup:
 @ROUTES.get(f"{PATH}/models", web="cookie")
 async def to_pull(context: RequestContext) -> list[wire.Offer]:
     """List the catalogue's models that are not here."""
-    offers: list[wire.Offer] = await context.endpoint.in_thread(offered)
-    return offers
+    return await context.endpoint.in_thread(offered)
 
 
 @ROUTES.get(f"{PATH}/pulls", web="cookie")
