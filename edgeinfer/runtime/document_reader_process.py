@@ -54,7 +54,7 @@ def main() -> int:
     """Read the document of stdin; return 0 if there was an answer."""
     die_with_parent()
     data = sys.stdin.buffer.read()
-    wanted = sys.argv[1]
+    mode = sys.argv[1]
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
@@ -63,26 +63,26 @@ def main() -> int:
             codecs.lookup(late)
     limit(CPU_S)
     try:
-        if wanted == "html":
+        if mode == "html":
             parts = [_html(data, codec)]
         else:
-            parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, wanted))
+            parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, mode))
     except MemoryError:
         refuse("reading it takes too much memory")
     except Exception as error:  # noqa: BLE001  a parser raises what it likes for a broken file
         refuse(str(error) or type(error).__name__)
     else:
-        sys.stdout.buffer.write(b"ok\n" + (b"" if wanted == "pages" else b"\f").join(parts))
+        sys.stdout.buffer.write(b"ok\n" + (b"" if mode == "pages" else b"\f").join(parts))
         sys.stdout.buffer.flush()
     return 0
 
 
-def _pdf(data: bytes, wanted: str) -> Iterator[bytes]:
+def _pdf(data: bytes, mode: str) -> Iterator[bytes]:
     document = pypdfium2.PdfDocument(data)
-    if len(document) > MAX_PAGES[wanted]:
-        raise ValueError(f"it has {len(document)} pages, and {MAX_PAGES[wanted]} are read at most")
+    if len(document) > MAX_PAGES[mode]:
+        raise ValueError(f"it has {len(document)} pages, and {MAX_PAGES[mode]} are read at most")
     for page in document:
-        if wanted == "text":
+        if mode == "text":
             text = page.get_textpage().get_text_range()
             yield text.replace("\r\n", "\n").replace("\f", "\n").encode("utf-8", "replace")
         else:

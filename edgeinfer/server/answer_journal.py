@@ -15,7 +15,7 @@ from typing import get_args
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.runtime.events import FinishReason
-from edgeinfer.server.connection import unless_disconnected
+from edgeinfer.server.connection import disconnected, unless
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import shutting_down
 
@@ -138,7 +138,7 @@ class JournaledAnswer:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            await unless_disconnected(receive, self._read(reader, send, transform))
+            await unless(disconnected(receive), self._read(reader, send, transform))
         finally:
             del self._readers[reader]
             self._wake()

@@ -232,9 +232,7 @@ class Preparation:
         if not asker:
             return nullcontext()
         pool = self._pool(request)
-        waiting = self._turns.get((pool.name, asker)) or asyncio.Semaphore(pool.most_of_key)
-        self._turns[pool.name, asker] = waiting
-        return waiting
+        return self._turns.setdefault((pool.name, asker), asyncio.Semaphore(pool.most_of_key))
 
     def _pool(self, request: GenerateRequest) -> FairPool:
         if request.n_pictures:

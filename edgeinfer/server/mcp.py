@@ -25,6 +25,7 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.server.connection import unless
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import GenerationSpec, GenerationTask, answer, start
@@ -263,14 +264,8 @@ class _Call(Response):
         cancelled = _running[key] = asyncio.Event()
 
         async def receiving() -> Any:
-            received = asyncio.ensure_future(receive())
-            waits = [received, asyncio.ensure_future(cancelled.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                return {"type": "http.disconnect"} if cancelled.is_set() else received.result()
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            message = await unless(cancelled.wait(), receive())
+            return {"type": "http.disconnect"} if cancelled.is_set() else message
 
         async def sending(message: Any) -> None:
             if not cancelled.is_set():

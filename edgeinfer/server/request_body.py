@@ -224,11 +224,11 @@ class LenientDecoder:
     def read(self, raw: Any, kind: type[T]) -> T:
         """Convert the value to `kind`. Raises Problem, which names every invalid field."""
         of: Any = kind
-        kept = self._value(_plan(of), raw, "")
+        value = self._value(_plan(of), raw, "")
         if self._problems:
             raise merged(self._problems)
         try:
-            return msgspec.convert(kept, kind, strict=self._strict)
+            return msgspec.convert(value, kind, strict=self._strict)
         except msgspec.ValidationError as error:
             raise from_validation(error) from None
 
@@ -252,15 +252,15 @@ class LenientDecoder:
         return value
 
     def _items(self, plan: _Plan, items: list[Any], place: str) -> list[Any]:
-        kept = []
+        values = []
         for number, item in enumerate(items):
             here = f"{place}[{number}]"
             other = _other_type(plan, item, plan.dropped)
             if other is None:
-                kept.append(self._value(plan, item, here))
+                values.append(self._value(plan, item, here))
             else:
                 self._ignore(f"{here}={other}")
-        return kept
+        return values
 
     def _tagged(self, plan: _Plan, value: dict[str, Any], place: str) -> Any:
         if not plan.tag_field:
@@ -290,7 +290,7 @@ class LenientDecoder:
 
     def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
         facts = facts_of(kind)
-        kept: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, inner in value.items():
             here = f"{place}.{name}" if place else str(name)
             field = facts.fields.get(name)
@@ -302,19 +302,21 @@ class LenientDecoder:
             elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
                 self._ignore(here)
             else:
-                kept[name] = self._value(field.plan, self._known_items(facts, name, inner, here), here)
+                values[name] = self._value(
+                    field.plan, self._known_items(facts, name, inner, here), here
+                )
         absent = [name for name in facts.required if name not in value]
         self._problems += [missing(f"{place}.{name}" if place else name) for name in absent]
-        return kept
+        return values
 
     def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
-        words = facts.known_items.get(name)
-        if words is None or not isinstance(value, list):
+        names = facts.known_items.get(name)
+        if names is None or not isinstance(value, list):
             return value
         for item in value:
-            if isinstance(item, str) and item not in words:
+            if isinstance(item, str) and item not in names:
                 self._ignore(f"{place}={item}")
-        return [item for item in value if not isinstance(item, str) or item in words]
+        return [item for item in value if not isinstance(item, str) or item in names]
 
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, place: str) -> None:
         known = name in facts.hints or name in facts.refused
@@ -367,17 +369,17 @@ class _Facts(NamedTuple):
 @cache
 def _plan(kind: Any) -> _Plan:
     alternatives = _alternatives(inspect.type_info(kind))
-    structs = [found.cls for found in alternatives if isinstance(found, inspect.StructType)]
+    structs = [member.cls for member in alternatives if isinstance(member, inspect.StructType)]
     objects = [made for made in structs if issubclass(made, Wire)]
     item: _Plan | None = None
     most = 0
-    for found in alternatives:
-        if isinstance(found, inspect.ListType):
-            items = _alternatives(found.item_type)
-            if any(isinstance(one, inspect.StructType) for one in items):
-                kinds = [one.cls if isinstance(one, inspect.StructType) else str for one in items]
+    for member in alternatives:
+        if isinstance(member, inspect.ListType):
+            items = _alternatives(member.item_type)
+            if any(isinstance(kind, inspect.StructType) for kind in items):
+                kinds = [kind.cls if isinstance(kind, inspect.StructType) else str for kind in items]
                 item = _plan(functools.reduce(operator.or_, kinds))
-                most = found.max_length or _UNBOUNDED
+                most = member.max_length or _UNBOUNDED
     return _Plan(
         kind=kind,
         objects={_tag(made): made for made in objects},
@@ -412,14 +414,14 @@ def facts_of(kind: type[Wire]) -> _Facts:
 
 def parts_of(kind: type[Wire]) -> list[type[Wire]]:
     """List the object types directly inside `kind`."""
-    found: list[type[Wire]] = []
+    kinds: list[type[Wire]] = []
     waiting = [field.plan for field in facts_of(kind).fields.values()]
     while waiting:
         plan = waiting.pop()
-        found += plan.objects.values()
+        kinds += plan.objects.values()
         if plan.item is not None:
             waiting.append(plan.item)
-    return found
+    return kinds
 
 
 def _joined(tables: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -130,8 +130,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 def host_name(host: str) -> str:
     """Normalize a Host header: `Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" if invalid."""
-    found = _HOST.fullmatch(host)
-    return found[1].lower() if found else ""
+    match = _HOST.fullmatch(host)
+    return match[1].lower() if match else ""
 
 
 def _is_address(name: str) -> bool:
