@@ -99,7 +99,7 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
 
 def _text(data: bytes, name: str, param: str) -> str:
-    asker = hashlib.sha256(pictures.current_asker().encode()).digest()
+    asker = hashlib.sha256(pictures.current_asker.get().encode()).digest()
     key = hashlib.sha256(asker + data).digest()
     with _caching:
         if key in _cached:

@@ -14,9 +14,9 @@ import re
 import signal
 import struct
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import BoundedSemaphore
 
@@ -116,21 +116,12 @@ MAX_PICTURES = 64
 _decoders = BoundedSemaphore(3)
 _MOST_OF_ASKER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-_thread = threading.local()
-
-
-def work_for(asker: str) -> None:
-    """Count what this thread decodes from now on as this asker's; "" is not limited."""
-    _thread.asker = asker
-
-
-def current_asker() -> str:
-    """Return whom this thread works for."""
-    return str(getattr(_thread, "asker", ""))
+#: The asker whose files this thread decodes; "" is not limited.
+current_asker = ContextVar("current_asker", default="")
 
 
 def _own_decoders() -> AbstractContextManager[object]:
-    asker = current_asker()
+    asker = current_asker.get()
     if not asker:
         return nullcontext()
     return _decoders_of.setdefault(asker, BoundedSemaphore(_MOST_OF_ASKER))

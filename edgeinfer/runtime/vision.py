@@ -171,17 +171,13 @@ class Vision:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
             if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
-                raise InvalidRequestError(
-                    f"a picture of {width}x{height} pixels needs tokens that the model "
-                    "lacks: its projector is of another model",
-                    param="messages",
-                )
+                message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
+                message += "its projector is of another model"
+                raise InvalidRequestError(message, param="messages")
             if chunk.is_whole and chunk.n_rows > self._max_rows:
-                raise InvalidRequestError(
-                    f"a picture has {chunk.n_rows} rows, which one step must compute, and a batch "
-                    f"holds {self._max_rows}",
-                    param="messages",
-                )
+                message = f"a picture has {chunk.n_rows} rows, which one step must compute, and a "
+                message += f"batch holds {self._max_rows}"
+                raise InvalidRequestError(message, param="messages")
         return chunks
 
     def _read(

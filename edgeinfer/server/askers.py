@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from edgeinfer.runtime.pictures import work_for
+from edgeinfer.runtime.pictures import current_asker
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import too_many, unavailable
 
@@ -25,18 +25,13 @@ T = TypeVar("T")
 class Asker(msgspec.Struct, frozen=True):
     """Whom a request is from: the name of the client's API key, and whether it is an administrator.
 
-    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `shares`: it
-    takes turns with others.
+    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `turn` is the
+    name under which it takes turns with others; "" if it takes none.
     """
 
     name: str
     is_admin: bool
-    shares: bool = False
-
-    @property
-    def turn(self) -> str:
-        """Return the name under which it takes turns; "" if it takes none."""
-        return self.name if self.shares else ""
+    turn: str = ""
 
 
 NOBODY = Asker("", is_admin=False)
@@ -127,7 +122,7 @@ class FairPool:
         return not asker or n_own < self.most_of_key
 
     def _run(self, asker: str, future: Future[Any], work: Callable[[], Any]) -> None:
-        work_for(asker)
+        current_asker.set(asker)
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  the future raises it again, in the caller

@@ -208,7 +208,9 @@ class Folder:
         with self._lock:
             self._check_room()
         if self.read(name, FileObject).purpose != "batch":  # answers may have a gigabyte
-            raise Problem(400, "This is not an uploaded file.", param="input_file_id")
+            raise Problem(
+                400, "This is not an uploaded file.", param="input_file_id", code="invalid_value"
+            )
         return self._content(name).read_bytes().splitlines()
 
     def _content(self, name: str) -> Path:
@@ -326,7 +328,7 @@ class Batches:
         own = sum(running.asker == asker for running in self._running.values())
         if len(self._running) >= _MOST_RUNNING:
             raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
-        if asker.shares and own >= _MOST_OF_KEY:
+        if asker.turn and own >= _MOST_OF_KEY:
             raise too_many(f"{own} batches of this key run already.", 60)
 
     async def begin(

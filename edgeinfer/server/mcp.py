@@ -26,7 +26,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import unless
-from edgeinfer.server.context import RequestContext, with_engine
+from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import GenerationSpec, GenerationTask, answer, start
 from edgeinfer.server.native.routes import infer_request
@@ -129,7 +129,7 @@ async def mcp(context: RequestContext) -> Response:
         return _failure(None, _INVALID, f"not a batch: {error}", 400)
     if version > _LAST_WITH_BATCHES:
         return _failure(None, _INVALID, f"version {version} has no batches", 400)
-    return _BatchResponse(context, batch)
+    return await _answer_batch(context, batch)
 
 
 def _answer(context: RequestContext, raw: bytes) -> Response:
@@ -157,28 +157,18 @@ def _answer(context: RequestContext, raw: bytes) -> Response:
     return _failure(message.id, _NO_METHOD, f"{message.method} is not offered")
 
 
-class _BatchResponse(Response):
-    """The answers to a batch, one message after another."""
+async def _answer_batch(context: RequestContext, batch: list[msgspec.Raw]) -> Response:
+    request, answers = context.request, []
+    for raw in batch:
+        answer = bytearray()
 
-    background = None
+        async def collect(event: Any, answer: bytearray = answer) -> None:
+            answer += event.get("body", b"")
 
-    def __init__(self, context: RequestContext, batch: list[msgspec.Raw]) -> None:
-        self._context = context
-        self._batch = batch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers = []
-        for raw in self._batch:
-            answer = bytearray()
-
-            async def collect(event: Any, answer: bytearray = answer) -> None:
-                answer += event.get("body", b"")
-
-            await _answer(self._context, bytes(raw))(scope, receive, collect)
-            answers += [answer] if answer else []
-        body = b"[" + b",".join(answers) + b"]"
-        reply = Response(body, media_type="application/json") if answers else Response(status_code=202)
-        await reply(scope, receive, send)
+        await _answer(context, bytes(raw))(request.scope, request.receive, collect)
+        answers += [answer] if answer else []
+    body = b"[" + b",".join(answers) + b"]"
+    return Response(body, media_type="application/json") if answers else Response(status_code=202)
 
 
 def _initialize(message: McpMessage) -> Response:
@@ -197,16 +187,11 @@ def _call_key(context: RequestContext, number: Id) -> tuple[str, str, Id]:
 
 
 def _result(number: Id, result: Any, headers: dict[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(McpReply(id=number, result=result))
-    return Response(body, headers=headers, media_type="application/json")
+    return json_reply(McpReply(id=number, result=result), headers=headers)
 
 
 def _failure(number: Id, code: int, message: str, status: int = 200) -> Response:
-    return Response(_error(number, code, message), status, media_type="application/json")
-
-
-def _error(number: Id, code: int, message: str) -> bytes:
-    return msgspec.json.encode(McpReply(id=number, error={"code": code, "message": message}))
+    return json_reply(McpReply(id=number, error={"code": code, "message": message}), status)
 
 
 def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[str, Any]:
@@ -411,7 +396,7 @@ def _embed(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _refused(problem: Problem, request_id: str) -> bytes:
-    return _error(None, _INTERNAL, problem.message)
+    return bytes(_failure(None, _INTERNAL, problem.message).body)
 
 
 MCP = Dialect(

@@ -44,12 +44,8 @@ async def read_body(request: Request) -> bytes:
     if context.operation is not None and context.operation.max_body_bytes:
         limit = min(limit, context.operation.max_body_bytes)
     declared = request.headers.get("content-length", "0")
-    too_long = Problem(
-        413,
-        f"The body is longer than {limit} bytes.",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
+    message, headers = f"The body is longer than {limit} bytes.", {"connection": "close"}
+    too_long = Problem(413, message, code="request_too_large", headers=headers)
     if declared.isdigit() and int(declared) > limit:
         raise too_long
     parts: list[bytes] = []
@@ -271,21 +267,15 @@ class LenientDecoder:
         named = f"{place}.{plan.tag_field}" if place else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
-            message = missing(named)
+            problem = missing(named)
         elif other is not None:
-            why = _reason(plan.others, other)
-            message = Problem(
-                400, f"'{other}' is not supported here: {why}.", param=named, code="unsupported_value"
-            )
+            message = f"'{other}' is not supported here: {_reason(plan.others, other)}."
+            problem = Problem(400, message, param=named, code="unsupported_value")
         else:
-            known = ", ".join(f"'{name}'" for name in plan.objects)
-            message = Problem(
-                400,
-                f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {known}.",
-                param=named,
-                code="invalid_value",
-            )
-        self._problems.append(message)
+            tags = ", ".join(f"'{name}'" for name in plan.objects)
+            message = f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {tags}."
+            problem = Problem(400, message, param=named, code="invalid_value")
+        self._problems.append(problem)
         return value
 
     def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
@@ -319,15 +309,13 @@ class LenientDecoder:
         return [item for item in value if not isinstance(item, str) or item in names]
 
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, place: str) -> None:
-        known = name in facts.hints or name in facts.refused
-        if known and _is_one_of(value, NOTHING):
+        is_refused = name in facts.refused
+        if (is_refused or name in facts.hints) and _is_one_of(value, NOTHING):
             return
-        if name in facts.hints:
+        is_hint = is_refused and _is_one_of(value, facts.hint_values.get(name, ()))
+        if is_hint or name in facts.hints:
             self._ignore(place)
-        elif name in facts.refused:
-            if _is_one_of(value, facts.hint_values.get(name, ())):
-                self._ignore(place)
-                return
+        elif is_refused:
             self._problems.append(unsupported(place, facts.refused[name]))
         elif self._refuse_unknown or load_time_place(place):
             message = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."

@@ -9,6 +9,7 @@ chunk extensions.
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -20,16 +21,6 @@ from edgeinfer.server.limits import Limits
 #: How long (s) an answered client may go on sending its body: after a close at once, the kernel would
 #: reset the connection, and the client might never see the answer.
 _LINGER_S = 2.0
-
-_REFUSALS = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    414: b"URI Too Long",
-    431: b"Request Header Fields Too Large",
-    501: b"Not Implemented",
-    503: b"Service Unavailable",
-    505: b"HTTP Version Not Supported",
-}
 
 
 #: Pause (s) between two looks for whether a client of a half-closed connection is still there.
@@ -221,7 +212,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._refused = True
         self._disarm()
-        reason = _REFUSALS[status]
+        reason = HTTPStatus(status).phrase.encode()
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
         cycle = self.cycle
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import tracemalloc
 
 import httpx2
 import openai
@@ -224,6 +225,21 @@ def test_answers_are_no_input_of_a_batch(here, until):
     batch = _ended(client, _begin(client, _jsonl(_line("q"))), until)
     with pytest.raises(openai.BadRequestError, match="not an uploaded file"):
         client.batches.create(input_file_id=batch.output_file_id, endpoint=URL, completion_window="24h")
+
+
+def test_large_answers_are_sent_from_the_disk(here):
+    folder, size = here.endpoint.batches.folder(""), 64 << 20
+    record = batches.new_record(f"file-{7:024x}", size, "a", "batch_output")
+    folder.write(record)
+    with folder.open_output(record.id) as file:
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        with here.client.stream("GET", f"/v1/files/{record.id}/content") as reply:
+            assert sum(map(len, reply.iter_raw())) == size
+        assert tracemalloc.get_traced_memory()[1] < size // 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_files_that_come_and_go_do_not_stop_an_upload(tmp_path, monkeypatch):
