@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -21,9 +20,9 @@ _HTML = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 #: Texts of the last documents by the SHA-256 of asker and file: a chat sends them again each turn.
-_KEPT = 8
-_kept: OrderedDict[bytes, str] = OrderedDict()
-_keeping = threading.Lock()
+_N_CACHED = 8
+_cached: OrderedDict[bytes, str] = OrderedDict()
+_caching = threading.Lock()
 
 
 def is_document(data: bytes) -> bool:
@@ -59,11 +58,12 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
 
 def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
     """Return the pages of a PDF as pictures' files. Raises as `text_of`."""
-    rest, pages = _read(data, name, "pages", param), []
-    while rest:
-        (size,) = struct.unpack_from("<I", rest)
-        pages.append(rest[4 : 4 + size])
-        rest = rest[4 + size :]
+    output = _read(data, name, "pages", param)
+    start, pages = 0, []
+    while start < len(output):
+        end = start + 4 + int.from_bytes(output[start : start + 4], "little")
+        pages.append(output[start + 4 : end])
+        start = end
     return pages
 
 
@@ -99,30 +99,30 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
 
 def _text(data: bytes, name: str, param: str) -> str:
-    asker = hashlib.sha256(pictures.current_asker().encode()).digest()
+    asker = hashlib.sha256(pictures.current_asker.get().encode()).digest()
     key = hashlib.sha256(asker + data).digest()
-    with _keeping:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key]
+    with _caching:
+        if key in _cached:
+            _cached.move_to_end(key)
+            return _cached[key]
     kind = "html" if _is_html(data) else "text"
     pages = _read(data, name, kind, param).decode("utf-8", "replace").replace("\0", "").split("\f")
     has_text = any(page.strip() for page in pages)
     if is_pdf(data):
         pages = [f"[page {number}]\n{page.strip()}" for number, page in enumerate(pages, 1)]
     text = "\n\n".join(pages) if has_text else ""
-    with _keeping:
-        _kept[key] = text
-        while len(_kept) > _KEPT:
-            _kept.popitem(last=False)
+    with _caching:
+        _cached[key] = text
+        if len(_cached) > _N_CACHED:
+            _cached.popitem(last=False)
     return text
 
 
-def _read(data: bytes, name: str, wanted: str, param: str) -> bytes:
+def _read(data: bytes, name: str, mode: str, param: str) -> bytes:
     if len(data) > pictures.MAX_FILE_BYTES:
         raise _refusal(name, f"it has more than {pictures.MAX_FILE_BYTES >> 20} MB", param)
     try:
-        return pictures.answer_of(_HELPER, data, wanted)[1]
+        return pictures.answer_of(_HELPER, data, mode)[1]
     except ValueError as error:
         raise _refusal(name, str(error), param) from None
 

@@ -54,7 +54,7 @@ def main() -> int:
     """Read the document of stdin; return 0 if there was an answer."""
     die_with_parent()
     data = sys.stdin.buffer.read()
-    wanted = sys.argv[1]
+    mode = sys.argv[1]
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
@@ -63,26 +63,26 @@ def main() -> int:
             codecs.lookup(late)
     limit(CPU_S)
     try:
-        if wanted == "html":
+        if mode == "html":
             parts = [_html(data, codec)]
         else:
-            parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, wanted))
+            parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, mode))
     except MemoryError:
         refuse("reading it takes too much memory")
     except Exception as error:  # noqa: BLE001  a parser raises what it likes for a broken file
         refuse(str(error) or type(error).__name__)
     else:
-        sys.stdout.buffer.write(b"ok\n" + (b"" if wanted == "pages" else b"\f").join(parts))
+        sys.stdout.buffer.write(b"ok\n" + (b"" if mode == "pages" else b"\f").join(parts))
         sys.stdout.buffer.flush()
     return 0
 
 
-def _pdf(data: bytes, wanted: str) -> Iterator[bytes]:
+def _pdf(data: bytes, mode: str) -> Iterator[bytes]:
     document = pypdfium2.PdfDocument(data)
-    if len(document) > MAX_PAGES[wanted]:
-        raise ValueError(f"it has {len(document)} pages, and {MAX_PAGES[wanted]} are read at most")
+    if len(document) > MAX_PAGES[mode]:
+        raise ValueError(f"it has {len(document)} pages, and {MAX_PAGES[mode]} are read at most")
     for page in document:
-        if wanted == "text":
+        if mode == "text":
             text = page.get_textpage().get_text_range()
             yield text.replace("\r\n", "\n").replace("\f", "\n").encode("utf-8", "replace")
         else:
@@ -105,11 +105,8 @@ def _docx(data: bytes) -> Iterator[bytes]:
         if member.file_size > _MOST_XML:
             raise ValueError(f"its text takes more than {_MOST_XML >> 20} MB")
         with archive.open(member) as file:
-            yield (
-                "".join(_docx_texts(BytesIO(file.read(_MOST_XML))))
-                .rstrip("\n")
-                .encode("utf-8", "replace")
-            )
+            text = "".join(_docx_texts(BytesIO(file.read(_MOST_XML))))
+            yield text.rstrip("\n").encode("utf-8", "replace")
 
 
 def _docx_texts(xml: BytesIO) -> Iterator[str]:
@@ -181,21 +178,21 @@ def _end_of(page: str, tag: re.Match[str], absent: set[str]) -> int:
             return end + 3
         absent.add("-->")
     at = tag.end()
-    while (found := _TAG_DELIMITER.search(page, at)) is not None and found[0] != ">":
-        close = -1 if found[0] in absent else page.find(found[0], found.end())
+    while (mark := _TAG_DELIMITER.search(page, at)) is not None and mark[0] != ">":
+        close = -1 if mark[0] in absent else page.find(mark[0], mark.end())
         if close < 0:
-            absent.add(found[0])
-        at = max(close + 1, found.end())
-    if found is None:
+            absent.add(mark[0])
+        at = max(close + 1, mark.end())
+    if mark is None:
         absent.add(">")
         return len(page)
     name = tag[3].lower() if tag[3] and not tag[2] else ""
     if name in _ENDS and name not in absent:
-        end_tag = _ENDS[name].search(page, found.end())
+        end_tag = _ENDS[name].search(page, mark.end())
         if end_tag is not None:
             return end_tag.end()
         absent.add(name)
-    return found.end()
+    return mark.end()
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ tell where a picture begins, and with M-RoPE which rows have no position of thei
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 import signal
 import struct
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import BoundedSemaphore
-from weakref import WeakValueDictionary
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
@@ -117,35 +115,22 @@ MAX_PICTURES = 64
 #: Decoders at once: each may take 512 MB. One of several askers (API keys) has two of them at most.
 _decoders = BoundedSemaphore(3)
 _MOST_OF_ASKER = 2
-_decoders_of: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
-_choosing = threading.Lock()
-_thread = threading.local()
-
-
-def work_for(asker: str) -> None:
-    """Count what this thread decodes from now on as this asker's; "" is not limited."""
-    _thread.asker = asker
-
-
-def current_asker() -> str:
-    """Return whom this thread works for."""
-    return str(getattr(_thread, "asker", ""))
+_decoders_of: dict[str, BoundedSemaphore] = {}
+#: The asker whose files this thread decodes; "" is not limited.
+current_asker = ContextVar("current_asker", default="")
 
 
 def _own_decoders() -> AbstractContextManager[object]:
-    asker = current_asker()
+    asker = current_asker.get()
     if not asker:
         return nullcontext()
-    with _choosing:
-        own = _decoders_of.get(asker) or BoundedSemaphore(_MOST_OF_ASKER)
-        _decoders_of[asker] = own
-        return own
+    return _decoders_of.setdefault(asker, BoundedSemaphore(_MOST_OF_ASKER))
 
 
 def format_of(data: bytes) -> str:
     """Return a picture's format by its magic bytes, "" for another file."""
-    found = _MAGIC.match(data)
-    return (found and found.lastgroup) or ""
+    match = _MAGIC.match(data)
+    return (match and match.lastgroup) or ""
 
 
 def is_picture(data: bytes) -> bool:
@@ -169,20 +154,17 @@ def from_base64(text: str, param: str = "messages") -> bytes:
 
 def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
     """Return any file in base64, alone or as a `data:` URI. Raises the `refusal` for a reason."""
-    found = _DATA_URI.match(text)
-    scheme = None if found else _SCHEME.match(text)
-    if scheme is not None:
+    uri = _DATA_URI.match(text)
+    if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: addresses are not fetched")
-    encoded = text[found.end() if found else 0 :]
-    try:
+    encoded = text[uri.end() if uri else 0 :]
+    with suppress(ValueError):
         return base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        pass
     plain = "".join(encoded.split()).rstrip("=")  # with line breaks, without padding, for URLs
     plain = plain.replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise refusal("it is not valid base64") from None
 
 

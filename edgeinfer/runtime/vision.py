@@ -164,24 +164,20 @@ class Vision:
     def _keep_pixels(self, digest: bytes, pixels: Picture) -> None:
         with self._lock:
             self._pixels[digest] = pixels
-            while sum(len(kept.rgb) for kept in self._pixels.values()) > _PIXEL_BYTES:
+            while sum(len(picture.rgb) for picture in self._pixels.values()) > _PIXEL_BYTES:
                 self._pixels.popitem(last=False)
 
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
             if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
-                raise InvalidRequestError(
-                    f"a picture of {width}x{height} pixels needs tokens that the model "
-                    "lacks: its projector is of another model",
-                    param="messages",
-                )
+                message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
+                message += "its projector is of another model"
+                raise InvalidRequestError(message, param="messages")
             if chunk.is_whole and chunk.n_rows > self._max_rows:
-                raise InvalidRequestError(
-                    f"a picture has {chunk.n_rows} rows, which one step must compute, and a batch "
-                    f"holds {self._max_rows}",
-                    param="messages",
-                )
+                message = f"a picture has {chunk.n_rows} rows, which one step must compute, and a "
+                message += f"batch holds {self._max_rows}"
+                raise InvalidRequestError(message, param="messages")
         return chunks
 
     def _read(
@@ -203,7 +199,7 @@ class Vision:
         if disk is None or not source.is_stored or disk.has(name):
             return
         header = Header("rows", name, b"", disk.names.identity, pack_tokens(source.size), ())
-        disk.write(KvBlock(header, tuple(whole(one.data.cast("B")) for one in rows)))
+        disk.write(KvBlock(header, tuple(whole(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the spans of this one's picture, known or to be encoded.
@@ -211,19 +207,19 @@ class Vision:
         Each call needs a `leave`.
         """
         with self._lock:
-            found = self._kept.get(span.digest)
-            if found is None or (found.rows.done() and found.rows.exception()):
+            encoding = self._kept.get(span.digest)
+            if encoding is None or (encoding.rows.done() and encoding.rows.exception()):
                 if self._thread is None:
                     name = "edgeinfer-encoder"
                     self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
-                found = Encoding(self._thread.submit(self._encode, span.source))
-                self._kept[span.digest] = found
-            found.n_requests += 1
+                encoding = Encoding(self._thread.submit(self._encode, span.source))
+                self._kept[span.digest] = encoding
+            encoding.n_requests += 1
             self._kept.move_to_end(span.digest)
             self._limit()
-        if found.rows.done() and not found.rows.exception():
-            self._store(span.source, found.rows.result())
-        return found.rows
+        if encoding.rows.done() and not encoding.rows.exception():
+            self._store(span.source, encoding.rows.result())
+        return encoding.rows
 
     def _encode(self, source: Source) -> list[Rows]:
         stored = self._read(source.disk, source.digest)
@@ -238,18 +234,18 @@ class Vision:
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
         """A request ends: do not encode what none waits for any more."""
         with self._lock:
-            found = self._kept.get(digest)
-            if found is not None and found.rows is rows:
-                found.n_requests -= 1
-                if not found.n_requests and rows.cancel():
+            encoding = self._kept.get(digest)
+            if encoding is not None and encoding.rows is rows:
+                encoding.n_requests -= 1
+                if not encoding.n_requests and rows.cancel():
                     del self._kept[digest]
 
     def _limit(self) -> None:
         """Forget the rows that were used longest ago, beyond the bytes that are kept."""
         n_bytes = 0
-        for digest, known in reversed(list(self._kept.items())):
-            if known.rows.done() and known.rows.exception() is None:
-                n_bytes += sum(row.nbytes for row in known.rows.result())
+        for digest, encoding in reversed(list(self._kept.items())):
+            if encoding.rows.done() and encoding.rows.exception() is None:
+                n_bytes += sum(row.nbytes for row in encoding.rows.result())
                 if n_bytes > _KEPT_BYTES:
                     del self._kept[digest]
 

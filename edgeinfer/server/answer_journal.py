@@ -15,7 +15,7 @@ from typing import get_args
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.runtime.events import FinishReason
-from edgeinfer.server.connection import unless_disconnected
+from edgeinfer.server.connection import disconnected, unless
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import shutting_down
 
@@ -51,18 +51,14 @@ class JournaledAnswer:
 
     # --- writing
 
-    def start(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
-        """Run `app` in a task of its own, with the request's whole body."""
+    def start(self, app: ASGIApp, scope: Scope) -> None:
+        """Run `app` in a separate task; the request's body has been read."""
         # no `connection`: tokens must not be written past the event loop to one reader's socket
         inner = {key: value for key, value in scope.items() if key != "connection"}
-        self._task = asyncio.get_running_loop().create_task(self._run(app, inner, body))
+        self._task = asyncio.get_running_loop().create_task(self._run(app, inner))
 
-    async def _run(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
-        unread = [body]
-
+    async def _run(self, app: ASGIApp, scope: Scope) -> None:
         async def receive() -> Message:
-            if unread:
-                return {"type": "http.request", "body": unread.pop(), "more_body": False}
             await self._abandoned.wait()
             return {"type": "http.disconnect"}
 
@@ -142,7 +138,7 @@ class JournaledAnswer:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            await unless_disconnected(receive, self._read(reader, send, transform))
+            await unless(disconnected(receive), self._read(reader, send, transform))
         finally:
             del self._readers[reader]
             self._wake()

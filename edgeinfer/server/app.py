@@ -73,8 +73,9 @@ class App:
     def _context(self, scope: Scope) -> RequestContext:
         """Give a request its id, its operation and its dialect."""
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = f"req_{secrets.token_hex(12)}"
         path = scope["path"]
         has_page = self._endpoint.web is not None
         if path == "/" and has_page and "text/html" in headers.get("accept", ""):
@@ -114,26 +115,16 @@ class App:
             if operation is None or not operation.may_store or self._endpoint.journal is None:
                 await _handle(scope, receive, send)
                 return
-            body = await read_body(Request(scope, receive))
+            context.body = await read_body(Request(scope, receive))
             limit_bytes = self._endpoint.limits.kept_bytes
             context.journaled = JournaledAnswer(limit_bytes, lambda: context.outcome)
-            context.journaled.start(_handle, scope, body)
+            context.journaled.start(_handle, scope)
             await context.journaled.read(receive, send)
 
     def _admit(self, context: RequestContext, scope: Scope) -> None:
         operation = context.operation
         page = operation.web if operation is not None else ""
-        asker: Asker | None = scope.get("asker")
-        if asker is None:
-            key = ""
-            if page == "cookie":
-                cookies, user = context.headers.get("cookie", ""), user_of(scope.get("connection"))
-                key = self._endpoint.web.access.check(cookies, user)
-            elif not page:
-                key = self._gate.check_key(context.headers, context.route)
-            is_open = context.route in OPEN_ROUTES
-            asker = Asker(key, False) if is_open else self._gate.asker(key, scope.get("connection"))
-        context.asker = asker
+        asker = context.asker = scope.get("asker") or self._asker(context, scope, page)
         if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
             message = (
                 "This needs the endpoint's first API key or, without keys, the user who started it."
@@ -141,6 +132,16 @@ class App:
             raise Problem(403, message, code="admin_only")
         if asker.name:
             context.cache_salt = self._gate.cache_salt(asker)
+
+    def _asker(self, context: RequestContext, scope: Scope, page: str) -> Asker:
+        key, connection = "", scope.get("connection")
+        if page == "cookie":
+            cookies = context.headers.get("cookie", "")
+            key = self._endpoint.web.access.check(cookies, user_of(connection))
+        elif not page:
+            key = self._gate.check_key(context.headers, context.route)
+        is_open = context.route in OPEN_ROUTES
+        return Asker(key, is_admin=False) if is_open else self._gate.asker(key, connection)
 
     @contextlib.contextmanager
     def _counted(self, context: RequestContext) -> Iterator[None]:
@@ -277,9 +278,9 @@ class _Routes:
         if exact is not None:
             return exact
         for pattern, match in self._patterns:
-            found = pattern.fullmatch(path)
-            if found is not None:
-                return match._replace(params=found.groupdict())
+            params = pattern.fullmatch(path)
+            if params is not None:
+                return match._replace(params=params.groupdict())
         return None
 
 
@@ -312,9 +313,8 @@ def match_route(path: str) -> RouteMatch:
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES
     for spelled in (path, *spellings):
-        found = routes.find(spelled)
-        if found is not None:
-            return found
+        if (match := routes.find(spelled)) is not None:
+            return match
     above = [match.dialect for known, match in routes.exact.items() if path.startswith(f"{known}/")]
     above += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
     return RouteMatch({}, above[0] if above else routes.dialects[0])

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from edgeinfer.runtime.pictures import work_for
+from edgeinfer.runtime.pictures import current_asker
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import too_many, unavailable
 
@@ -25,18 +25,13 @@ T = TypeVar("T")
 class Asker(msgspec.Struct, frozen=True):
     """Whom a request is from: the name of the client's API key, and whether it is an administrator.
 
-    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `shares`: it
-    takes turns with others.
+    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `turn` is the
+    name under which it takes turns with others; "" if it takes none.
     """
 
     name: str
     is_admin: bool
-    shares: bool = False
-
-    @property
-    def turn(self) -> str:
-        """Return the name under which it takes turns; "" if it takes none."""
-        return self.name if self.shares else ""
+    turn: str = ""
 
 
 NOBODY = Asker("", is_admin=False)
@@ -66,8 +61,6 @@ class BodyBudget:
 
     def give_back(self, asker: str, n_bytes: int) -> None:
         self._by_asker[asker] -= n_bytes
-        if not self._by_asker[asker]:
-            del self._by_asker[asker]
 
 
 class RoundRobin(Generic[T]):
@@ -75,9 +68,6 @@ class RoundRobin(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
-
-    def __contains__(self, asker: str) -> bool:
-        return asker in self._waiting
 
     def add(self, asker: str, item: T) -> None:
         self._waiting.setdefault(asker, deque()).append(item)
@@ -105,8 +95,8 @@ class FairPool:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
-        self._n_running: Counter[str] = Counter()
-        self._begun: dict[object, float] = {}
+        #: What runs: its asker and since when.
+        self._running: dict[object, tuple[str, float]] = {}
 
     def begin(self, asker: str, work: Callable[[], T]) -> Future[T]:
         """Run `work` in a thread when it is the asker's turn."""
@@ -118,42 +108,39 @@ class FairPool:
 
     def _fill(self) -> None:
         with self._lock:
-            while self._n_running.total() < self._n_threads:
+            while len(self._running) < self._n_threads:
                 turn = self._waiting.pop(self._may_begin)
                 if turn is None:
                     return
                 asker, (future, work) = turn
                 if future.set_running_or_notify_cancel():
-                    self._n_running[asker] += 1
+                    self._running[future] = (asker, time.monotonic())
                     self._threads.submit(self._run, asker, future, work)
 
     def _may_begin(self, asker: str, _: object) -> bool:
-        return not asker or self._n_running[asker] < self.most_of_key
+        n_own = sum(running == asker for running, _ in self._running.values())
+        return not asker or n_own < self.most_of_key
 
     def _run(self, asker: str, future: Future[Any], work: Callable[[], Any]) -> None:
-        mark = object()
-        self._begun[mark] = time.monotonic()
-        work_for(asker)
+        current_asker.set(asker)
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001  the future raises it again, in the caller
-            self._end(asker, mark)
+            self._end(future)
             future.set_exception(error)
         else:
-            self._end(asker, mark)
+            self._end(future)
             future.set_result(result)
 
-    def _end(self, asker: str, mark: object) -> None:
-        del self._begun[mark]
+    def _end(self, future: Future[Any]) -> None:
         with self._lock:
-            self._n_running[asker] -= 1
-            if not self._n_running[asker]:
-                del self._n_running[asker]
+            del self._running[future]
         self._fill()
 
     def is_stuck(self, after_s: float) -> bool:
         """Return whether every thread works longer than `after_s`."""
-        begun = tuple(self._begun.values())
+        with self._lock:
+            begun = [since for _, since in self._running.values()]
         return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
 
     def close(self) -> None:
@@ -185,33 +172,30 @@ class Places:
         """Wait for `n` places of `asker`, who gives them back; "" takes and gives back none."""
         if not asker:
             return
-        turn = (n, asyncio.get_running_loop().create_future())
-        self._waiting.add(asker, turn)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(asker, (n, future))
         self._fill()
         try:
-            await turn[1]
+            await future
         except asyncio.CancelledError:
-            if not turn[1].cancelled():
+            if not future.cancelled():
                 self.give_back(asker, n)
             raise
 
     def has(self, asker: str) -> bool:
-        """Return whether an asker has places, or waits for some."""
-        return asker in self._taken or asker in self._waiting
+        """Return whether an asker has places: for the first one it need not wait."""
+        return self._taken[asker] > 0
 
     def give_back(self, asker: str, n: int) -> None:
-        if not asker:
-            return
-        self._taken[asker] -= n
-        if not self._taken[asker]:
-            del self._taken[asker]
-        self._fill()
+        if asker:
+            self._taken[asker] -= n
+            self._fill()
 
     def _may_begin(self, asker: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
-        n, own = turn[0], self._taken[asker]
+        (n, future), own = turn, self._taken[asker]
         most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
         has_room = self._taken.total() + n <= self.n_parallel + _AHEAD
-        return not own or (has_room and own + n <= most_of_key)
+        return future.cancelled() or not own or (has_room and own + n <= most_of_key)
 
     def _fill(self) -> None:
         while (taken := self._waiting.pop(self._may_begin)) is not None:

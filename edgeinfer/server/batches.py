@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
+import itertools
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -94,14 +96,13 @@ async def post(app: ASGIApp, path: str, body: bytes, asker: Asker) -> BatchReply
 async def ask_again(app: ASGIApp, asker: Asker, line: BatchLine) -> BatchReply:
     """POST `line` until it succeeds or no retry is left; return the last answer."""
     body = msgspec.json.encode(line.body)
-    tries = 0
-    while True:
+    for n_tries in itertools.count():
         reply = await post(app, line.url, body, asker)
         pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
-        if not may_pass(reply) or tries >= len(pauses_s):
-            return reply
-        await asyncio.sleep(pauses_s[tries])
-        tries += 1
+        if not may_pass(reply) or n_tries >= len(pauses_s):
+            break
+        await asyncio.sleep(pauses_s[n_tries])
+    return reply
 
 
 def may_pass(reply: BatchReply) -> bool:
@@ -136,9 +137,6 @@ _MOST_OF_KEY = 4
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 
 R = TypeVar("R", bound="FileObject | BatchObject")
-Ask = Callable[[BatchLine], Awaitable[BatchReply]]
-
-
 Purpose = Literal["batch", "batch_output"]
 
 
@@ -187,67 +185,88 @@ def new_record(name: str, size: int, filename: str, purpose: Purpose) -> FileObj
     )
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 class Folder:
     """Files and batches of one asker. Its methods wait for the disk: call them in threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        #: Bytes of all contents, counted anew with each upload.
         self._used_bytes = 0
 
-    def _content(self, name: str) -> Path:
-        return self._path / f"{name}.jsonl"
-
     def add(self, content: bytes, filename: str) -> FileObject:
-        """Keep an uploaded file. Raises Problem 413 beyond an asker's number and size of files."""
+        """Store an uploaded file. Raises Problem 413 beyond an asker's number and size of files."""
         record = new_record(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
         with self._lock:  # of two uploads at once the second counts the first
-            self.check_room(len(content))
+            self._check_room(len(content))
             with new_file(self._content(record.id), 0o600) as file:
                 file.write(content)
             self.write(record)
         return record
 
-    def check_room(self, size: int = 0) -> None:
-        """Delete expired files, and raise Problem 413 if no room is left for `size` bytes more."""
-        sizes = {path: path.stat() for path in self._path.iterdir()}
-        for path in [path for path, found in sizes.items() if _is_expired(found)]:
-            path.unlink(missing_ok=True)
-            del sizes[path]
-        contents = [found.st_size for path, found in sizes.items() if path.suffix == ".jsonl"]
-        self._used_bytes = sum(contents) + size
-        if self._used_bytes > MOST_BYTES or len(contents) >= MOST_FILES:
+    def lines(self, name: str) -> list[bytes]:
+        """Return the lines of an uploaded file. Raises Problem 404, 400 and 413 if no answers fit."""
+        with self._lock:
+            self._check_room()
+        if self.read(name, FileObject).purpose != "batch":  # answers may have a gigabyte
+            raise Problem(
+                400, "This is not an uploaded file.", param="input_file_id", code="invalid_value"
+            )
+        return self._content(name).read_bytes().splitlines()
+
+    def _content(self, name: str) -> Path:
+        return self._path / f"{name}.jsonl"
+
+    def _check_room(self, size: int = 0) -> None:
+        n_files = self._count()
+        if self._used_bytes + size > MOST_BYTES or n_files >= MOST_FILES:
             message = f"All files together may be {MOST_FILES} and have {MOST_BYTES} bytes: "
             message += "DELETE some under /v1/files."
             raise Problem(413, message, param="file", code="request_too_large")
 
+    def _count(self) -> int:
+        """Delete expired files; return the number of the others, and count their bytes."""
+        sizes = []
+        for path in self._path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
+                status = path.stat()
+                if _is_expired(status):
+                    path.unlink()
+                elif path.suffix == ".jsonl":
+                    sizes.append(status.st_size)
+        self._used_bytes = sum(sizes)
+        return len(sizes)
+
     def open_output(self, name: str) -> BinaryIO:
         """Open the file of a batch's answers."""
-        return open(self._content(name), "wb", buffering=0, opener=_private)
+        private = functools.partial(os.open, mode=0o600)
+        return open(self._content(name), "wb", buffering=0, opener=private)
 
     def append(self, file: BinaryIO, line: bytes) -> None:
         """Write a line of answers. Raises OSError beyond the size of an asker's files."""
         with self._lock:
-            self._used_bytes += len(line)
-            if self._used_bytes > MOST_BYTES:
+            if self._used_bytes + len(line) > MOST_BYTES:
+                self._count()  # some may have been deleted
+            if self._used_bytes + len(line) > MOST_BYTES:
                 raise OSError(errno.EFBIG, "the answers are too many")
+            self._used_bytes += len(line)
             file.write(line)
 
-    def content(self, name: str) -> bytes:
-        """Return a file's content. Raises Problem 404."""
-        record = self.read(name, FileObject)
-        return self._content(record.id).read_bytes()
+    def end(self, batch: BatchObject, status: str) -> None:
+        """Write the records of a batch that ended and of its answers. Raises OSError."""
+        ended: Any = {"status": status, f"{status}_at": int(time.time())}
+        self.write(msgspec.structs.replace(batch, **ended))
+        name, size = batch.output_file_id, self._content(batch.output_file_id).stat().st_size
+        self.write(new_record(name, size, f"{batch.id}_output.jsonl", "batch_output"))
+
+    def content(self, name: str) -> Path:
+        """Return the path of a file's content. Raises Problem 404."""
+        return self._content(self.read(name, FileObject).id)
 
     def delete(self, name: str) -> None:
         """Delete a file. Raises Problem 404."""
-        record = self.read(name, FileObject)
-        (self._path / f"{record.id}.json").unlink(missing_ok=True)
-        self._content(record.id).unlink(missing_ok=True)
+        content = self.content(name)
+        content.with_suffix(".json").unlink(missing_ok=True)
+        content.unlink(missing_ok=True)
 
     def write(self, record: FileObject | BatchObject) -> None:
         """Write a record under its id."""
@@ -256,35 +275,31 @@ class Folder:
 
     def read(self, name: str, kind: type[R]) -> R:
         """Return a record that has not expired. Raises Problem 404."""
-        try:
-            if _ID.fullmatch(name):
-                path = self._path / f"{name}.json"
-                if not _is_expired(path.stat()):
-                    return msgspec.json.decode(path.read_bytes(), type=kind)
-        except (OSError, msgspec.DecodeError):
-            pass
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            path = self._path / f"{name}.json"
+            if _ID.fullmatch(name) and not _is_expired(path.stat()):
+                return msgspec.json.decode(path.read_bytes(), type=kind)
         raise Problem(404, f"There is no '{name[:64]}' here.", param="id", code="not_found")
 
     def records(self, kind: type[R]) -> list[R]:
         """Return all records of a kind, the newest first."""
         prefix = "file-" if kind is FileObject else "batch_"
-        found = []
+        records = []
         for path in self._path.glob(f"{prefix}*.json"):
             with contextlib.suppress(Problem):
-                found.append(self.read(path.stem, kind))
-        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+                records.append(self.read(path.stem, kind))
+        return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
 
-def _is_expired(found: os.stat_result) -> bool:
-    return found.st_mtime < time.time() - KEPT_S
+def _is_expired(status: os.stat_result) -> bool:
+    return status.st_mtime < time.time() - KEPT_S
 
 
-class _Running:
-    def __init__(self, asker: Asker, folder: Folder, batch: BatchObject) -> None:
-        self.asker, self.folder = asker, folder
-        self.batch = batch
-        self.size = 0
-        self.task: asyncio.Task[None] | None = None
+class _Running(msgspec.Struct, eq=False):
+    asker: Asker
+    folder: Folder
+    batch: BatchObject
+    task: asyncio.Task[None] | None = None
 
     def count(self, reply: BatchReply) -> None:
         counts = self.batch.request_counts
@@ -313,11 +328,11 @@ class Batches:
         own = sum(running.asker == asker for running in self._running.values())
         if len(self._running) >= _MOST_RUNNING:
             raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
-        if asker.shares and own >= _MOST_OF_KEY:
+        if asker.turn and own >= _MOST_OF_KEY:
             raise too_many(f"{own} batches of this key run already.", 60)
 
     async def begin(
-        self, ask: Ask, asker: Asker, batch: BatchObject, lines: Sequence[BatchLine]
+        self, app: ASGIApp, asker: Asker, batch: BatchObject, lines: Sequence[BatchLine]
     ) -> BatchObject:
         """Answer the lines in the background. Raises Problem 429 beyond the batches at once."""
         self.check_room(asker)
@@ -327,17 +342,17 @@ class Batches:
         except BaseException:
             del self._running[batch.id]
             raise
-        running.task = asyncio.create_task(self._run(ask, running, lines))
+        running.task = asyncio.create_task(self._run(app, running, lines))
         return batch
 
-    async def _run(self, ask: Ask, running: _Running, lines: Sequence[BatchLine]) -> None:
+    async def _run(self, app: ASGIApp, running: _Running, lines: Sequence[BatchLine]) -> None:
         todo, status = iter(lines), "failed"
-        folder, output = running.folder, running.batch.output_file_id
         try:
-            with await asyncio.to_thread(folder.open_output, output) as file:
+            output = running.batch.output_file_id
+            with await asyncio.to_thread(running.folder.open_output, output) as file:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(_AT_ONCE):
-                        group.create_task(self._answer(ask, running, todo, file))
+                        group.create_task(_answer(app, running, todo, file))
             status = "completed"
         except asyncio.CancelledError:
             status = "cancelled"
@@ -346,20 +361,7 @@ class Batches:
                 raise
         finally:
             del self._running[running.batch.id]
-            ended: Any = {"status": status, f"{status}_at": int(time.time())}
-            folder.write(msgspec.structs.replace(running.batch, **ended))
-            name = f"{running.batch.id}_output.jsonl"
-            folder.write(new_record(output, running.size, name, "batch_output"))
-
-    async def _answer(
-        self, ask: Ask, running: _Running, todo: Iterator[BatchLine], file: BinaryIO
-    ) -> None:
-        for line in todo:
-            reply = await ask(line)
-            encoded = answer_line(line, reply)
-            await asyncio.to_thread(running.folder.append, file, encoded)
-            running.size += len(encoded)
-            running.count(reply)
+            running.folder.end(running.batch, status)
 
     def batch(self, owner: str, name: str) -> BatchObject:
         """Raises Problem 404. One that was running when its process ended has failed."""
@@ -383,3 +385,10 @@ class Batches:
         if running is not None and running.task is not None:
             running.task.cancel()
             await asyncio.wait([running.task])
+
+
+async def _answer(app: ASGIApp, running: _Running, todo: Iterator[BatchLine], file: BinaryIO) -> None:
+    for line in todo:
+        reply = await ask_again(app, running.asker, line)
+        await asyncio.to_thread(running.folder.append, file, answer_line(line, reply))
+        running.count(reply)

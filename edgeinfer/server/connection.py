@@ -8,13 +8,15 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from starlette.types import Receive
 
 from edgeinfer.platform.tcp import peer_of
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
+
+T = TypeVar("T")
 
 
 async def disconnected(receive: Receive) -> None:
@@ -23,17 +25,15 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`, or cancel it when the client leaves. Raises what `work` raises."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(receive))
+async def unless(end: Awaitable[object], work: Awaitable[T]) -> T | None:
+    """Await `work`, or cancel it and return None at the `end`. Raises what `work` raises."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
         working.cancel()
-        gone.cancel()
+        ending.cancel()
 
 
 class Connection:

@@ -87,7 +87,6 @@ class Endpoint:
         #: Whether the default model was loaded once.
         self.was_ready = False
         self.running: set[Generation] = set()
-        self.in_flight = 0
         self.last_activity = time.monotonic()
         #: Generations in each model, waiting or running.
         self.inside: Counter[str] = Counter()
@@ -101,6 +100,11 @@ class Endpoint:
         self._preparing_tools = asyncio.Lock()
         #: One snapshot is taken at a time.
         self.taking = asyncio.Lock()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that use a model."""
+        return self._by_key.total()
 
     def enter(self, key: str) -> None:
         """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
@@ -116,19 +120,13 @@ class Endpoint:
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
             raise too_many("Too many requests at once for this key.", 1)
-        self.in_flight += 1
+        self._by_key[key] += 1
         self.metrics.in_flight.inc()
-        if key:
-            self._by_key[key] += 1
 
     def leave(self, key: str) -> None:
-        self.in_flight -= 1
+        self._by_key[key] -= 1
         self.metrics.in_flight.dec()
         self.last_activity = time.monotonic()
-        if key:
-            self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
 
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
@@ -204,12 +202,12 @@ class Endpoint:
                 from edgeinfer.tools.loop import ChatTools  # 20 ms that few endpoints need
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
-                for words in await self.in_thread(tools.prepare):
-                    self.log.warning("tools", message=words)
+                for message in await self.in_thread(tools.prepare):
+                    self.log.warning("tools", message=message)
                 self.tools = tools
         return self.tools
 
-    async def in_thread(self, work: Any, *args: Any) -> Any:
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run a blocking call of an engine, or one that takes long, beside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, work, *args)
@@ -234,9 +232,7 @@ class Preparation:
         if not asker:
             return nullcontext()
         pool = self._pool(request)
-        waiting = self._turns.get((pool.name, asker)) or asyncio.Semaphore(pool.most_of_key)
-        self._turns[pool.name, asker] = waiting
-        return waiting
+        return self._turns.setdefault((pool.name, asker), asyncio.Semaphore(pool.most_of_key))
 
     def _pool(self, request: GenerateRequest) -> FairPool:
         if request.n_pictures:

@@ -122,15 +122,13 @@ def _may_have_files(body: bytes) -> bool:
 
 def _prepared(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
-    lora = request.lora
-    if lora is None and context.adapter:
-        lora = ((context.adapter, 1.0),)
+    lora = ((context.adapter, 1.0),) if context.adapter else None
     return msgspec.structs.replace(
         request,
         messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
         cache_salt=context.salted(request.cache_salt),
         preamble=_preamble(context, request),
-        lora=lora,
+        lora=request.lora if request.lora is not None else lora,
     )
 
 
@@ -171,11 +169,10 @@ async def submit_all(
 
 def _is_slow_to_prepare(request: GenerateRequest) -> bool:
     """Return whether preparation takes longer than a hop to a thread (about 0.1 ms)."""
-    if request.constraint is not None or request.tools or request.infill is not None:
+    if request.constraint is not None or request.infill is not None:
         return True
-    if request.n_pictures:  # decoding one takes 0.1 s
-        return True
-    return request.length > _INLINE_CHARACTERS
+    # decoding a picture takes 0.1 s
+    return bool(request.tools or request.n_pictures) or request.length > _INLINE_CHARACTERS
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:

@@ -22,6 +22,7 @@ import uvicorn
 
 from edgeinfer.errors import EdgeInferError, ServeError
 from edgeinfer.server.app import App
+from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.protocol import guarded
 from edgeinfer.server.guards.security import Gate
@@ -223,14 +224,7 @@ class EndpointServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running answers; a second signal ends the wait, which Python 3.12 prolongs."""
-        stopping = asyncio.ensure_future(super().shutdown(sockets))
-        forced = asyncio.ensure_future(self._forced.wait())
-        await asyncio.wait((stopping, forced), return_when=asyncio.FIRST_COMPLETED)
-        for task in (stopping, forced):
-            task.cancel()
-        await asyncio.gather(stopping, forced, return_exceptions=True)
-        if not stopping.cancelled():
-            stopping.result()
+        await unless(self._forced.wait(), super().shutdown(sockets))
         if self._drain_timer is not None:
             self._drain_timer.cancel()
 

@@ -25,7 +25,8 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.context import RequestContext, with_engine
+from edgeinfer.server.connection import unless
+from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import GenerationSpec, GenerationTask, answer, start
 from edgeinfer.server.native.routes import infer_request
@@ -128,7 +129,7 @@ async def mcp(context: RequestContext) -> Response:
         return _failure(None, _INVALID, f"not a batch: {error}", 400)
     if version > _LAST_WITH_BATCHES:
         return _failure(None, _INVALID, f"version {version} has no batches", 400)
-    return _BatchResponse(context, batch)
+    return await _answer_batch(context, batch)
 
 
 def _answer(context: RequestContext, raw: bytes) -> Response:
@@ -156,28 +157,18 @@ def _answer(context: RequestContext, raw: bytes) -> Response:
     return _failure(message.id, _NO_METHOD, f"{message.method} is not offered")
 
 
-class _BatchResponse(Response):
-    """The answers to a batch, one message after another."""
+async def _answer_batch(context: RequestContext, batch: list[msgspec.Raw]) -> Response:
+    request, answers = context.request, []
+    for raw in batch:
+        answer = bytearray()
 
-    background = None
+        async def collect(event: Any, answer: bytearray = answer) -> None:
+            answer += event.get("body", b"")
 
-    def __init__(self, context: RequestContext, batch: list[msgspec.Raw]) -> None:
-        self._context = context
-        self._batch = batch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers = []
-        for raw in self._batch:
-            answer = bytearray()
-
-            async def collect(event: Any, answer: bytearray = answer) -> None:
-                answer += event.get("body", b"")
-
-            await _answer(self._context, bytes(raw))(scope, receive, collect)
-            answers += [answer] if answer else []
-        body = b"[" + b",".join(answers) + b"]"
-        reply = Response(body, media_type="application/json") if answers else Response(status_code=202)
-        await reply(scope, receive, send)
+        await _answer(context, bytes(raw))(request.scope, request.receive, collect)
+        answers += [answer] if answer else []
+    body = b"[" + b",".join(answers) + b"]"
+    return Response(body, media_type="application/json") if answers else Response(status_code=202)
 
 
 def _initialize(message: McpMessage) -> Response:
@@ -196,21 +187,16 @@ def _call_key(context: RequestContext, number: Id) -> tuple[str, str, Id]:
 
 
 def _result(number: Id, result: Any, headers: dict[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(McpReply(id=number, result=result))
-    return Response(body, headers=headers, media_type="application/json")
+    return json_reply(McpReply(id=number, result=result), headers=headers)
 
 
 def _failure(number: Id, code: int, message: str, status: int = 200) -> Response:
-    return Response(_error(number, code, message), status, media_type="application/json")
-
-
-def _error(number: Id, code: int, message: str) -> bytes:
-    return msgspec.json.encode(McpReply(id=number, error={"code": code, "message": message}))
+    return json_reply(McpReply(id=number, error={"code": code, "message": message}), status)
 
 
 def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[str, Any]:
-    given = {"structuredContent": structured} if structured else {}
-    return {"content": [{"type": "text", "text": text}], "isError": is_error, **given}
+    content: dict[str, Any] = {"content": [{"type": "text", "text": text}], "isError": is_error}
+    return content | ({"structuredContent": structured} if structured else {})
 
 
 def _sees_files(context: RequestContext) -> bool:
@@ -223,9 +209,9 @@ def _sees_files(context: RequestContext) -> bool:
 
 
 def _tool_names(context: RequestContext) -> list[str]:
-    hidden = set() if _sees_files(context) else {"search_conversations", "read_document"}
-    hidden |= {"search_conversations"} if context.endpoint.web is None else set()
-    return [name for name in _TOOLS if name not in hidden]
+    sees_files, has_page = _sees_files(context), context.endpoint.web is not None
+    is_offered = {"read_document": sees_files, "search_conversations": sees_files and has_page}
+    return [name for name in _TOOLS if is_offered.get(name, True)]
 
 
 def _describe(name: str) -> dict[str, Any]:
@@ -263,29 +249,21 @@ class _Call(Response):
         cancelled = _running[key] = asyncio.Event()
 
         async def receiving() -> Any:
-            received = asyncio.ensure_future(receive())
-            waits = [received, asyncio.ensure_future(cancelled.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                return {"type": "http.disconnect"} if cancelled.is_set() else received.result()
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            message = await unless(cancelled.wait(), receive())
+            return {"type": "http.disconnect"} if cancelled.is_set() else message
 
         async def sending(message: Any) -> None:
             if not cancelled.is_set():
                 await send(message)
 
         try:
-            reply = await self._reply()
-            await reply(scope, receiving, sending)
+            await (await self._reply())(scope, receiving, sending)
         except Exception as error:
             if self._context.status:
                 raise
             problem = self._context.endpoint.problem_of(error, self._context.id)
             self._context.outcome = problem.code or ""
-            reply = _result(self._id, _content(problem.message, is_error=True))
-            await reply(scope, receive, send)
+            await _result(self._id, _content(problem.message, is_error=True))(scope, receive, send)
         finally:
             _running.pop(key, None)
         if cancelled.is_set() and not self._context.status:
@@ -298,13 +276,11 @@ class _Call(Response):
             case Embed(texts=texts, model=model):
                 return _result(self._id, await self._with_engine(model, lambda e: _embed(e, texts)))
             case SearchConversations(words=words, limit=limit):
-                found = await self._context.endpoint.web.conversations.use(
+                matches = await self._context.endpoint.web.conversations.use(
                     lambda store: store.search(words, limit)
                 )
-                lines = [
-                    f"{one.title} ({one.model}, {one.turns} turns)\n{one.snippet}" for one in found
-                ]
-                rows = msgspec.to_builtins(found)
+                lines = [f"{m.title} ({m.model}, {m.turns} turns)\n{m.snippet}" for m in matches]
+                rows = msgspec.to_builtins(matches)
                 return _result(self._id, _content("\n\n".join(lines) or "None.", conversations=rows))
             case ReadDocument(path=path, model=model):
                 return await self._read(path, model)
@@ -330,8 +306,7 @@ class _Call(Response):
         """Read a file. Raises Problem 403, and EdgeInferError for one that is no text."""
         if not _sees_files(self._context):
             raise Problem(403, "Files are read for this machine's operator.", code="admin_only")
-        document: Attachment = await self._context.endpoint.in_thread(_read_document, path)
-        return document
+        return await self._context.endpoint.in_thread(_read_document, path)
 
     async def _read(self, path: str, model: str | None) -> Response:
         document, context = [await self._attachment(path)], self._context
@@ -351,8 +326,8 @@ class _Call(Response):
         _reading.add(task)
         task.add_done_callback(self._ended)
         n_tokens = len(prefix.prompt or ())
-        words = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
-        return _result(self._id, _content(words, tokens=n_tokens))
+        message = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
+        return _result(self._id, _content(message, tokens=n_tokens))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         _reading.discard(task)
@@ -421,7 +396,7 @@ def _embed(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _refused(problem: Problem, request_id: str) -> bytes:
-    return _error(None, _INTERNAL, problem.message)
+    return bytes(_failure(None, _INTERNAL, problem.message).body)
 
 
 MCP = Dialect(

@@ -44,12 +44,8 @@ async def read_body(request: Request) -> bytes:
     if context.operation is not None and context.operation.max_body_bytes:
         limit = min(limit, context.operation.max_body_bytes)
     declared = request.headers.get("content-length", "0")
-    too_long = Problem(
-        413,
-        f"The body is longer than {limit} bytes.",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
+    message, headers = f"The body is longer than {limit} bytes.", {"connection": "close"}
+    too_long = Problem(413, message, code="request_too_large", headers=headers)
     if declared.isdigit() and int(declared) > limit:
         raise too_long
     parts: list[bytes] = []
@@ -76,15 +72,15 @@ _FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
 
 def read_form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
     """Parse a multipart form into fields with file names. Raises Problem 400."""
-    found = _BOUNDARY.match(content_type)
+    declared = _BOUNDARY.match(content_type)
     fields: dict[str, tuple[bytes, str]] = {}
-    lines = list(_boundary_lines(raw, found[1].encode())) if found else []
+    lines = _boundary_lines(raw, declared[1].encode()) if declared else ()
     for (_, start), (end, _) in itertools.pairwise(lines):
         head_end = raw.find(b"\r\n\r\n", start, end + 4)
-        named = _FIELD.search(raw, start, head_end) if head_end >= 0 else None
-        if named is not None:
-            filename = (named[2] or b"").decode("utf-8", "replace")
-            fields[named[1].decode("utf-8", "replace")] = (raw[head_end + 4 : end], filename)
+        field = _FIELD.search(raw, start, head_end) if head_end >= 0 else None
+        if field is not None:
+            name, filename = ((text or b"").decode("utf-8", "replace") for text in field.groups())
+            fields[name] = (raw[head_end + 4 : end], filename)
     return fields
 
 
@@ -117,14 +113,16 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
         _check_type(headers.get("content-type", "application/json"))
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
-    context.body = raw = await read_body(context.request)
+    raw = context.body
+    if raw is None:
+        raw = context.body = await read_body(context.request)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
     value = _decode_strictly(raw, kind)
-    if value is None and len(raw) > _INLINE_BYTES:
-        value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
-    elif value is None:
-        value = _decode_leniently(context, raw, kind)
-    return value
+    if value is not None:
+        return value
+    if len(raw) > _INLINE_BYTES:
+        return await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
+    return _decode_leniently(context, raw, kind)
 
 
 def _check_type(declared: str) -> None:
@@ -163,8 +161,8 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
                 msgspec.json.decode(value)
-            except msgspec.ValidationError as found:
-                return found, name
+            except msgspec.ValidationError as of_field:
+                return of_field, name
     return error, ""
 
 
@@ -222,11 +220,11 @@ class LenientDecoder:
     def read(self, raw: Any, kind: type[T]) -> T:
         """Convert the value to `kind`. Raises Problem, which names every invalid field."""
         of: Any = kind
-        kept = self._value(_plan(of), raw, "")
+        value = self._value(_plan(of), raw, "")
         if self._problems:
             raise merged(self._problems)
         try:
-            return msgspec.convert(kept, kind, strict=self._strict)
+            return msgspec.convert(value, kind, strict=self._strict)
         except msgspec.ValidationError as error:
             raise from_validation(error) from None
 
@@ -250,15 +248,15 @@ class LenientDecoder:
         return value
 
     def _items(self, plan: _Plan, items: list[Any], place: str) -> list[Any]:
-        kept = []
+        values = []
         for number, item in enumerate(items):
             here = f"{place}[{number}]"
             other = _other_type(plan, item, plan.dropped)
             if other is None:
-                kept.append(self._value(plan, item, here))
+                values.append(self._value(plan, item, here))
             else:
                 self._ignore(f"{here}={other}")
-        return kept
+        return values
 
     def _tagged(self, plan: _Plan, value: dict[str, Any], place: str) -> Any:
         if not plan.tag_field:
@@ -269,26 +267,20 @@ class LenientDecoder:
         named = f"{place}.{plan.tag_field}" if place else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
-            message = missing(named)
+            problem = missing(named)
         elif other is not None:
-            why = _reason(plan.others, other)
-            message = Problem(
-                400, f"'{other}' is not supported here: {why}.", param=named, code="unsupported_value"
-            )
+            message = f"'{other}' is not supported here: {_reason(plan.others, other)}."
+            problem = Problem(400, message, param=named, code="unsupported_value")
         else:
-            known = ", ".join(f"'{name}'" for name in plan.objects)
-            message = Problem(
-                400,
-                f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {known}.",
-                param=named,
-                code="invalid_value",
-            )
-        self._problems.append(message)
+            tags = ", ".join(f"'{name}'" for name in plan.objects)
+            message = f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {tags}."
+            problem = Problem(400, message, param=named, code="invalid_value")
+        self._problems.append(problem)
         return value
 
     def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
         facts = facts_of(kind)
-        kept: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, inner in value.items():
             here = f"{place}.{name}" if place else str(name)
             field = facts.fields.get(name)
@@ -300,30 +292,30 @@ class LenientDecoder:
             elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
                 self._ignore(here)
             else:
-                kept[name] = self._value(field.plan, self._known_items(facts, name, inner, here), here)
+                values[name] = self._value(
+                    field.plan, self._known_items(facts, name, inner, here), here
+                )
         absent = [name for name in facts.required if name not in value]
         self._problems += [missing(f"{place}.{name}" if place else name) for name in absent]
-        return kept
+        return values
 
     def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
-        words = facts.known_items.get(name)
-        if words is None or not isinstance(value, list):
+        names = facts.known_items.get(name)
+        if names is None or not isinstance(value, list):
             return value
         for item in value:
-            if isinstance(item, str) and item not in words:
+            if isinstance(item, str) and item not in names:
                 self._ignore(f"{place}={item}")
-        return [item for item in value if not isinstance(item, str) or item in words]
+        return [item for item in value if not isinstance(item, str) or item in names]
 
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, place: str) -> None:
-        known = name in facts.hints or name in facts.refused
-        if known and _is_one_of(value, NOTHING):
+        is_refused = name in facts.refused
+        if (is_refused or name in facts.hints) and _is_one_of(value, NOTHING):
             return
-        if name in facts.hints:
+        is_hint = is_refused and _is_one_of(value, facts.hint_values.get(name, ()))
+        if is_hint or name in facts.hints:
             self._ignore(place)
-        elif name in facts.refused:
-            if _is_one_of(value, facts.hint_values.get(name, ())):
-                self._ignore(place)
-                return
+        elif is_refused:
             self._problems.append(unsupported(place, facts.refused[name]))
         elif self._refuse_unknown or load_time_place(place):
             message = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
@@ -365,17 +357,17 @@ class _Facts(NamedTuple):
 @cache
 def _plan(kind: Any) -> _Plan:
     alternatives = _alternatives(inspect.type_info(kind))
-    structs = [found.cls for found in alternatives if isinstance(found, inspect.StructType)]
+    structs = [member.cls for member in alternatives if isinstance(member, inspect.StructType)]
     objects = [made for made in structs if issubclass(made, Wire)]
     item: _Plan | None = None
     most = 0
-    for found in alternatives:
-        if isinstance(found, inspect.ListType):
-            items = _alternatives(found.item_type)
-            if any(isinstance(one, inspect.StructType) for one in items):
-                kinds = [one.cls if isinstance(one, inspect.StructType) else str for one in items]
+    for member in alternatives:
+        if isinstance(member, inspect.ListType):
+            items = _alternatives(member.item_type)
+            if any(isinstance(kind, inspect.StructType) for kind in items):
+                kinds = [kind.cls if isinstance(kind, inspect.StructType) else str for kind in items]
                 item = _plan(functools.reduce(operator.or_, kinds))
-                most = found.max_length or _UNBOUNDED
+                most = member.max_length or _UNBOUNDED
     return _Plan(
         kind=kind,
         objects={_tag(made): made for made in objects},
@@ -410,14 +402,14 @@ def facts_of(kind: type[Wire]) -> _Facts:
 
 def parts_of(kind: type[Wire]) -> list[type[Wire]]:
     """List the object types directly inside `kind`."""
-    found: list[type[Wire]] = []
+    kinds: list[type[Wire]] = []
     waiting = [field.plan for field in facts_of(kind).fields.values()]
     while waiting:
         plan = waiting.pop()
-        found += plan.objects.values()
+        kinds += plan.objects.values()
         if plan.item is not None:
             waiting.append(plan.item)
-    return found
+    return kinds
 
 
 def _joined(tables: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -103,11 +103,11 @@ def reasoning(
     return {"template_options": options, "reasoning_budget": 0 if is_off and budget is None else budget}
 
 
-def stop_strings(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the stop strings, of which a client may send none, one or several."""
-    if given is None:
+    if stop is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def common_fields(body: GenerationFields) -> dict[str, Any]:
@@ -115,9 +115,9 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
 
     `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
     """
-    named = None if body.lora is None else tuple((one.name, one.scale) for one in body.lora)
+    lora = None if body.lora is None else tuple((a.name, a.scale) for a in body.lora)
     return {
-        "lora": named,
+        "lora": lora,
         "cache_prompt": body.cache_prompt and getattr(body, "store", None) != "none",
         "cache_salt": body.cache_salt or "",
         "conversation": body.prompt_cache_key or "",
@@ -125,16 +125,16 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
     }
 
 
-def overridden(base: Sampling, **given: Any) -> Sampling:
+def overridden(base: Sampling, **fields: Any) -> Sampling:
     """Return the model's defaults with what the request gives; None means not given.
 
     A request that chooses its sampling gets no penalty on repeats unless it asks for one.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("top_k") == -1:  # as other servers spell 0
-        given["top_k"] = 0
-    neutral = NO_PENALTIES if given.keys() - {"seed"} else {}
-    return msgspec.structs.replace(base, **neutral | given)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if fields.get("top_k") == -1:  # as other servers spell 0
+        fields["top_k"] = 0
+    neutral = NO_PENALTIES if fields.keys() - {"seed"} else {}
+    return msgspec.structs.replace(base, **neutral | fields)
 
 
 def seed_of(seed: int | None) -> int | None:

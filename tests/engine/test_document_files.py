@@ -155,10 +155,10 @@ def test_texts_kept_for_one_asker_are_not_found_by_another(monkeypatch):
 
     monkeypatch.setattr(pictures, "answer_of", counted)
     for asker, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
-        pictures.work_for(asker)
+        pictures.current_asker.set(asker)
         assert "alone" in text_of(data, "a.pdf")
         assert len(read) == n
-    pictures.work_for("")
+    pictures.current_asker.set("")
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_asker_leaves_a_decoder_to_others(monkeypatch):
     opened, begun = threading.Event(), []
 
     def run(*command, **given):
-        begun.append(pictures.current_asker())
+        begun.append(pictures.current_asker.get())
         assert opened.wait(30)
         return subprocess.CompletedProcess(command, 0, b"1 1\n\0\0\0", b"")
 
     monkeypatch.setattr(subprocess, "run", run)
 
     def decode(asker: str) -> pictures.Picture:
-        pictures.work_for(asker)
+        pictures.current_asker.set(asker)
         return pictures.decode(b"\x89PNG\r\n\x1a\n")
 
     with ThreadPoolExecutor(6) as pool:

@@ -34,11 +34,8 @@ class Keys:
     def name(self, offered: str) -> str | None:
         """Return the matching key's name, or None. Every key is compared, each in constant time."""
         digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for known in self._digests:
-            if hmac.compare_digest(known, digest):
-                found = known
-        return None if found is None else found.hex()[:8]
+        names = [key.hex()[:8] for key in self._digests if hmac.compare_digest(key, digest)]
+        return names[0] if names else None
 
     @property
     def first(self) -> str:

@@ -9,6 +9,7 @@ chunk extensions.
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -20,16 +21,6 @@ from edgeinfer.server.limits import Limits
 #: How long (s) an answered client may go on sending its body: after a close at once, the kernel would
 #: reset the connection, and the client might never see the answer.
 _LINGER_S = 2.0
-
-_REFUSALS = {
-    400: b"Bad Request",
-    408: b"Request Timeout",
-    414: b"URI Too Long",
-    431: b"Request Header Fields Too Large",
-    501: b"Not Implemented",
-    503: b"Service Unavailable",
-    505: b"HTTP Version Not Supported",
-}
 
 
 #: Pause (s) between two looks for whether a client of a half-closed connection is still there.
@@ -102,9 +93,8 @@ class _Guarded(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Keep a half-closed connection open while its request is answered."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
-            return None
-        if not self.connection.is_half_closed():
+        is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
+        if not is_answering or not self.connection.is_half_closed():
             return None
         cycle.keep_alive = False
         self._look_for_client()
@@ -154,7 +144,6 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(505)
         if self._refused:
             return
-        self._disarm()
         self._arm(self.guard.body_s)
         self._take_host_of_target()
         super().on_headers_complete()
@@ -187,7 +176,6 @@ class _Guarded(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
-            self._disarm()
             self._arm(_LINGER_S)
 
     # --- writing
@@ -206,6 +194,7 @@ class _Guarded(HttpToolsProtocol):
     # --- deadlines
 
     def _arm(self, seconds: float) -> None:
+        self._disarm()
         self._timer = self.loop.call_later(seconds, self._late)
 
     def _disarm(self) -> None:
@@ -223,7 +212,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._refused = True
         self._disarm()
-        reason = _REFUSALS[status]
+        reason = HTTPStatus(status).phrase.encode()
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
         cycle = self.cycle
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):

@@ -59,30 +59,25 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         name = host_name(host)
         known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
         if not known and not (self.any_address and _is_address(name)):
-            raise Problem(
-                403,
-                f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one.",
-                code="host_not_allowed",
+            message = (
+                f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one."
             )
+            raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
         """Return the allowed origin of a cross-origin request, or None. Raises Problem 403."""
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-                raise Problem(
-                    403, "Requests from other web pages are refused.", code="origin_not_allowed"
-                )
+                message = "Requests from other web pages are refused."
+                raise Problem(403, message, code="origin_not_allowed")
             return None
         if origin in self.origins:
             return origin
         if origin == f"{scheme}://{headers.get('host', '')}":
             return None
-        raise Problem(
-            403,
-            f"Origin '{origin[:200]}' is not allowed; `--allow-origin` adds one.",
-            code="origin_not_allowed",
-        )
+        message = f"Origin '{origin[:200]}' is not allowed; `--allow-origin` adds one."
+        raise Problem(403, message, code="origin_not_allowed")
 
     def check_key(self, headers: Headers, route: str) -> str:
         """Return the name of the request's key, "" if none is needed. Raises Problem 401."""
@@ -94,29 +89,23 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if name is None:
             if route in OPEN_ROUTES:
                 return ""
-            message = (
-                "Incorrect API key provided."
-                if offered
-                else "An API key is required: send `Authorization: Bearer KEY`."
-            )
+            message = "An API key is required: send `Authorization: Bearer KEY`."
+            message = "Incorrect API key provided." if offered else message
             raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
 
     def asker(self, key: str, connection: Connection | None) -> Asker:
         """Return whom a request is from. Raises Problem 403 for another user, if there are no keys."""
         if self.keys:
-            return Asker(key, self.keys.is_first(key), shares=len(self.keys) > 1)
+            return Asker(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
             return OWN
         if self.any_user:
-            uid = connection.uid if connection else None
-            return Asker(f"uid-{uid}", is_admin=False, shares=True)
-        raise Problem(
-            403,
-            f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
-            "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`.",
-            code="user_not_allowed",
-        )
+            name = f"uid-{connection.uid if connection else None}"
+            return Asker(name, is_admin=False, turn=name)
+        message = f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
+        message += "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`."
+        raise Problem(403, message, code="user_not_allowed")
 
     def cache_salt(self, asker: Asker) -> str:
         """Return a salt that separates an asker's cached prefixes from those of others; "" for none."""
@@ -130,8 +119,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 def host_name(host: str) -> str:
     """Normalize a Host header: `Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" if invalid."""
-    found = _HOST.fullmatch(host)
-    return found[1].lower() if found else ""
+    match = _HOST.fullmatch(host)
+    return match[1].lower() if match else ""
 
 
 def _is_address(name: str) -> bool:

@@ -46,20 +46,22 @@ _MEDIA = "<__media__>"
 async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
     """Continue a text, in llama.cpp's shape."""
     asked = body.prompt
-    found = prompts(asked.prompt_string if isinstance(asked, wire.PromptText) else asked, "prompt")
+    all_prompts = prompts(
+        asked.prompt_string if isinstance(asked, wire.PromptText) else asked, "prompt"
+    )
 
     def requests(info: EngineInfo) -> list[GenerateRequest]:
         shared = _shared(body, info) | {"constraint": _constraint(body)}
         if isinstance(asked, wire.PromptText) and asked.multimodal_data is not None:
             content, pictures = _pictured(asked.prompt_string, asked.multimodal_data)
             return [GenerateRequest(prompt=content, pictures=pictures, **shared)]
-        return [GenerateRequest(prompt=prompt, **shared) for prompt in found]
+        return [GenerateRequest(prompt=prompt, **shared) for prompt in all_prompts]
 
     return await answer(
         context,
         body,
         requests,
-        lambda model, info: LlamaRenderer(model, found, body, _sampling(body, info)),
+        lambda model, info: LlamaRenderer(model, all_prompts, body, _sampling(body, info)),
         stream=body.stream,
     )
 
@@ -71,8 +73,8 @@ def _pictured(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
             f"{len(encoded)} pictures and {len(texts) - 1} places {_MEDIA}", param=param
         )
     parts: list[str | bytes] = [texts[0]]
-    for one, text in zip(encoded, texts[1:], strict=True):
-        parts += from_base64(one, param), text
+    for picture, text in zip(encoded, texts[1:], strict=True):
+        parts += from_base64(picture, param), text
     return join_parts(parts)
 
 
@@ -142,14 +144,14 @@ Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 def chosen(
-    given: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
+    choices: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
 ) -> tuple[tuple[str, float], ...]:
     """Return adapters by name and scale. Raises InvalidRequestError for one that is not loaded."""
-    for place, choice in enumerate(given):
+    for place, choice in enumerate(choices):
         if choice.id >= len(loaded):
             where = f"{param}[{place}].id"
             raise InvalidRequestError(f"{len(loaded)} adapters are loaded", param=where)
-    return tuple((loaded[choice.id].name, choice.scale) for choice in given)
+    return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 
 @ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
@@ -172,16 +174,16 @@ def _file(context: RequestContext, text: str) -> str:
             param="lora_path",
         )
     try:
-        found = parse_adapters(str(LORA.parse(text)))
+        adapters = parse_adapters(str(LORA.parse(text)))
     except ValueError:
-        found = ()
-    if len(found) != 1 or found[0].scale != 1:
+        adapters = ()
+    if len(adapters) != 1 or adapters[0].scale != 1:
         raise InvalidRequestError("lora_path: one adapter, without a scale", param="lora_path")
-    if not os.path.isfile(found[0].path):
+    if not os.path.isfile(adapters[0].path):
         raise UsageError(
             f"There is no adapter '{text}' here", hint="`edgeinfer pull ADAPTER --base MODEL`"
         )
-    return found[0].path
+    return adapters[0].path
 
 
 @ROUTES.post("/v1/unload_lora_adapter", reply_type="text/plain", is_admin=True)
@@ -254,13 +256,13 @@ class LlamaRenderer(Renderer):
         return sse_comment(text) + sse(self._answer(0, "", ()))
 
     def whole(self, answers: list[Collected]) -> bytes:
-        found = [
+        bodies = [
             self._last(
                 self._answer(index, answer.reasoning + answer.text, answer.logprobs), answer.finished
             )
             for index, answer in enumerate(answers)
         ]
-        return _encode(found[0] if len(found) == 1 else found)
+        return _encode(bodies[0] if len(bodies) == 1 else bodies)
 
     def _answer(self, index: int, text: str, tokens: Sequence[TokenLogprobs]) -> LlamaAnswer:
         answer = LlamaAnswer(index=index, content=text, stop=False, model=self._model)
@@ -302,12 +304,12 @@ def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
 
 def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
     """Pick fields; `a/b` is `b` of the object `a`, under that name. Unknown ones are left out."""
-    found: dict[str, Any] = {}
+    picked: dict[str, Any] = {}
     for field in fields:
         inner: Any = msgspec.to_builtins(answer)
         *above, name = field.split("/")
         for place in above:
             inner = inner.get(place) if isinstance(inner, dict) else None
         if isinstance(inner, dict) and name in inner:
-            found[field] = inner[name]
-    return found
+            picked[field] = inner[name]
+    return picked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import importlib
 import secrets
 import struct
@@ -15,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
@@ -27,7 +26,6 @@ from edgeinfer.server.batches import (
     BatchUrl,
     FileObject,
     Folder,
-    ask_again,
     read_lines,
 )
 from edgeinfer.server.context import RequestContext, with_engine
@@ -176,20 +174,19 @@ class ListQuery(Wire, frozen=True, kw_only=True):
     purpose: str = ""
 
 
-class FileList(Reply, frozen=True, kw_only=True):
+class Page(Reply, frozen=True, kw_only=True):
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class FileList(Page, frozen=True, kw_only=True):
     data: list[FileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
 
 
-class BatchList(Reply, frozen=True, kw_only=True):
+class BatchList(Page, frozen=True, kw_only=True):
     data: list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
 
 
 class BatchRequest(Wire, frozen=True, kw_only=True):
@@ -247,9 +244,9 @@ def _keep(folder: Folder, content_type: str, raw: bytes) -> FileObject:
 @ROUTES.get("/v1/files")
 async def list_files(context: RequestContext, query: ListQuery) -> FileList:
     """The files of this key, the newest first."""
-    found = await asyncio.to_thread(_folder(context).records, FileObject)
-    found = [record for record in found if query.purpose in ("", record.purpose)]
-    return FileList(**_page(found, query))
+    records = await asyncio.to_thread(_folder(context).records, FileObject)
+    records = [record for record in records if query.purpose in ("", record.purpose)]
+    return FileList(**_page(records, query))
 
 
 @ROUTES.get("/v1/files/{id}")
@@ -261,8 +258,8 @@ async def one_file(context: RequestContext) -> FileObject:
 @ROUTES.get("/v1/files/{id}/content", reply_type="application/jsonl")
 async def content_of(context: RequestContext) -> Response:
     """The lines of a file."""
-    content = await asyncio.to_thread(_folder(context).content, context.path_id)
-    return Response(content, media_type="application/jsonl")
+    path = await asyncio.to_thread(_folder(context).content, context.path_id)
+    return FileResponse(path, media_type="application/jsonl")
 
 
 @ROUTES.delete("/v1/files/{id}")
@@ -282,9 +279,7 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
 
     def read() -> list[BatchLine]:
         importlib.import_module("httpx2")  # 75–120 ms, which the event loop has not
-        folder.check_room()
-        raw = folder.content(body.input_file_id)
-        return read_lines(raw.splitlines(), _refuse_line, body.endpoint)
+        return read_lines(folder.lines(body.input_file_id), _refuse_line, body.endpoint)
 
     lines = await asyncio.to_thread(read)
     now = int(time.time())
@@ -298,8 +293,7 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    ask = functools.partial(ask_again, context.request.scope["app"], context.asker)
-    return await batches.begin(ask, context.asker, batch, lines)
+    return await batches.begin(context.request.scope["app"], context.asker, batch, lines)
 
 
 def _refuse_line(number: int, why: str) -> Problem:

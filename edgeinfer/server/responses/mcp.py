@@ -75,20 +75,16 @@ class McpCalls:
             if not isinstance(asked, wire.McpTool):
                 continue
             label = asked.server_label
-            found = {n: t for n, t in bound.items() if t.server == label and n in by_name}
-            if not found:
-                known = ", ".join(sorted({tool.server for tool in bound.values()}))
-                raise Problem(
-                    400,
-                    f"No MCP server {label!r} with tools is configured here; there are: {known}.",
-                    param="tools",
-                    code="invalid_value",
-                )
-            found = {n: t for n, t in found.items() if asked.allows(t.info.name, t.info.read_only)}
-            self.offered |= {name: by_name[name] for name in found}
-            self._asks |= {name for name, tool in found.items() if asked.asks(tool.info.name)}
+            tools = {n: t for n, t in bound.items() if t.server == label and n in by_name}
+            if not tools:
+                labels = ", ".join(sorted({tool.server for tool in bound.values()}))
+                message = f"No MCP server {label!r} with tools is configured here; there are: {labels}."
+                raise Problem(400, message, param="tools", code="invalid_value")
+            tools = {n: t for n, t in tools.items() if asked.allows(t.info.name, t.info.read_only)}
+            self.offered |= {name: by_name[name] for name in tools}
+            self._asks |= {name for name, tool in tools.items() if asked.asks(tool.info.name)}
             if label not in listed:
-                infos = [(by_name[name], tool.info) for name, tool in found.items()]
+                infos = [(by_name[name], tool.info) for name, tool in tools.items()]
                 item = wire.McpListItem(
                     id=f"mcpl_{context.plain_id}_{label}",
                     server_label=label,
@@ -113,9 +109,9 @@ class McpCalls:
             i.approval_request_id: i for i in items if isinstance(i, wire.McpApprovalResponseItem)
         }
         made = {i.approval_request_id for i in items if isinstance(i, wire.McpCallItem)}
-        kept: list[wire.Item] = []
+        with_calls: list[wire.Item] = []
         for item in items:
-            kept.append(item)
+            with_calls.append(item)
             if not isinstance(item, wire.McpApprovalRequestItem) or item.id in made:
                 continue
             answer = answers.get(item.id)
@@ -130,8 +126,8 @@ class McpCalls:
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
             self.events.append(self._called(use, item.id))
-            kept.append(self.events[-1].item)
-        return msgspec.structs.replace(body, input=kept) if kept else body
+            with_calls.append(self.events[-1].item)
+        return msgspec.structs.replace(body, input=with_calls) if with_calls else body
 
     def _names(self, use: ToolUse) -> dict[str, str]:
         label, _, name = use.name.partition("__")

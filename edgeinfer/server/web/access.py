@@ -19,11 +19,11 @@ import secrets
 import time
 from functools import cached_property
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths
+from edgeinfer.platform.disk import new_file
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
 
@@ -40,36 +40,29 @@ _COOKIE_S = 30 * 24 * 3600
 PATH = "/web"
 
 
-def _secret_path() -> Path:
-    return paths.data_dir() / "web-secret"
-
-
 def read_secret() -> bytes:
     """Return this user's secret, made on first use. Raises ServeError."""
-    path = _secret_path()
+    path = paths.data_dir() / "web-secret"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        if not path.exists():  # linked whole: a second process never reads half of it
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        if not path.exists():  # a second process never reads half of it, nor replaces it
+            with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))
-            try:
-                os.link(fresh, path)
-            except FileExistsError:
-                pass
-            finally:
-                fresh.unlink()
-        info = path.stat()
-        found = path.read_bytes()
+        status = path.stat()
+        secret = path.read_bytes()
     except OSError as error:
         raise ServeError(f"{path}: {error.strerror}", hint="check the data folder") from error
-    if info.st_mode & 0o077 or len(found) < 32:
+    if status.st_mode & 0o077 or len(secret) < 32:
         raise ServeError(f"{path} must be readable by you alone", hint="remove it: a new one is made")
-    return found
+    return secret
 
 
 def _sign(secret: bytes, *parts: str) -> str:
     return hmac.digest(secret, "\0".join(parts).encode(), hashlib.sha256).hex()
+
+
+def _is_same(signature: str, expected: str) -> bool:
+    return hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode())
 
 
 def make_code() -> str:
@@ -105,11 +98,8 @@ class Access:
 
     def redeem(self, code: str, user: str) -> bool:
         """Use up a code; False if it is not one, too old, used, or sent by another user."""
-        made, _, rest = code.partition("-")
-        nonce, _, signature = rest.partition("-")
-        if not hmac.compare_digest(
-            signature.encode("utf-8", "replace"), _sign(self._secret, "code", made, nonce).encode()
-        ):
+        made, nonce, signature, *_ = [*code.split("-", 2), "", ""]
+        if not _is_same(signature, _sign(self._secret, "code", made, nonce)):
             return False
         age_s = time.time() - float(made)
         # the endpoint's own age, because the wall clock may have been set since it began
@@ -144,13 +134,10 @@ class Access:
     def check(self, cookies: str, user: str) -> str:
         """Return the first API key's name, "" without keys. Raises Problem 401."""
         value = ""
-        with contextlib.suppress(CookieError):
-            found = SimpleCookie(cookies).get(f"edgeinfer-{self._port}")
-            value = found.value if found else ""
+        with contextlib.suppress(CookieError, KeyError):
+            value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value
         until, _, signature = value.partition("-")
-        expected = self._signature(until, user)
-        valid = hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode())
-        if not valid or int(until) < time.time():
+        if not _is_same(signature, self._signature(until, user)) or int(until) < time.time():
             raise Problem(401, "Sign in first: `edgeinfer web` opens the page.", code="not_signed_in")
         return self._keys.first
 

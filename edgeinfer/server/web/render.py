@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.chat.history.values import Attachment, Stats, Turn
+from edgeinfer.chat.history.values import Stats, Turn
 from edgeinfer.chat.markdown import GrowingMarkdown, parser
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.wire_types import Reply
@@ -36,8 +36,8 @@ def _renderer() -> RendererHTML:
         "fence": _code,
         "code_block": _code,
         "formula": _formula,
-        "formula_block": _plain_block,
-        "plain": _plain_block,
+        "formula_block": _plain,
+        "plain": _plain,
         "image": _picture,
         "link_open": _link,
         "th_open": _cell,
@@ -61,12 +61,8 @@ def _formula(tokens: Sequence[Token], index: int, *_: Any) -> str:
     return f'<span class="plain">{escape(tokens[index].content)}</span>'
 
 
-def _plain_block(tokens: Sequence[Token], index: int, *_: Any) -> str:
-    return _plain(tokens[index].content)
-
-
-def _plain(text: str) -> str:
-    return f'<p class="plain">{escape(text)}</p>'
+def _plain(tokens: Sequence[Token], index: int, *_: Any) -> str:
+    return f'<p class="plain">{escape(tokens[index].content)}</p>'
 
 
 def _picture(tokens: Sequence[Token], index: int, *_: Any) -> str:
@@ -114,15 +110,14 @@ class Growing:
             except Exception as error:  # noqa: BLE001  one turn is shown plainly, the others go on
                 self._document = None
                 self._report(error)
-        self.blocks = [_plain(without_controls(self._source))]
+        self.blocks = [f'<p class="plain">{escape(without_controls(self._source))}</p>']
         return 0
 
     def _render(self, document: GrowingMarkdown, text: str) -> int:
         first = self._settled
         settled, last = document.add(text)
         options = parser().options
-        fresh = [_renderer().render(block, options, {}) for block in (*settled, *last)]
-        self.blocks[first:] = fresh
+        self.blocks[first:] = [_renderer().render(block, options, {}) for block in (*settled, *last)]
         self._settled += len(settled)
         return first
 
@@ -181,7 +176,10 @@ def shown(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTur
         text=turn.content if is_question else "",
         reasoning=without_controls(turn.reasoning),
         blocks=() if is_question else blocks(turn.content, report),
-        files=[_file(attachment) for attachment in turn.attachments],
+        files=[
+            ShownFile(name=file.name, is_picture=file.is_picture, characters=len(file.text))
+            for file in turn.attachments
+        ],
         calls=[
             ShownCall(
                 id=use.id,
@@ -197,10 +195,4 @@ def shown(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTur
         note=turn.error or turn.cut.partition(" · ")[0],
         stats=turn.stats,
         cost=turn.stats.cost,
-    )
-
-
-def _file(attachment: Attachment) -> ShownFile:
-    return ShownFile(
-        name=attachment.name, is_picture=attachment.is_picture, characters=len(attachment.text)
     )

@@ -231,8 +231,7 @@ async def setup(context: RequestContext) -> wire.Setup:
 @ROUTES.get(f"{PATH}/models", web="cookie")
 async def to_pull(context: RequestContext) -> list[wire.Offer]:
     """List the catalogue's models that are not here."""
-    offers: list[wire.Offer] = await context.endpoint.in_thread(offered)
-    return offers
+    return await context.endpoint.in_thread(offered)
 
 
 @ROUTES.get(f"{PATH}/pulls", web="cookie")
@@ -244,26 +243,26 @@ async def pulls(context: RequestContext) -> list[wire.Pull]:
 @ROUTES.post(f"{PATH}/pulls", uses_model=False, web="cookie")
 async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]:
     """Begin or stop a pull."""
-    found: Pulls = context.endpoint.web.pulls
+    pulls: Pulls = context.endpoint.web.pulls
     if body.stop:
-        found.stop(body.name)
+        pulls.stop(body.name)
     else:
-        found.start(body.name, context.key)
-    return list(found.now.values())
+        pulls.start(body.name, context.key)
+    return list(pulls.now.values())
 
 
 @ROUTES.get(f"{PATH}/evaluations", web="cookie")
 async def evaluations(context: RequestContext) -> list[wire.Report]:
     """List the reports of `edgeinfer eval`, the newest first."""
-    found = await context.endpoint.in_thread(_reports)
-    return [wire.Report(name=path.stem, written_at=int(time_s)) for time_s, path in found]
+    reports = await context.endpoint.in_thread(_reports)
+    return [wire.Report(name=path.stem, written_at=int(time_s)) for time_s, path in reports]
 
 
 @ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
 async def evaluation(context: RequestContext) -> wire.Report:
     """Return a report, rendered."""
-    found = await context.endpoint.in_thread(_reports)
-    path = next((path for _, path in found if path.stem == context.path_id), None)
+    reports = await context.endpoint.in_thread(_reports)
+    path = next((path for _, path in reports if path.stem == context.path_id), None)
     if path is None:
         raise Problem(404, "There is no such report.", code="not_found")
     text = await context.endpoint.in_thread(lambda: path.read_text("utf-8"))
@@ -271,8 +270,8 @@ async def evaluation(context: RequestContext) -> wire.Report:
 
 
 def _reports() -> list[tuple[float, Path]]:
-    found = (paths.data_dir() / "evaluations").glob("*.md")
-    return sorted(((path.stat().st_mtime, path) for path in found), reverse=True)
+    reports = (paths.data_dir() / "evaluations").glob("*.md")
+    return sorted(((path.stat().st_mtime, path) for path in reports), reverse=True)
 
 
 #: For the playground, which stores nothing.
@@ -396,12 +395,14 @@ def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> 
 @ROUTES.post(f"{PATH}/conversations/{{id}}", uses_model=False, web="cookie")
 async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
     """Regenerate, continue or stop an answer, decide about a call, or change the conversation."""
-    conversation_id, found = _id(context), _of(context)
+    conversation_id, all_conversations = _id(context), _of(context)
     if body.action == "stop":
-        found.stop(conversation_id)
+        all_conversations.stop(conversation_id)
         return wire.Opened(id=conversation_id)
     if body.action == "decide":
-        found.latest_answer(conversation_id).take(body.card, Decision(body.choice, body.reason))
+        all_conversations.latest_answer(conversation_id).take(
+            body.card, Decision(body.choice, body.reason)
+        )
         return wire.Opened(id=conversation_id)
     if body.action in ("regenerate", "continue"):
         begin: Callable[[ChatSession], Answer]
@@ -412,10 +413,10 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
             if body.turn:
                 session.back_to(body.turn)
 
-        return wire.Opened(id=await found.answer(context, conversation_id, prepare, begin))
+        return wire.Opened(id=await all_conversations.answer(context, conversation_id, prepare, begin))
     if body.action in ("delete", "undelete"):
         undo = ConversationStore.delete if body.action == "delete" else ConversationStore.undelete
-        await found.use(lambda store: undo(store, conversation_id))
+        await all_conversations.use(lambda store: undo(store, conversation_id))
         return wire.Opened(id=conversation_id)
 
     note = await _tools_text(context) if body.tools else ""
@@ -432,7 +433,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
             session.page(session.turn(body.turn).id, body.step)
         return wire.Opened(id=session.conversation.id, note=note)
 
-    return await found.change(conversation_id, work)
+    return await all_conversations.change(conversation_id, work)
 
 
 async def _tools_text(context: RequestContext) -> str:

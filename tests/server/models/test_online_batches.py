@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import tracemalloc
 
 import httpx2
 import openai
@@ -203,6 +204,55 @@ def test_answers_count_as_files(serve, tmp_path, until, monkeypatch):
     ended = _ended(client, _begin(client, _jsonl(*(_line(str(n)) for n in range(20)))), until)
     assert ended.status == "failed"
     assert 0 < ended.request_counts.completed < 6
+
+
+def test_refused_upload_ends_no_running_batch(serve, tmp_path, until, monkeypatch):
+    gate = StepGate()
+    here = serve(FakeEngine([[gate, "x"]]), batches=Batches(tmp_path / "batches"))
+    monkeypatch.setattr(batches, "MOST_BYTES", 12_000)
+    client = _client(here)
+    spare = client.files.create(file=("a", b"x" * 11_000), purpose="batch")
+    batch = _begin(client, _jsonl(_line("q")))
+    with pytest.raises(openai.APIStatusError, match="DELETE some"):
+        client.files.create(file=("b", b"x" * 11_000), purpose="batch")
+    client.files.delete(spare.id)
+    gate.opened.set()
+    assert _ended(client, batch, until).status == "completed"
+
+
+def test_answers_are_no_input_of_a_batch(here, until):
+    client = _client(here)
+    batch = _ended(client, _begin(client, _jsonl(_line("q"))), until)
+    with pytest.raises(openai.BadRequestError, match="not an uploaded file"):
+        client.batches.create(input_file_id=batch.output_file_id, endpoint=URL, completion_window="24h")
+
+
+def test_large_answers_are_sent_from_the_disk(here):
+    folder, size = here.endpoint.batches.folder(""), 64 << 20
+    record = batches.new_record(f"file-{7:024x}", size, "a", "batch_output")
+    folder.write(record)
+    with folder.open_output(record.id) as file:
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        with here.client.stream("GET", f"/v1/files/{record.id}/content") as reply:
+            assert sum(map(len, reply.iter_raw())) == size
+        assert tracemalloc.get_traced_memory()[1] < size // 4
+    finally:
+        tracemalloc.stop()
+
+
+def test_files_that_come_and_go_do_not_stop_an_upload(tmp_path, monkeypatch):
+    folder = Batches(tmp_path / "batches").folder("")
+    record = folder.add(b"x", "a")
+
+    def iterdir(path):
+        names = list(os.scandir(path))
+        folder.delete(record.id)
+        return [path / entry.name for entry in names]
+
+    monkeypatch.setattr("pathlib.Path.iterdir", iterdir)
+    assert folder.add(b"y", "b").bytes == 1
 
 
 def test_key_does_not_take_all_batches(serve, tmp_path):

@@ -233,6 +233,14 @@ def test_bodies_of_all_requests_have_a_limit_together(serve, until):
     assert not here.endpoint.bodies.total
 
 
+def test_body_of_a_stored_response_counts_once(serve, until):
+    here = serve(store_responses=True, limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
+    body = b" " * 58_000 + b'{"model": "fake", "input": "hi"}'
+    json_type = {"content-type": "application/json"}
+    assert here.client.post("/v1/responses", content=body, headers=json_type).status_code == 200
+    until(lambda: not here.endpoint.bodies.total, "the body to be forgotten")
+
+
 def test_bodies_of_one_key_leave_room_for_others(serve, until):
     here = serve(keys=KEYS, limits=Limits(max_body_bytes=40_000, max_bodies_bytes=100_000))
     with contextlib.ExitStack() as stack:

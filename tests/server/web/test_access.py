@@ -20,7 +20,7 @@ from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.app import OPERATIONS, match_route
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.web import access, routes
+from edgeinfer.server.web import routes
 from edgeinfer.server.web.access import make_code
 from edgeinfer.server.web.routes import WEB
 from tests.server.conftest import with_page
@@ -191,7 +191,7 @@ def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
 def test_a_secret_that_others_can_read_is_refused(serve):
     here = with_page(serve())
     make_code()
-    path = access._secret_path()
+    path = paths.data_dir() / "web-secret"
     assert path.stat().st_mode & 0o777 == 0o600
     os.chmod(path, 0o644)
     with pytest.raises(ServeError, match="readable by you alone"):
