@@ -27,9 +27,9 @@ from edgeinfer.tools.approval import (
     parse_decision,
     pattern_for,
 )
-from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
+from edgeinfer.tools.mcp_client import ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
-from edgeinfer.tools.uses import Stop, ToolUse, safe_text
+from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
 #: What a card shows at once in a terminal.
@@ -177,19 +177,19 @@ class ChatTools:
         """
         server, _, prompt = name.partition(":")
         client = self.toolbox.client(server)
-        known = {str(row.get("name")): row for row in client.prompts()}
-        if prompt not in known:
+        prompts = client.prompts()
+        if prompt not in prompts:
             raise UsageError(
-                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(known) or 'none'}"
+                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(prompts) or 'none'}"
             )
-        wanted = [str(row.get("name")) for row in known[prompt].get("arguments") or ()]
-        given = dict(word.split("=", 1) for word in words.split() if "=" in word)
-        if len(wanted) == 1 and not set(given) & set(wanted):
-            given = {wanted[0]: words}
-        if set(given) != set(wanted) or (words and not wanted):
-            usage = f"/{name} " + " ".join(f"{argument}=…" for argument in wanted)
-            raise UsageError(f"/{name} has other arguments", hint=usage.rstrip())
-        return safe_text(client.prompt(prompt, given), self.toolbox.config.max_result_kib << 10)
+        names = prompts[prompt]
+        arguments = dict(word.split("=", 1) for word in words.split() if "=" in word)
+        if len(names) == 1 and names[0] not in arguments:
+            arguments = {names[0]: words}
+        if set(arguments) != set(names) or (words and not names):
+            usage = " ".join([f"/{name}", *(f"{argument}=…" for argument in names)])
+            raise UsageError(f"/{name} has other arguments", hint=usage)
+        return self._short(client.prompt(prompt, arguments))
 
     def has_resource(self, name: str) -> bool:
         """Return whether `name` is `SERVER:URI` of an enabled server."""
@@ -198,8 +198,10 @@ class ChatTools:
     def resource(self, name: str) -> str:
         """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""
         server, _, uri = name.partition(":")
-        limit = self.toolbox.config.max_result_kib << 10
-        return safe_text(self.toolbox.client(server).read(uri), limit)
+        return self._short(self.toolbox.client(server).read(uri))
+
+    def _short(self, text: str) -> str:
+        return safe_text(text, self.toolbox.config.max_result_kib << 10)
 
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
@@ -309,18 +311,27 @@ class ChatTools:
             return use.ended("stopped", "the user stopped the calls")
         try:
             arguments = msgspec.json.decode(use.arguments or "{}", type=dict[str, Any])
+            return self._judge(use, arguments, front, stop, conversation)
         except (msgspec.MsgspecError, RecursionError) as error:
             return use.ended("failed", f"the arguments are no JSON object: {error}")
-        bound = self.toolbox.bound().get(use.name)
-        if bound is None:
-            return use.ended("failed", "there is no such tool")
-        try:
-            front.show_use(use, "starting…")
-            self.toolbox.start(bound.server, stop)
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
             return use.ended("failed", safe_text(error.message, 2000))
+
+    def _judge(
+        self,
+        use: ToolUse,
+        arguments: dict[str, Any],
+        front: CallFront,
+        stop: Stop,
+        conversation: object,
+    ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
+        bound = self.toolbox.bound().get(use.name)
+        if bound is None:
+            return use.ended("failed", "there is no such tool")
+        front.show_use(use, "starting…")
+        self.toolbox.start(bound.server, stop)
         bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
@@ -398,14 +409,14 @@ class ChatTools:
 
         try:
             session = self.toolbox.start(bound.server, stop)
-            found = session.call(bound.info.name, arguments, stop, progress)
+            result = session.call(bound.info.name, arguments, stop, progress)
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
             return use.ended("failed", safe_text(error.message, 2000))
         took_ms = (time.monotonic() - start_s) * 1000
-        text = safe_text(found.text, self.toolbox.config.max_result_kib << 10)
-        return use.ended("failed" if found.is_error else "done", text or "(empty)", took_ms)
+        text = self._short(result.text)
+        return use.ended("failed" if result.is_error else "done", text or "(empty)", took_ms)
 
 
 def _made(rounds: Rounds) -> set[tuple[str, str, str]]:

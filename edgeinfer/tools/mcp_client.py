@@ -28,7 +28,7 @@ from edgeinfer.tools.mcp_transports import (
     SessionEndedError,
     StdioTransport,
 )
-from edgeinfer.tools.uses import Stop, safe_text
+from edgeinfer.tools.uses import Stop, StoppedError, safe_text
 
 #: The newest version first; a server answers with one that it speaks.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -56,10 +56,6 @@ class CallResult(msgspec.Struct, frozen=True):
 
     text: str
     is_error: bool = False
-
-
-class StoppedError(Exception):
-    """The user stopped the call: no failure, so it has no code."""
 
 
 class _Pending:
@@ -182,9 +178,13 @@ class McpClient:
         result = self.request("resources/read", {"uri": uri})
         return "\n".join(_resource_text(item) for item in _dicts(result.get("contents")))
 
-    def prompts(self) -> list[dict[str, Any]]:
-        """List the prompts as the protocol has them; none if the server has none."""
-        return self._list("prompts") if "prompts" in self.capabilities else []
+    def prompts(self) -> dict[str, list[str]]:
+        """Return the names of each prompt's arguments; none if the server has no prompts."""
+        entries = self._list("prompts") if "prompts" in self.capabilities else []
+        return {
+            str(entry.get("name")): [str(row.get("name")) for row in _dicts(entry.get("arguments"))]
+            for entry in entries
+        }
 
     def prompt(self, name: str, arguments: dict[str, str]) -> str:
         """Return the text of a prompt. Raises ToolServerError."""
@@ -233,7 +233,7 @@ class McpClient:
         try:
             return self._request(method, params, timeout_s, stop, on_progress)
         except SessionEndedError:
-            with self._renewing:
+            with (stop or Stop()).holding(self._renewing):
                 if not self._transport.session:
                     self._transport.version = ""
                     self._initialize(stop)

@@ -41,6 +41,8 @@ _NOTIFY_S = 10.0
 #: Seconds for a stream's last notifications, once the answer has come.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
+#: What Popen raises: also for a NUL, and for `=` in a variable's name.
+_START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 
 Message = dict[str, Any]
@@ -87,25 +89,26 @@ class StdioTransport:
         self._lost = lost
         self._output: deque[str] = deque(maxlen=5)
         self._unsent: queue.SimpleQueue[tuple[bytes, Future[None]] | None] = queue.SimpleQueue()
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        started: Future[subprocess.Popen[bytes]] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(list(command), dict(variables), folder, started), daemon=True
+            target=self._run, args=(list(command), variables, folder, started), daemon=True
         )
         self._thread.start()
-        child = started.get()
-        if isinstance(child, OSError):
+        try:
+            self._child = started.result()
+        except _START_ERRORS as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ToolServerError(
-                f"{command[0]} cannot be started: {child.strerror}",
+                f"{command[0]} cannot be started: {reason}",
                 hint="install it, or correct `command` in the configuration",
-            )
-        self._child = child
+            ) from error
 
     def _run(
         self,
         command: list[str],
-        variables: dict[str, str],
+        variables: Mapping[str, str],
         folder: Path | None,
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError],
+        started: Future[subprocess.Popen[bytes]],
     ) -> None:
         with contextlib.ExitStack() as stack:
             try:
@@ -124,10 +127,10 @@ class StdioTransport:
                     start_new_session=True,
                     preexec_fn=dying_with_parent(),
                 )
-            except OSError as error:
-                started.put(error)
+            except _START_ERRORS as error:
+                started.set_exception(error)
                 return
-            started.put(child)
+            started.set_result(child)
             self._serve(child)
 
     def _serve(self, child: subprocess.Popen[bytes]) -> None:
@@ -247,13 +250,14 @@ class HttpTransport:
         self._url = url
         try:
             host = httpx2.URL(url).host
-        except httpx2.InvalidURL as error:
-            raise ToolServerError(f"{url}: {error}", hint="correct `url`") from error
+            sent_headers = httpx2.Headers(dict(headers))
+        except (httpx2.InvalidURL, UnicodeError) as error:
+            raise ToolServerError(f"{url}: {error}", hint="correct `url` or `headers`") from error
         if not is_loopback(host):
             refuse_offline(host)
         self._received = received
         self._client = httpx2.AsyncClient(
-            headers=dict(headers), timeout=httpx2.Timeout(None, connect=10.0), follow_redirects=False
+            headers=sent_headers, timeout=httpx2.Timeout(None, connect=10.0), follow_redirects=False
         )
         self.version = self.session = ""
         self._is_closed = False
@@ -336,7 +340,10 @@ class HttpTransport:
                         continue
                     if response.status_code >= 300:
                         await self._refuse(response, used_session)
-                    self.session = response.headers.get("mcp-session-id", self.session)
+                    session = response.headers.get("mcp-session-id", self.session)
+                    if not session.isascii():
+                        raise ToolServerError(f"{self._url}: its session id is not ASCII")
+                    self.session = session
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ToolServerError(f"{self._url}: {str(error) or type(error).__name__}") from error

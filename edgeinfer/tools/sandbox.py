@@ -15,8 +15,8 @@ import msgspec
 import edgeinfer
 from edgeinfer.platform.process import child_command
 from edgeinfer.tools.builtin import FIXED_PATH, SELF_RUNNING, TEXT, Builtin, holds_home, tool_info
-from edgeinfer.tools.mcp_client import CallResult, StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.mcp_client import CallResult
+from edgeinfer.tools.uses import Stop, StoppedError
 
 #: Bytes of output that end a command.
 MAX_OUTPUT = 1 << 20

@@ -23,18 +23,16 @@ from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
-from edgeinfer.tools.mcp_client import McpClient, StoppedError, ToolInfo
+from edgeinfer.tools.mcp_client import McpClient, ToolInfo
 from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop, safe_text, shown_name
+from edgeinfer.tools.uses import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
 #: Characters of a description that the model sees.
 _MOST_DESCRIPTION = 4000
 #: Tools of a request.
 _MOST_TOOLS = 128
-#: Seconds between looks for a stop, while another thread starts the server.
-_LOOK_S = 0.1
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
@@ -96,7 +94,7 @@ class Toolbox:
 
     def servers(self) -> list[str]:
         """Return the enabled servers, in the order in which they were first seen."""
-        first = [name for name in self._known if name in self._specs]
+        first = [name for name in tuple(self._known) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
@@ -172,13 +170,8 @@ class Toolbox:
             if self._is_closed:
                 end.set()
         try:
-            while not self._starting[name].acquire(timeout=_LOOK_S):
-                if end.is_set:
-                    raise StoppedError("stopped")
-            try:
+            with end.holding(self._starting[name]):
                 return self._start(name, end)
-            finally:
-                self._starting[name].release()
         finally:
             stop.remove(end.set)
             self._ends.discard(end)
@@ -240,10 +233,11 @@ class Toolbox:
 
     def approve(self, tool: BoundTool) -> None:
         """Note that the user allowed a tool as it is now."""
-        known = self._known.get(tool.server)
-        if known is not None and tool.info.name in known.unapproved:
-            known.unapproved.remove(tool.info.name)
-            self._write_records()
+        with self._lock:
+            known = self._known.get(tool.server)
+            if known is not None and tool.info.name in known.unapproved:
+                known.unapproved.remove(tool.info.name)
+                self._write_records()
 
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.runtime import document_files
 from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
-from edgeinfer.tools.mcp_client import StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 if TYPE_CHECKING:
     import httpx2
