@@ -209,8 +209,8 @@ def _error(number: Id, code: int, message: str) -> bytes:
 
 
 def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[str, Any]:
-    given = {"structuredContent": structured} if structured else {}
-    return {"content": [{"type": "text", "text": text}], "isError": is_error, **given}
+    extra = {"structuredContent": structured} if structured else {}
+    return {"content": [{"type": "text", "text": text}], "isError": is_error, **extra}
 
 
 def _sees_files(context: RequestContext) -> bool:
@@ -298,14 +298,14 @@ class _Call(Response):
             case Embed(texts=texts, model=model):
                 return _result(self._id, await self._with_engine(model, lambda e: _embed(e, texts)))
             case SearchConversations(words=words, limit=limit):
-                found = await self._context.endpoint.web.conversations.use(
+                conversations = await self._context.endpoint.web.conversations.use(
                     lambda store: store.search(words, limit)
                 )
-                lines = [
-                    f"{one.title} ({one.model}, {one.turns} turns)\n{one.snippet}" for one in found
-                ]
-                rows = msgspec.to_builtins(found)
-                return _result(self._id, _content("\n\n".join(lines) or "None.", conversations=rows))
+                rows = msgspec.to_builtins(conversations)
+                text = "\n\n".join(
+                    f"{c.title} ({c.model}, {c.turns} turns)\n{c.snippet}" for c in conversations
+                )
+                return _result(self._id, _content(text or "None.", conversations=rows))
             case ReadDocument(path=path, model=model):
                 return await self._read(path, model)
         raise AssertionError

@@ -40,6 +40,9 @@ _REPEATED = "the same call was made before: answer with its result, which stands
 
 #: The calls of each answer since a question.
 Rounds = Sequence[Sequence[ToolUse]]
+#: An approved call: the tool, and its arguments.
+_Arguments = dict[str, Any]
+_Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,11 +208,11 @@ class ChatTools:
 
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
-        found: dict[str, list[tuple[ToolInfo, Level]]] = {}
+        offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
         for tool in self.toolbox.bound().values():
             level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
-            found.setdefault(tool.server, []).append((tool.info, level))
-        return found
+            offered.setdefault(tool.server, []).append((tool.info, level))
+        return offered
 
     def text(self) -> str:
         """List the tools by server, one server a line."""
@@ -221,10 +224,10 @@ class ChatTools:
 
     def notices(self) -> list[str]:
         """Return what is to be said since the last time; requests get the tools as they are now."""
-        said, self.toolbox.notices = self.toolbox.notices, []
-        if said and self._tools is not None:
+        notices, self.toolbox.notices = self.toolbox.notices, []
+        if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
-        return said
+        return notices
 
     def start(
         self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
@@ -284,16 +287,15 @@ class ChatTools:
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
             if (use.name, use.arguments) in repeated:
-                ended[index] = use.ended("refused", _REPEATED)
-                front.show_use(ended[index], "")
-                continue
-            begun = self._approved(use, front, stop, conversation)
+                begun: ToolUse | _Call = use.ended("refused", _REPEATED)
+            else:
+                begun = self._approved(use, front, stop, conversation)
             if isinstance(begun, ToolUse):
                 ended[index] = begun
                 front.show_use(begun, "")
                 continue
 
-            def call(index: int = index, begun: tuple[BoundTool, dict[str, Any]] = begun) -> None:
+            def call(index: int = index, begun: _Call = begun) -> None:
                 ended[index] = self._call(uses[index], *begun, front, stop)
                 front.show_use(ended[index], "")
 
@@ -305,7 +307,7 @@ class ChatTools:
 
     def _approved(
         self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
-    ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
+    ) -> ToolUse | _Call:
         """Return the tool and its arguments, or the use that has ended without a call."""
         if stop.is_set:
             return use.ended("stopped", "the user stopped the calls")
@@ -320,13 +322,8 @@ class ChatTools:
             return use.ended("failed", safe_text(error.message, 2000))
 
     def _judge(
-        self,
-        use: ToolUse,
-        arguments: dict[str, Any],
-        front: CallFront,
-        stop: Stop,
-        conversation: object,
-    ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
+        self, use: ToolUse, arguments: _Arguments, front: CallFront, stop: Stop, conversation: object
+    ) -> ToolUse | _Call:
         bound = self.toolbox.bound().get(use.name)
         if bound is None:
             return use.ended("failed", "there is no such tool")
@@ -336,19 +333,54 @@ class ChatTools:
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
         builtin = self.toolbox.builtin.get(bound.server)
-        if builtin is not None:
-            arguments = builtin.canonical(bound.info.name, arguments)
+        arguments = builtin.canonical(bound.info.name, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
-        warning = builtin.warning(bound.info.name, arguments) if builtin is not None else ""
-        if level == "ask" or bound.is_new or warning:
-            refused = self._asked(use, bound, arguments, front, conversation, warning)
-            if stop.is_set:
-                return use.ended("stopped", "the user stopped the calls")
-            if refused is not None:
-                return use.ended("refused", refused)
+        warning = builtin.warning(bound.info.name, arguments) if builtin else ""
+        if level == "allow" and not bound.is_new and not warning:
+            return bound, arguments
+        card = self._card(use, bound, arguments, warning)
+        decision = front.decide(card)
+        if decision.choice != "no":
+            self._note_decision(decision, bound, card, conversation)
+        if stop.is_set:
+            return use.ended("stopped", "the user stopped the calls")
+        if decision.choice == "no":
+            reason = f": {decision.reason}" if decision.reason else ""
+            return use.ended("refused", f"the user said no{reason}")
         return bound, arguments
+
+    def _card(self, use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str) -> Card:
+        server, tool = bound.server, bound.info.name
+        builtin = self.toolbox.builtin.get(server)
+        warnings = [
+            warning,
+            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
+            "its server says that it may destroy things" if bound.info.destructive else "",
+        ]
+        return Card(
+            id=use.id,
+            server=server,
+            tool=tool,
+            arguments=arguments,
+            pattern=pattern_for(server, tool, arguments),
+            diff=builtin.preview(tool, arguments) if builtin else "",
+            warning="; ".join(filter(None, warnings)),
+        )
+
+    def _note_decision(
+        self, decision: Decision, bound: BoundTool, card: Card, conversation: object
+    ) -> None:
+        """Allow further calls as the user decided."""
+        self.toolbox.approve(bound)
+        if decision.choice == "conversation":
+            self._approvals.allow_here(conversation, card.server, card.tool)
+        elif decision.choice == "pattern" and card.pattern:
+            try:
+                self._approvals.allow_always(card.pattern)
+            except ConfigError as error:
+                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
 
     def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: object) -> Level:
         return self._approvals.level(
@@ -359,45 +391,6 @@ class ChatTools:
             destructive=bound.info.destructive,
             harmless=bound.server in self.toolbox.builtin and bound.info.read_only,
         )
-
-    def _asked(
-        self,
-        use: ToolUse,
-        bound: BoundTool,
-        arguments: dict[str, Any],
-        front: CallFront,
-        conversation: object,
-        warning: str,
-    ) -> str | None:
-        """Ask the user; return why the call is refused, None if it is allowed."""
-        server, tool = bound.server, bound.info.name
-        builtin = self.toolbox.builtin.get(server)
-        warnings = [
-            warning,
-            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
-            "its server says that it may destroy things" if bound.info.destructive else "",
-        ]
-        card = Card(
-            id=use.id,
-            server=server,
-            tool=tool,
-            arguments=arguments,
-            pattern=pattern_for(server, tool, arguments),
-            diff=builtin.preview(tool, arguments) if builtin else "",
-            warning="; ".join(filter(None, warnings)),
-        )
-        decision = front.decide(card)
-        if decision.choice == "no":
-            return f"the user said no{': ' if decision.reason else ''}{decision.reason}"
-        self.toolbox.approve(bound)
-        if decision.choice == "conversation":
-            self._approvals.allow_here(conversation, server, tool)
-        elif decision.choice == "pattern" and card.pattern:
-            try:
-                self._approvals.allow_always(card.pattern)
-            except ConfigError as error:
-                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
-        return None
 
     def _call(
         self, use: ToolUse, bound: BoundTool, arguments: dict[str, Any], front: CallFront, stop: Stop

@@ -69,16 +69,16 @@ class Sandbox(Builtin):
         """Return what runs outside of the sandbox, but could be changed by a command inside."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-        found = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
-        for own in [*found, *(path.resolve() for path in found)]:
-            if own.is_relative_to(self._folder):
-                return own
-        return next((own for own in code if self._folder.is_relative_to(own.resolve())), None)
+        own = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
+        own += [path.resolve() for path in own]
+        inside = [path for path in own if path.is_relative_to(self._folder)]
+        inside += [path for path in code if self._folder.is_relative_to(path.resolve())]
+        return inside[0] if inside else None
 
     def refused(self) -> str:
         """Return why this machine has no sandbox, or ""."""
-        found = self._run(Stop(), ["/bin/sh", "/command"], ":")
-        return found.text.partition("\n")[0] if found.is_error else ""
+        result = self._shell(Stop(), ":")
+        return result.text.partition("\n")[0] if result.is_error else ""
 
     def _shell(self, stop: Stop, command: str) -> CallResult:
         return self._run(stop, ["/bin/sh", "/command"], command)

@@ -62,15 +62,12 @@ class Toolbox:
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self._builtin: dict[str, Builtin] = {
-            made.server: made
-            for made in (
-                BuiltinFiles(folder, config.builtin),
-                Sandbox(folder, config.builtin, config.timeout_s),
-                Web(config.fetch_hosts, config.builtin),
-            )
-            if made.tools()
-        }
+        servers: list[Builtin] = [
+            BuiltinFiles(folder, config.builtin),
+            Sandbox(folder, config.builtin, config.timeout_s),
+            Web(config.fetch_hosts, config.builtin),
+        ]
+        self._builtin = {server.server: server for server in servers if server.tools()}
         #: Those that can run as far as is known, and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
@@ -103,15 +100,14 @@ class Toolbox:
         A server that fails is left out, and `notices` says so; built-in tools that cannot run, too.
         """
         before = self._unavailable
-        found = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
-        self._unavailable = found
-        self.builtin = {name: made for name, made in self._builtin.items() if not found[name]}
-        for name, why in found.items():
-            if why and why != before.get(name):
+        reasons = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
+        self._unavailable = reasons
+        self.builtin = {name: server for name, server in self._builtin.items() if not reasons[name]}
+        for name, reason in reasons.items():
+            if reason and reason != before.get(name):
                 tools = " and ".join(tool.name for tool in self._builtin[name].tools())
-                self.notices.append(f"{tools}: not offered: {why}")
-        known = {name: self._known.get(name) for name in self.servers()}
-        unknown = [n for n, k in known.items() if k is None or k.digest != self._specs[n].digest]
+                self.notices.append(f"{tools}: not offered: {reason}")
+        names = [name for name in self.servers() if refresh or not self._is_known(name)]
         failures: dict[str, str] = {}
 
         def start(name: str) -> None:
@@ -122,26 +118,28 @@ class Toolbox:
             except StoppedError:
                 failures[name] = f"tool server {name}: stopped"
 
-        asked = list(known) if refresh else unknown
-        _in_threads([functools.partial(start, name) for name in asked])
-        self.notices += [failures[name] for name in asked if name in failures]
-        names = list(self.bound())
-        if len(names) > _MOST_TOOLS:
-            cut = safe_text(", ".join(names[_MOST_TOOLS:]), _MOST_DESCRIPTION)
+        _in_threads([functools.partial(start, name) for name in names])
+        self.notices += [failures[name] for name in names if name in failures]
+        if excess := list(self.bound())[_MOST_TOOLS:]:
+            cut = safe_text(", ".join(excess), _MOST_DESCRIPTION)
             self.notices.append(f"more than {_MOST_TOOLS} tools: left out: {cut}")
+
+    def _is_known(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.digest == self._specs[name].digest
 
     def bound(self) -> dict[str, BoundTool]:
         """Return the tools by the name that the model sees, in their order."""
-        found: dict[str, BoundTool] = {}
+        bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
-                found[shown_name(name, info.name)] = BoundTool(name, info)
+                bound[shown_name(name, info.name)] = BoundTool(name, info)
         for name in self.servers():
-            known = self._known.get(name)
-            for info in known.tools if known is not None else ():
-                is_new = info.name in known.unapproved if known is not None else False
-                found.setdefault(shown_name(name, info.name), BoundTool(name, info, is_new))
-        return found
+            if (known := self._known.get(name)) is not None:
+                for info in known.tools:
+                    tool = BoundTool(name, info, info.name in known.unapproved)
+                    bound.setdefault(shown_name(name, info.name), tool)
+        return bound
 
     def tools(self) -> tuple[Tool, ...]:
         """Return the tools as a request has them."""
@@ -183,13 +181,8 @@ class Toolbox:
             client = None
         is_new = client is None
         if client is None:
-            client = McpClient(
-                self._specs[name],
-                self.folder,
-                self.config.timeout_s,
-                is_apart=self._is_apart,
-                stop=stop,
-            )
+            spec, timeout_s = self._specs[name], self.config.timeout_s
+            client = McpClient(spec, self.folder, timeout_s, is_apart=self._is_apart, stop=stop)
             with self._lock:
                 if self._is_closed:
                     client.close()
@@ -211,22 +204,17 @@ class Toolbox:
         """Keep a server's list: known tools first, in their order, new ones behind them."""
         digest = self._specs[name].digest
         known = self._known.get(name)
-        by_name = {tool.name: tool for tool in tools if tool.name}
+        by_name = {tool.name: tool for tool in tools}
         if known is None or known.digest != digest:
             self._known[name] = KnownServer(digest=digest, tools=list(by_name.values()))
         elif by_name != (before := {tool.name: tool for tool in known.tools}):
-            kept = [by_name[n] for n in before if n in by_name]
-            ordered = [*kept, *(tool for n, tool in by_name.items() if n not in before)]
+            ordered = [by_name[n] for n in before | by_name if n in by_name]
             changed = [tool.name for tool in ordered if before.get(tool.name) != tool]
-            gone = [n for n in before if n not in by_name]
-            self._known[name] = KnownServer(
-                digest=digest,
-                tools=ordered,
-                unapproved=sorted({n for n in (*known.unapproved, *changed) if n in by_name}),
-            )
-            said = [("new or changed", changed), ("gone", gone)]
-            words = "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
-            self.notices.append(f"the tools of {name} have changed. {words}".rstrip())
+            unapproved = sorted({*known.unapproved, *changed} & by_name.keys())
+            self._known[name] = KnownServer(digest=digest, tools=ordered, unapproved=unapproved)
+            lists = {"new or changed": changed, "gone": [n for n in before if n not in by_name]}
+            text = "; ".join(f"{label}: {', '.join(names)}" for label, names in lists.items() if names)
+            self.notices.append(f"the tools of {name} have changed. {text}".rstrip())
         else:
             return
         self._write_records()

@@ -89,6 +89,10 @@ def safe_text(text: str, max_bytes: int) -> str:
     return f"{kept}\n… cut: {max_bytes:,} of {len(text.encode(errors='replace')):,} bytes"
 
 
+#: Gets words about how a call goes on.
+Progress = Callable[[str], object]
+
+
 class StoppedError(Exception):
     """The user stopped the call: no failure, so it has no code."""
 
