@@ -16,6 +16,7 @@ import edgeinfer
 from edgeinfer.platform.process import child_command
 from edgeinfer.tools.builtin import FIXED_PATH, SELF_RUNNING, TEXT, Builtin, holds_home, tool_info
 from edgeinfer.tools.mcp_client import CallResult
+from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.uses import Stop, StoppedError
 
 #: Bytes of output that end a command.
@@ -125,6 +126,4 @@ class Sandbox(Builtin):
 
 def _leave_path(folder: Path) -> None:
     """Start no program of `folder` from now on: a command may have put it there."""
-    entries = os.environ.get("PATH", "").split(os.pathsep)
-    outside = [e for e in entries if os.path.isabs(e) and not Path(e).resolve().is_relative_to(folder)]
-    os.environ["PATH"] = os.pathsep.join(outside)
+    os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), folder)

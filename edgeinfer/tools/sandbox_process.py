@@ -74,8 +74,8 @@ def main() -> int:
         os._exit(status)
 
 
-def _refused(why: str) -> int:
-    print(f"no sandbox: {why}", flush=True)  # noqa: T201  it is the answer
+def _refused(reason: str) -> int:
+    print(f"no sandbox: {reason}", flush=True)  # noqa: T201  it is the answer
     return 125
 
 
