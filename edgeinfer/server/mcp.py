@@ -201,11 +201,8 @@ def _result(number: Id, result: Any, headers: dict[str, str] | None = None) -> R
 
 
 def _failure(number: Id, code: int, message: str, status: int = 200) -> Response:
-    return Response(_error(number, code, message), status, media_type="application/json")
-
-
-def _error(number: Id, code: int, message: str) -> bytes:
-    return msgspec.json.encode(McpReply(id=number, error={"code": code, "message": message}))
+    body = msgspec.json.encode(McpReply(id=number, error={"code": code, "message": message}))
+    return Response(body, status, media_type="application/json")
 
 
 def _content(text: str, *, is_error: bool = False, **structured: Any) -> dict[str, Any]:
@@ -351,8 +348,8 @@ class _Call(Response):
         _reading.add(task)
         task.add_done_callback(self._ended)
         n_tokens = len(prefix.prompt or ())
-        words = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
-        return _result(self._id, _content(words, tokens=n_tokens))
+        text = f"The model reads {document[0].name} in the background: {n_tokens:,} tokens."
+        return _result(self._id, _content(text, tokens=n_tokens))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         _reading.discard(task)
@@ -421,7 +418,7 @@ def _embed(engine: Engine, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _refused(problem: Problem, request_id: str) -> bytes:
-    return _error(None, _INTERNAL, problem.message)
+    return bytes(_failure(None, _INTERNAL, problem.message).body)
 
 
 MCP = Dialect(

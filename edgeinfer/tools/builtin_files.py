@@ -110,8 +110,10 @@ class BuiltinFiles(Builtin):
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in ("write", "edit"):
             return ""
+        before = ""
         try:
-            before = self._text(str(arguments.get("path", "")), missing="")
+            with suppress(FileNotFoundError):
+                before = self._text(str(arguments.get("path", "")))
             after = str(arguments.get("content", "")) if name == "write" else _edited(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
             return ""  # the card has the arguments instead
@@ -163,15 +165,9 @@ class BuiltinFiles(Builtin):
         finally:
             os.close(descriptor)
 
-    def _text(self, path: str, missing: str | None = None) -> str:
-        """Return a file's text; `missing`, unless None, if there is no such file."""
-        try:
-            with self._open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                text = file.read(_MAX_FILE + 1).decode()
-        except FileNotFoundError:
-            if missing is None:
-                raise
-            return missing
+    def _text(self, path: str) -> str:
+        with self._open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            text = file.read(_MAX_FILE + 1).decode()
         if "\0" in text:
             raise RefusedError("the file is binary")
         return text

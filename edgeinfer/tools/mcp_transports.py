@@ -255,7 +255,6 @@ class HttpTransport:
         )
         self.version = self.session = ""
         self._is_closed = False
-        self._n_notifying = 0
         self._posts: set[asyncio.Task[Any]] = set()
         self._notifying = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -296,15 +295,10 @@ class HttpTransport:
 
     async def _notify(self, message: Message) -> None:
         """Post a message without an answer, one at a time; too many are dropped."""
-        if self._n_notifying >= _MAX_UNSENT:
-            return
-        self._n_notifying += 1
-        try:
+        if len(self._posts) <= _MAX_UNSENT:
             with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):
                     await self._post(message)
-        finally:
-            self._n_notifying -= 1
 
     async def _ask(self, message: Message) -> None:
         try:

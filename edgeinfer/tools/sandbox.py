@@ -63,7 +63,8 @@ class Sandbox(Builtin):
             return "there is no python3 in /usr/bin"
         if why := self.refused():
             return why
-        _leave_path(self._folder)
+        # from now on no program of the folder is started: a command may have put it there
+        os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), self._folder)
         return ""
 
     def _own_program(self) -> Path | None:
@@ -122,8 +123,3 @@ class Sandbox(Builtin):
         if child.returncode:
             text += f"\n(exit status {child.returncode})"
         return CallResult(text, is_error=child.returncode != 0)
-
-
-def _leave_path(folder: Path) -> None:
-    """Start no program of `folder` from now on: a command may have put it there."""
-    os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), folder)
