@@ -382,7 +382,7 @@ class ChatTools:
             except ConfigError as error:
                 self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
 
-    def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: object) -> Level:
+    def _level(self, bound: BoundTool, arguments: _Arguments, conversation: object) -> Level:
         return self._approvals.level(
             bound.server,
             bound.info.name,
@@ -393,7 +393,7 @@ class ChatTools:
         )
 
     def _call(
-        self, use: ToolUse, bound: BoundTool, arguments: dict[str, Any], front: CallFront, stop: Stop
+        self, use: ToolUse, bound: BoundTool, arguments: _Arguments, front: CallFront, stop: Stop
     ) -> ToolUse:
         start_s = time.monotonic()
 

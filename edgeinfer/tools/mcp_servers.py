@@ -167,7 +167,10 @@ def _fill(label: str, text: Any, folder: Path) -> str:
             raise ConfigError(f"{label}: the variable {name} is not set", hint=f"export {name}=…")
         return filled or ""
 
-    return _PLACE.sub(value, str(text))
+    filled_text = _PLACE.sub(value, str(text))
+    if "\0" in filled_text:
+        raise ConfigError(f"{label}: a NUL character cannot be passed to a program")
+    return filled_text
 
 
 #: A command, its variables and its working folder.

@@ -82,6 +82,8 @@ BAD_ENTRIES = [
     ({"command": "x", "args": "y"}, "$.args"),
     ({"command": "x", "env": []}, "$.env"),
     ({"url": ["https://x"]}, "$.url"),
+    ({"command": "a\0b"}, "a NUL character"),
+    ({"command": "x", "env": {"PATH": "/a\0b"}}, "a NUL character"),
     ("npx", "Expected `object`"),
     (None, "Expected `object`"),
 ]
