@@ -146,7 +146,7 @@ class ChatTools:
         self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None
         self.running: Stop | None = None
-        self._stops: set[Stop] = set()
+        self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
         """Ask servers whose tools are not known; return what is to be said. Blocks: any thread."""
@@ -256,8 +256,7 @@ class ChatTools:
 
     def close(self) -> None:
         """Stop calls, and end every server."""
-        for stop in tuple(self._stops):
-            stop.set()
+        self._closing.set()
         self.toolbox.close()
 
     def run(
@@ -270,11 +269,11 @@ class ChatTools:
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
-        self._stops.add(stop)
+        self._closing.add(stop.set)
         try:
             return self._run(uses, front, stop, past, conversation)
         finally:
-            self._stops.discard(stop)
+            self._closing.remove(stop.set)
 
     def _run(
         self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object

@@ -79,8 +79,8 @@ class Toolbox:
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
-        self._ends: set[Stop] = set()
-        self._is_closed = False
+        #: Set by `close`: it ends every start.
+        self._closing = Stop()
         self._known = _read_records()
 
     def __enter__(self) -> Toolbox:
@@ -163,16 +163,13 @@ class Toolbox:
             raise ToolServerError(f"there is no tool server {name}")
         end, stop = Stop(), stop or Stop()
         stop.add(end.set)
-        with self._lock:
-            self._ends.add(end)
-            if self._is_closed:
-                end.set()
+        self._closing.add(end.set)
         try:
             with end.holding(self._starting[name]):
                 return self._start(name, end)
         finally:
             stop.remove(end.set)
-            self._ends.discard(end)
+            self._closing.remove(end.set)
 
     def _start(self, name: str, stop: Stop) -> McpClient:
         client = self._started.get(name)
@@ -184,7 +181,7 @@ class Toolbox:
             spec, timeout_s = self._specs[name], self.config.timeout_s
             client = McpClient(spec, self.folder, timeout_s, is_apart=self._is_apart, stop=stop)
             with self._lock:
-                if self._is_closed:
+                if self._closing.is_set:
                     client.close()
                     raise StoppedError("stopped")
                 self._started[name] = client
@@ -244,12 +241,9 @@ class Toolbox:
 
     def close(self) -> None:
         """End every server. Idempotent."""
+        self._closing.set()
         with self._lock:
-            self._is_closed = True
             clients, self._started = self._started, {}
-            ends = list(self._ends)
-        for end in ends:
-            end.set()
         _in_threads([client.close for client in clients.values()])
 
 
