@@ -170,10 +170,10 @@ def activated_descriptors() -> list[int]:
     os.environ.pop("LISTEN_FDNAMES", None)
     if not count.isdigit() or pid != str(os.getpid()):
         return []
-    found = list(range(3, 3 + int(count)))
-    for descriptor in found:
+    descriptors = list(range(3, 3 + int(count)))
+    for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    return found
+    return descriptors
 
 
 def lower_thread_priority() -> None:

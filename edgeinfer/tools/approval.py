@@ -11,6 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -194,32 +195,34 @@ def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
     Return "" if that would be long. What is written to a file is free.
     """
     is_file = server == "files" and "path" in arguments
-    parts = []
-    for name, value in {"path": arguments["path"]}.items() if is_file else arguments.items():
-        text = argument_text(value)
-        folder = os.path.dirname(text)
-        if address := _url(text):
-            proposed = _escape(f"{address[0]}://{address[1]}/", _IN_VALUE) + "*"
-        elif name in _PATHS and folder.strip("/.") and ".." not in text.split("/"):
-            proposed = f"{_escape(folder, _IN_VALUE)}/*"
-        else:
-            proposed = _escape(text, _IN_VALUE)
-        parts.append(f"{_escape(name, _IN_NAME)}={proposed}")
-    pattern = f"{_escape(server)}.{_escape(tool)}({', '.join(parts)})"
-    try:
-        is_near = len(pattern) <= _LONGEST_PROPOSED and parse(pattern).allows(server, tool, arguments)
-    except ConfigError:
-        is_near = False
-    return pattern if is_near else ""
+    restricted = {"path": arguments["path"]} if is_file else arguments
+    values = (
+        f"{_escape(name, _IN_NAME)}={_value_for(name, argument_text(value))}"
+        for name, value in restricted.items()
+    )
+    pattern = f"{_escape(server)}.{_escape(tool)}({', '.join(values)})"
+    with suppress(ConfigError):
+        if len(pattern) <= _LONGEST_PROPOSED and parse(pattern).allows(server, tool, arguments):
+            return pattern
+    return ""
+
+
+def _value_for(name: str, text: str) -> str:
+    folder = os.path.dirname(text)
+    if address := _url(text):
+        return _escape(f"{address[0]}://{address[1]}/", _IN_VALUE) + "*"
+    if name in _PATHS and folder.strip("/.") and ".." not in text.split("/"):
+        return f"{_escape(folder, _IN_VALUE)}/*"
+    return _escape(text, _IN_VALUE)
 
 
 def parse_decision(text: str) -> Decision:
     """Read what a user typed at a card: y, a, p, or n and a reason; any other words are a no."""
-    word, _, rest = text.strip().partition(" ")
-    choice = _KEYS.get(text.strip().lower())
-    if choice is not None:
+    text = text.strip()
+    if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)
-    return Decision("no", rest.strip() if word.lower() in ("n", "no") else text.strip())
+    first, _, reason = text.partition(" ")
+    return Decision("no", reason.strip() if first.lower() in ("n", "no") else text)
 
 
 class Approvals:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.tools.mcp_client import CallResult, ToolInfo
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
@@ -89,20 +89,18 @@ class Builtin:
         name: str,
         arguments: dict[str, Any],
         stop: Stop | None = None,
-        on_progress: Callable[[str], object] | None = None,
+        on_progress: Progress | None = None,
     ) -> CallResult:
         """Run a tool. Raises StoppedError."""
         schema = next(tool.parameters for tool in self._tools if tool.name == name)
         if wrong := _wrong(schema, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
-            found = getattr(self, f"_{name}")(stop or Stop(), **arguments)
-            return found if isinstance(found, CallResult) else CallResult(found)
-        except RefusedError as error:
-            return CallResult(str(error), is_error=True)
-        except (OSError, UnicodeError, ValueError) as error:
-            words = error.strerror if isinstance(error, OSError) else str(error)
-            return CallResult(words or type(error).__name__, is_error=True)
+            result = getattr(self, f"_{name}")(stop or Stop(), **arguments)
+            return result if isinstance(result, CallResult) else CallResult(result)
+        except (RefusedError, OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            return CallResult(reason or type(error).__name__, is_error=True)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -110,9 +108,9 @@ class Builtin:
 
 def _wrong(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
     known = schema["properties"]
-    said = [f"{name} is missing" for name in schema["required"] if name not in arguments]
-    said += [f"there is no {name}" for name in arguments if name not in known]
-    return "; ".join(said) or "; ".join(
+    problems = [f"{name} is missing" for name in schema["required"] if name not in arguments]
+    problems += [f"there is no {name}" for name in arguments if name not in known]
+    return "; ".join(problems) or "; ".join(
         f"{name} must be of type {known[name]['type']}"
         for name, value in arguments.items()
         if not isinstance(value, _TYPES[known[name]["type"]])

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -28,14 +29,15 @@ from edgeinfer.tools.builtin import (
     runs_by_itself,
     tool_info,
 )
-from edgeinfer.tools.mcp_client import StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 #: Bytes of a file that is read, searched or edited; larger ones are named in the answer.
 _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
+#: Pairs of equal lines that are compared for a diff, which takes about 3 s.
+_MAX_PAIRS = 10_000_000
 #: Seconds of a search, and the open files that one grep is given.
 _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
@@ -108,12 +110,18 @@ class BuiltinFiles(Builtin):
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in ("write", "edit"):
             return ""
+        before = ""
         try:
-            before = self._text(str(arguments.get("path", "")), missing="")
+            with suppress(FileNotFoundError):
+                before = self._text(str(arguments.get("path", "")))
             after = str(arguments.get("content", "")) if name == "write" else _edited(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
             return ""  # the card has the arguments instead
-        diff = list(difflib.unified_diff(_rows(before), _rows(after), lineterm=""))[2:]
+        old_rows, new_rows = _rows(before), _rows(after)
+        counts = Counter(new_rows)
+        if sum(counts[row] for row in old_rows) > _MAX_PAIRS:
+            return ""
+        diff = list(difflib.unified_diff(old_rows, new_rows, lineterm=""))[2:]
         whole = (row if row[0] == "@" or row[-1] == "\n" else f"{row}\n\\ no newline" for row in diff)
         return "\n".join(row.removesuffix("\n") for row in whole)
 
@@ -157,15 +165,9 @@ class BuiltinFiles(Builtin):
         finally:
             os.close(descriptor)
 
-    def _text(self, path: str, missing: str | None = None) -> str:
-        """Return a file's text; `missing`, unless None, if there is no such file."""
-        try:
-            with self._open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                text = file.read(_MAX_FILE + 1).decode()
-        except FileNotFoundError:
-            if missing is None:
-                raise
-            return missing
+    def _text(self, path: str) -> str:
+        with self._open(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            text = file.read(_MAX_FILE + 1).decode()
         if "\0" in text:
             raise RefusedError("the file is binary")
         return text
@@ -179,26 +181,24 @@ class BuiltinFiles(Builtin):
         return "\n".join(shown) + more
 
     def _glob(self, stop: Stop, pattern: str) -> str:
-        found = [name for name in self._names(stop) if _matches(name, pattern)]
-        more = f"\n… {len(found)} in all" if len(found) > _MAX_FOUND else ""
-        return "\n".join(sorted(found)[:_MAX_FOUND]) + more or "no file matches"
+        names = sorted(name for name in self._names(stop) if _matches(name, pattern))
+        more = f"\n… {len(names)} in all" if len(names) > _MAX_FOUND else ""
+        return "\n".join(names[:_MAX_FOUND]) + more or "no file matches"
 
     def _grep(self, stop: Stop, pattern: str, glob: str = "**") -> str:
-        end = time.monotonic() + _GREP_S
+        end_s = time.monotonic() + _GREP_S
         names = [name for name in self._names(stop) if _matches(name, glob)]
-        found: list[str] = []
+        lines: list[str] = []
         for start in range(0, max(len(names), 1), _GREP_FILES):
             with ExitStack() as stack:
                 opened = {}
                 for name in names[start : start + _GREP_FILES]:
                     with suppress(RefusedError, OSError):
                         opened[stack.enter_context(self._open(name))] = name
-                found += _grep_files(pattern, opened, end - time.monotonic())
-            if stop.is_set:
-                raise StoppedError("stopped")
-            if len(found) > _MAX_FOUND:
-                return "\n".join([*found[:_MAX_FOUND], "… more"])
-        return "\n".join(found) or "nothing found"
+                lines += _grep_files(pattern, opened, end_s - time.monotonic(), stop)
+            if len(lines) > _MAX_FOUND:
+                return "\n".join([*lines[:_MAX_FOUND], "… more"])
+        return "\n".join(lines) or "nothing found"
 
     def _write(self, stop: Stop, path: str, content: str) -> str:
         with self._parent(path, make=True) as (holder, name):
@@ -224,19 +224,20 @@ class BuiltinFiles(Builtin):
                 below[:] = sorted(name for name in below if not name.startswith("."))
                 if folder.count("/") >= _MAX_DEPTH or self._is_own(folder):
                     below.clear()
-                for name in sorted(names):
-                    visited += 1
+                for name in ("", *sorted(names)):  # a folder without files takes time too
                     if stop.is_set:
                         raise StoppedError("stopped")
                     if visited > _MAX_VISITED:
                         return
-                    yield os.path.normpath(os.path.join(folder, name))
+                    visited += 1
+                    if name:
+                        yield os.path.normpath(os.path.join(folder, name))
         finally:
             os.close(root)
 
 
-def _grep_files(pattern: str, opened: dict[int, str], left_s: float) -> list[str]:
-    """Return what grep finds, which a time limit can end: `re` would hold the interpreter's lock.
+def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop) -> list[str]:
+    """Return the matching lines. A time limit or a stop can end grep: `re` would hold Python's lock.
 
     `opened` has the names by descriptor. grep is not taken from PATH, where a command can have put one.
     """
@@ -256,22 +257,26 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float) -> list[str
         ) as grep:
             timer = threading.Timer(max(0.0, left_s), grep.kill)
             timer.start()
+            stop.add(grep.kill)
             assert grep.stdout is not None
             assert grep.stderr is not None
-            out, said = grep.stdout.read(_MAX_FILE), grep.stderr.read(_LINE_CHARACTERS)
+            out, errors = grep.stdout.read(_MAX_FILE), grep.stderr.read(_LINE_CHARACTERS)
             timer.cancel()
+            stop.remove(grep.kill)
             if len(out) == _MAX_FILE:
                 grep.kill()
     except OSError as error:
         raise RefusedError(f"grep: {error.strerror}") from error
-    if said:
-        raise RefusedError(f"the pattern is wrong: {said.decode('utf-8', 'replace').strip()}")
+    if stop.is_set:
+        raise StoppedError("stopped")
+    if errors:
+        raise RefusedError(f"the pattern is wrong: {errors.decode('utf-8', 'replace').strip()}")
     if grep.returncode == -signal.SIGKILL and len(out) < _MAX_FILE:
         raise RefusedError(f"the search took more than {_GREP_S} s")
-    return [_found_line(line, opened) for line in out.decode("utf-8", "replace").split("\n")[:-1]]
+    return [_named_line(line, opened) for line in out.decode("utf-8", "replace").split("\n")[:-1]]
 
 
-def _found_line(line: str, opened: dict[int, str]) -> str:
+def _named_line(line: str, opened: dict[int, str]) -> str:
     file, _, rest = line.partition("\0")
     number, _, text = rest.partition(":")
     return f"{opened[int(os.path.basename(file))]}:{number}: {text[:_LINE_CHARACTERS]}"

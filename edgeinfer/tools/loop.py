@@ -27,9 +27,9 @@ from edgeinfer.tools.approval import (
     parse_decision,
     pattern_for,
 )
-from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
+from edgeinfer.tools.mcp_client import ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
-from edgeinfer.tools.uses import Stop, ToolUse, safe_text
+from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
 #: What a card shows at once in a terminal.
@@ -40,6 +40,9 @@ _REPEATED = "the same call was made before: answer with its result, which stands
 
 #: The calls of each answer since a question.
 Rounds = Sequence[Sequence[ToolUse]]
+#: An approved call: the tool, and its arguments.
+_Arguments = dict[str, Any]
+_Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +146,7 @@ class ChatTools:
         self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None
         self.running: Stop | None = None
-        self._stops: set[Stop] = set()
+        self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
         """Ask servers whose tools are not known; return what is to be said. Blocks: any thread."""
@@ -177,19 +180,19 @@ class ChatTools:
         """
         server, _, prompt = name.partition(":")
         client = self.toolbox.client(server)
-        known = {str(row.get("name")): row for row in client.prompts()}
-        if prompt not in known:
+        prompts = client.prompts()
+        if prompt not in prompts:
             raise UsageError(
-                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(known) or 'none'}"
+                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(prompts) or 'none'}"
             )
-        wanted = [str(row.get("name")) for row in known[prompt].get("arguments") or ()]
-        given = dict(word.split("=", 1) for word in words.split() if "=" in word)
-        if len(wanted) == 1 and not set(given) & set(wanted):
-            given = {wanted[0]: words}
-        if set(given) != set(wanted) or (words and not wanted):
-            usage = f"/{name} " + " ".join(f"{argument}=…" for argument in wanted)
-            raise UsageError(f"/{name} has other arguments", hint=usage.rstrip())
-        return safe_text(client.prompt(prompt, given), self.toolbox.config.max_result_kib << 10)
+        names = prompts[prompt]
+        arguments = dict(word.split("=", 1) for word in words.split() if "=" in word)
+        if len(names) == 1 and names[0] not in arguments:
+            arguments = {names[0]: words}
+        if set(arguments) != set(names) or (words and not names):
+            usage = " ".join([f"/{name}", *(f"{argument}=…" for argument in names)])
+            raise UsageError(f"/{name} has other arguments", hint=usage)
+        return self._short(client.prompt(prompt, arguments))
 
     def has_resource(self, name: str) -> bool:
         """Return whether `name` is `SERVER:URI` of an enabled server."""
@@ -198,16 +201,18 @@ class ChatTools:
     def resource(self, name: str) -> str:
         """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""
         server, _, uri = name.partition(":")
-        limit = self.toolbox.config.max_result_kib << 10
-        return safe_text(self.toolbox.client(server).read(uri), limit)
+        return self._short(self.toolbox.client(server).read(uri))
+
+    def _short(self, text: str) -> str:
+        return safe_text(text, self.toolbox.config.max_result_kib << 10)
 
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
-        found: dict[str, list[tuple[ToolInfo, Level]]] = {}
+        offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
         for tool in self.toolbox.bound().values():
             level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
-            found.setdefault(tool.server, []).append((tool.info, level))
-        return found
+            offered.setdefault(tool.server, []).append((tool.info, level))
+        return offered
 
     def text(self) -> str:
         """List the tools by server, one server a line."""
@@ -219,10 +224,10 @@ class ChatTools:
 
     def notices(self) -> list[str]:
         """Return what is to be said since the last time; requests get the tools as they are now."""
-        said, self.toolbox.notices = self.toolbox.notices, []
-        if said and self._tools is not None:
+        notices, self.toolbox.notices = self.toolbox.notices, []
+        if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
-        return said
+        return notices
 
     def start(
         self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
@@ -251,8 +256,7 @@ class ChatTools:
 
     def close(self) -> None:
         """Stop calls, and end every server."""
-        for stop in tuple(self._stops):
-            stop.set()
+        self._closing.set()
         self.toolbox.close()
 
     def run(
@@ -265,11 +269,11 @@ class ChatTools:
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
         """Return the uses with their results, in order. `past` are the rounds since the question."""
-        self._stops.add(stop)
+        self._closing.add(stop.set)
         try:
             return self._run(uses, front, stop, past, conversation)
         finally:
-            self._stops.discard(stop)
+            self._closing.remove(stop.set)
 
     def _run(
         self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object
@@ -282,16 +286,15 @@ class ChatTools:
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
             if (use.name, use.arguments) in repeated:
-                ended[index] = use.ended("refused", _REPEATED)
-                front.show_use(ended[index], "")
-                continue
-            begun = self._approved(use, front, stop, conversation)
+                begun: ToolUse | _Call = use.ended("refused", _REPEATED)
+            else:
+                begun = self._approved(use, front, stop, conversation)
             if isinstance(begun, ToolUse):
                 ended[index] = begun
                 front.show_use(begun, "")
                 continue
 
-            def call(index: int = index, begun: tuple[BoundTool, dict[str, Any]] = begun) -> None:
+            def call(index: int = index, begun: _Call = begun) -> None:
                 ended[index] = self._call(uses[index], *begun, front, stop)
                 front.show_use(ended[index], "")
 
@@ -303,43 +306,82 @@ class ChatTools:
 
     def _approved(
         self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
-    ) -> ToolUse | tuple[BoundTool, dict[str, Any]]:
+    ) -> ToolUse | _Call:
         """Return the tool and its arguments, or the use that has ended without a call."""
         if stop.is_set:
             return use.ended("stopped", "the user stopped the calls")
         try:
             arguments = msgspec.json.decode(use.arguments or "{}", type=dict[str, Any])
+            return self._judge(use, arguments, front, stop, conversation)
         except (msgspec.MsgspecError, RecursionError) as error:
             return use.ended("failed", f"the arguments are no JSON object: {error}")
-        bound = self.toolbox.bound().get(use.name)
-        if bound is None:
-            return use.ended("failed", "there is no such tool")
-        try:
-            front.show_use(use, "starting…")
-            self.toolbox.start(bound.server, stop)
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
             return use.ended("failed", safe_text(error.message, 2000))
+
+    def _judge(
+        self, use: ToolUse, arguments: _Arguments, front: CallFront, stop: Stop, conversation: object
+    ) -> ToolUse | _Call:
+        bound = self.toolbox.bound().get(use.name)
+        if bound is None:
+            return use.ended("failed", "there is no such tool")
+        front.show_use(use, "starting…")
+        self.toolbox.start(bound.server, stop)
         bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
         builtin = self.toolbox.builtin.get(bound.server)
-        if builtin is not None:
-            arguments = builtin.canonical(bound.info.name, arguments)
+        arguments = builtin.canonical(bound.info.name, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
-        warning = builtin.warning(bound.info.name, arguments) if builtin is not None else ""
-        if level == "ask" or bound.is_new or warning:
-            refused = self._asked(use, bound, arguments, front, conversation, warning)
-            if stop.is_set:
-                return use.ended("stopped", "the user stopped the calls")
-            if refused is not None:
-                return use.ended("refused", refused)
+        warning = builtin.warning(bound.info.name, arguments) if builtin else ""
+        if level == "allow" and not bound.is_new and not warning:
+            return bound, arguments
+        card = self._card(use, bound, arguments, warning)
+        decision = front.decide(card)
+        if decision.choice != "no":
+            self._note_decision(decision, bound, card, conversation)
+        if stop.is_set:
+            return use.ended("stopped", "the user stopped the calls")
+        if decision.choice == "no":
+            reason = f": {decision.reason}" if decision.reason else ""
+            return use.ended("refused", f"the user said no{reason}")
         return bound, arguments
 
-    def _level(self, bound: BoundTool, arguments: dict[str, Any], conversation: object) -> Level:
+    def _card(self, use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str) -> Card:
+        server, tool = bound.server, bound.info.name
+        builtin = self.toolbox.builtin.get(server)
+        warnings = [
+            warning,
+            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
+            "its server says that it may destroy things" if bound.info.destructive else "",
+        ]
+        return Card(
+            id=use.id,
+            server=server,
+            tool=tool,
+            arguments=arguments,
+            pattern=pattern_for(server, tool, arguments),
+            diff=builtin.preview(tool, arguments) if builtin else "",
+            warning="; ".join(filter(None, warnings)),
+        )
+
+    def _note_decision(
+        self, decision: Decision, bound: BoundTool, card: Card, conversation: object
+    ) -> None:
+        """Allow further calls as the user decided."""
+        self.toolbox.approve(bound)
+        if decision.choice == "conversation":
+            self._approvals.allow_here(conversation, card.server, card.tool)
+        elif decision.choice == "pattern" and card.pattern:
+            try:
+                self._approvals.allow_always(card.pattern)
+            except ConfigError as error:
+                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
+
+    def _level(self, bound: BoundTool, arguments: _Arguments, conversation: object) -> Level:
         return self._approvals.level(
             bound.server,
             bound.info.name,
@@ -349,47 +391,8 @@ class ChatTools:
             harmless=bound.server in self.toolbox.builtin and bound.info.read_only,
         )
 
-    def _asked(
-        self,
-        use: ToolUse,
-        bound: BoundTool,
-        arguments: dict[str, Any],
-        front: CallFront,
-        conversation: object,
-        warning: str,
-    ) -> str | None:
-        """Ask the user; return why the call is refused, None if it is allowed."""
-        server, tool = bound.server, bound.info.name
-        builtin = self.toolbox.builtin.get(server)
-        warnings = [
-            warning,
-            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
-            "its server says that it may destroy things" if bound.info.destructive else "",
-        ]
-        card = Card(
-            id=use.id,
-            server=server,
-            tool=tool,
-            arguments=arguments,
-            pattern=pattern_for(server, tool, arguments),
-            diff=builtin.preview(tool, arguments) if builtin else "",
-            warning="; ".join(filter(None, warnings)),
-        )
-        decision = front.decide(card)
-        if decision.choice == "no":
-            return f"the user said no{': ' if decision.reason else ''}{decision.reason}"
-        self.toolbox.approve(bound)
-        if decision.choice == "conversation":
-            self._approvals.allow_here(conversation, server, tool)
-        elif decision.choice == "pattern" and card.pattern:
-            try:
-                self._approvals.allow_always(card.pattern)
-            except ConfigError as error:
-                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
-        return None
-
     def _call(
-        self, use: ToolUse, bound: BoundTool, arguments: dict[str, Any], front: CallFront, stop: Stop
+        self, use: ToolUse, bound: BoundTool, arguments: _Arguments, front: CallFront, stop: Stop
     ) -> ToolUse:
         start_s = time.monotonic()
 
@@ -398,14 +401,14 @@ class ChatTools:
 
         try:
             session = self.toolbox.start(bound.server, stop)
-            found = session.call(bound.info.name, arguments, stop, progress)
+            result = session.call(bound.info.name, arguments, stop, progress)
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
             return use.ended("failed", safe_text(error.message, 2000))
         took_ms = (time.monotonic() - start_s) * 1000
-        text = safe_text(found.text, self.toolbox.config.max_result_kib << 10)
-        return use.ended("failed" if found.is_error else "done", text or "(empty)", took_ms)
+        text = self._short(result.text)
+        return use.ended("failed" if result.is_error else "done", text or "(empty)", took_ms)
 
 
 def _made(rounds: Rounds) -> set[tuple[str, str, str]]:

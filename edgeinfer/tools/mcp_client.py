@@ -11,8 +11,9 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from edgeinfer.tools.mcp_servers import ServerSpec, plan_start, plan_start_apart
 from edgeinfer.tools.mcp_transports import (
     MAX_ANSWER_S,
     HttpTransport,
+    Message,
     SessionEndedError,
     StdioTransport,
 )
-from edgeinfer.tools.uses import Stop, safe_text
+from edgeinfer.tools.uses import Progress, Stop, StoppedError, safe_text
 
 #: The newest version first; a server answers with one that it speaks.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -58,12 +60,8 @@ class CallResult(msgspec.Struct, frozen=True):
     is_error: bool = False
 
 
-class StoppedError(Exception):
-    """The user stopped the call: no failure, so it has no code."""
-
-
 class _Pending:
-    def __init__(self, on_progress: Callable[[str], object] | None) -> None:
+    def __init__(self, on_progress: Progress | None) -> None:
         self.answer: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self.on_progress = on_progress
         self.began_s = self.heard_s = time.monotonic()
@@ -137,10 +135,8 @@ class McpClient:
         result = self.request("initialize", params, timeout_s=_START_S, stop=stop)
         version = result.get("protocolVersion")
         if version not in VERSIONS:
-            range_text = f"{VERSIONS[-1]} to {VERSIONS[0]}"
-            raise self._error(
-                f"it speaks version {version!r} of the protocol; known here: {range_text}"
-            )
+            range_text = f"known here: {VERSIONS[-1]} to {VERSIONS[0]}"
+            raise self._error(f"it speaks version {version!r} of the protocol; {range_text}")
         capabilities = result.get("capabilities")
         self.capabilities = capabilities if isinstance(capabilities, dict) else {}
         if isinstance(self._transport, HttpTransport):
@@ -166,7 +162,7 @@ class McpClient:
         name: str,
         arguments: dict[str, Any],
         stop: Stop | None = None,
-        on_progress: Callable[[str], object] | None = None,
+        on_progress: Progress | None = None,
     ) -> CallResult:
         """Call a tool; `on_progress` gets words. Raises ToolServerError, StoppedError."""
         result = self.request(
@@ -182,9 +178,13 @@ class McpClient:
         result = self.request("resources/read", {"uri": uri})
         return "\n".join(_resource_text(item) for item in _dicts(result.get("contents")))
 
-    def prompts(self) -> list[dict[str, Any]]:
-        """List the prompts as the protocol has them; none if the server has none."""
-        return self._list("prompts") if "prompts" in self.capabilities else []
+    def prompts(self) -> dict[str, list[str]]:
+        """Return the names of each prompt's arguments; none if the server has no prompts."""
+        entries = self._list("prompts") if "prompts" in self.capabilities else []
+        return {
+            str(entry.get("name")): [str(row.get("name")) for row in _dicts(entry.get("arguments"))]
+            for entry in entries
+        }
 
     def prompt(self, name: str, arguments: dict[str, str]) -> str:
         """Return the text of a prompt. Raises ToolServerError."""
@@ -223,31 +223,26 @@ class McpClient:
         *,
         timeout_s: float | None = None,
         stop: Stop | None = None,
-        on_progress: Callable[[str], object] | None = None,
+        on_progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Return the result of one request; in a new session if the server has forgotten this one.
 
         Progress extends `timeout_s`. Raises ToolServerError, StoppedError.
         """
-        timeout_s = timeout_s or self._timeout_s
+        stop = stop or Stop()
+        ask = partial(self._ask, method, params, timeout_s or self._timeout_s, stop, on_progress)
         try:
-            return self._request(method, params, timeout_s, stop, on_progress)
+            return ask()
         except SessionEndedError:
-            with self._renewing:
+            with stop.holding(self._renewing):
                 if not self._transport.session:
                     self._transport.version = ""
                     self._initialize(stop)
-            return self._request(method, params, timeout_s, stop, on_progress)
+            return ask()
 
-    def _request(
-        self,
-        method: str,
-        params: dict[str, Any],
-        timeout_s: float,
-        stop: Stop | None,
-        on_progress: Callable[[str], object] | None,
-    ) -> dict[str, Any]:
-        stop = stop or Stop()
+    def _ask(
+        self, method: str, params: Message, timeout_s: float, stop: Stop, on_progress: Progress | None
+    ) -> Message:
         if stop.is_set:
             raise StoppedError("stopped")
         number, pending = next(self._ids), _Pending(on_progress)
@@ -258,13 +253,10 @@ class McpClient:
         if on_progress is not None:
             params = {**params, "_meta": {"progressToken": number}}
 
-        def end() -> None:
-            pending.answer.put(StoppedError("stopped"))
-
+        end = partial(pending.answer.put, StoppedError("stopped"))
         stop.add(end)
-        sent = self._transport.send(
-            {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
-        )
+        message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+        sent = self._transport.send(message)
         sent.add_done_callback(pending.note_sent)
         try:
             answer = pending.wait(timeout_s)
@@ -289,7 +281,7 @@ class McpClient:
             self.lost = self.lost or answer.message
             raise self._error(answer.message, answer.hint) from answer
         if isinstance(answer, Exception):
-            raise answer
+            raise self._error(f"{method}: {answer!r}") from answer
         failure = answer.get("error")
         if isinstance(failure, dict):
             text = str(failure.get("message") or "an error without a message")

@@ -70,12 +70,12 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
     specs: dict[str, ServerSpec] = {}
     left_out: list[str] = []
     for where, entries in _sources(config, left_out):
-        for given_name, entry in entries.items():
-            name = _valid_name(given_name)
+        for written_name, entry in entries.items():
+            name = _valid_name(written_name)
             if name in specs or _is_disabled(entry):
                 continue
             try:
-                specs[name] = _spec(f"{where}: tool server {given_name}", name, entry, folder)
+                specs[name] = _spec(f"{where}: tool server {written_name}", name, entry, folder)
             except ConfigError as error:
                 hint = f" ({error.hint})" if error.hint else ""
                 left_out.append(f"{error.message}{hint}: left out")
@@ -91,10 +91,9 @@ def _sources(config: ToolsConfig, left_out: list[str]) -> Iterator[tuple[str, di
             left_out.append(f"{error}: left out")
 
 
-def _valid_name(given_name: str) -> str:
+def _valid_name(name: str) -> str:
     """Return a name that fits into a tool's: `Figma Dev Mode` is Figma-Dev-Mode."""
-    name = re.sub(r"__+", "_", re.sub(r"[^A-Za-z0-9._-]+", "-", given_name)).strip("-._")
-    return name[:_MAX_NAME]
+    return re.sub(r"__+", "_", re.sub(r"[^A-Za-z0-9._-]+", "-", name)).strip("-._")[:_MAX_NAME]
 
 
 def _entries(path: Path) -> dict[str, Any]:
@@ -168,27 +167,30 @@ def _fill(label: str, text: Any, folder: Path) -> str:
             raise ConfigError(f"{label}: the variable {name} is not set", hint=f"export {name}=…")
         return filled or ""
 
-    return _PLACE.sub(value, str(text))
+    filled_text = _PLACE.sub(value, str(text))
+    if "\0" in filled_text:
+        raise ConfigError(f"{label}: a NUL character cannot be passed to a program")
+    return filled_text
 
 
-def plan_start(spec: ServerSpec, folder: Path) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
+#: A command, its variables and its working folder.
+_Start = tuple[tuple[str, ...], dict[str, str], Path | None]
+
+
+def plan_start(spec: ServerSpec, folder: Path) -> _Start:
     """Return a server's command, variables and working folder."""
     passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
     return spec.command, passed | spec.env, folder
 
 
-def plan_start_apart(
-    spec: ServerSpec, folder: Path
-) -> tuple[tuple[str, ...], dict[str, str], Path | None]:
+def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
     """Return what `plan_start` does, so that no program or module below `folder` runs.
 
     Commands of `shell` and `python` may have written it. Raises ToolServerError.
     """
     command, variables, _ = plan_start(spec, folder)
     for name in [name for name in variables if name.endswith("PATH")]:
-        entries = variables[name].split(os.pathsep)
-        outside = [entry for entry in entries if os.path.isabs(entry) and not _is_below(entry, folder)]
-        variables[name] = os.pathsep.join(outside)
+        variables[name] = path_outside(variables[name], folder)
     typed = str(folder / command[0]) if "/" in command[0] else command[0]
     program = shutil.which(typed, path=variables.get("PATH"))
     if program is None:
@@ -206,8 +208,14 @@ def plan_start_apart(
     return (program, *command[1:]), variables | {"PYTHONSAFEPATH": "1"}, None
 
 
+def path_outside(path: str, folder: Path) -> str:
+    """Return a PATH's absolute entries that do not lie below `folder`."""
+    entries = path.split(os.pathsep)
+    return os.pathsep.join(e for e in entries if os.path.isabs(e) and not _is_below(e, folder))
+
+
 def _is_below(path: str | Path, folder: Path) -> bool:
-    """Return whether a file, or the link to it, lies below `folder`."""
+    """Return whether a file, or a link on the way to it, lies below `folder`."""
     real = os.path.realpath(folder)
-    paths = (os.path.realpath(path), os.path.realpath(os.path.dirname(path)))
-    return any(Path(path).is_relative_to(real) for path in paths)
+    steps = (path, *Path(os.path.abspath(path)).parents)
+    return any(Path(os.path.realpath(step)).is_relative_to(real) for step in steps)

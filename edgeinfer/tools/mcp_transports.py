@@ -14,16 +14,16 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import EdgeInferError, ToolServerError
-from edgeinfer.platform.process import dying_with_parent
+from edgeinfer.platform.process import start_dying
 
 if TYPE_CHECKING:
     import httpx2
@@ -41,6 +41,8 @@ _NOTIFY_S = 10.0
 #: Seconds for a stream's last notifications, once the answer has come.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
+#: What Popen raises: also for a NUL, and for `=` in a variable's name.
+_START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 
 Message = dict[str, Any]
@@ -83,29 +85,29 @@ class StdioTransport:
         received: Received,
         lost: Lost,
     ) -> None:
-        self._received = received
-        self._lost = lost
+        self._received, self._lost = received, lost
         self._output: deque[str] = deque(maxlen=5)
         self._unsent: queue.SimpleQueue[tuple[bytes, Future[None]] | None] = queue.SimpleQueue()
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(list(command), dict(variables), folder, started), daemon=True
+            target=self._run, args=(list(command), variables, folder, started), daemon=True
         )
         self._thread.start()
-        child = started.get()
-        if isinstance(child, OSError):
+        try:
+            started.result()
+        except _START_ERRORS as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ToolServerError(
-                f"{command[0]} cannot be started: {child.strerror}",
+                f"{command[0]} cannot be started: {reason}",
                 hint="install it, or correct `command` in the configuration",
-            )
-        self._child = child
+            ) from error
 
     def _run(
         self,
         command: list[str],
-        variables: dict[str, str],
+        variables: Mapping[str, str],
         folder: Path | None,
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError],
+        started: Future[None],
     ) -> None:
         with contextlib.ExitStack() as stack:
             try:
@@ -114,7 +116,7 @@ class StdioTransport:
                         prefix="edgeinfer-server-", ignore_cleanup_errors=True
                     )
                     folder = Path(stack.enter_context(empty))
-                child = subprocess.Popen(
+                self._child = start_dying(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -122,26 +124,24 @@ class StdioTransport:
                     env=variables,
                     cwd=folder,
                     start_new_session=True,
-                    preexec_fn=dying_with_parent(),
                 )
-            except OSError as error:
-                started.put(error)
+            except _START_ERRORS as error:
+                started.set_exception(error)
                 return
-            started.put(child)
-            self._serve(child)
+            started.set_result(None)
+            self._serve(self._child)
 
     def _serve(self, child: subprocess.Popen[bytes]) -> None:
         """Read messages until the child ends."""
-        assert child.stdout is not None
-        assert child.stderr is not None
-        errors = threading.Thread(target=self._read_errors, args=(child,), daemon=True)
+        assert child.stdin and child.stdout and child.stderr  # noqa: PT018
+        errors = threading.Thread(target=self._read_errors, args=(child.stderr,), daemon=True)
         errors.start()
-        threading.Thread(target=self._write, args=(child,), daemon=True).start()
-        reason = self._read(child)
+        threading.Thread(target=self._write, args=(child.stdin,), daemon=True).start()
+        reason = self._read(child.stdout)
         self._unsent.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_CLOSE_S)
-        self.kill(signal.SIGKILL, child)  # the group: its children too
+        self.kill(signal.SIGKILL)  # the group: its children too
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
@@ -149,11 +149,10 @@ class StdioTransport:
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
 
-    def _read(self, child: subprocess.Popen[bytes]) -> str:
+    def _read(self, stream: IO[bytes]) -> str:
         """Read messages to the end; return what broke the protocol, or ""."""
-        assert child.stdout is not None
         text = bytearray()
-        while line := child.stdout.readline(MAX_MESSAGE + 1):
+        while line := stream.readline(MAX_MESSAGE + 1):
             is_continued = bool(text) and line[:1] in (b" ", b"\t", b"}", b"]")
             if not is_continued:
                 text.clear()
@@ -172,9 +171,8 @@ class StdioTransport:
                 text.clear()
         return ""
 
-    def _read_errors(self, child: subprocess.Popen[bytes]) -> None:
-        assert child.stderr is not None
-        while line := child.stderr.readline(4096):
+    def _read_errors(self, stream: IO[bytes]) -> None:
+        while line := stream.readline(4096):
             if line.strip():
                 self._output.append(line.decode(errors="replace").strip())
 
@@ -191,21 +189,20 @@ class StdioTransport:
             sent.set_exception(ToolServerError("the server does not read its messages"))
         return sent
 
-    def _write(self, child: subprocess.Popen[bytes]) -> None:
-        """Write messages, and close the stream at the end: this thread alone may wait for it."""
-        assert child.stdin is not None
+    def _write(self, stream: IO[bytes]) -> None:
+        """Write messages, and close the stream at the end: only this thread may wait for it."""
         while unsent := self._unsent.get():
             data, sent = unsent
             if not sent.set_running_or_notify_cancel():
                 continue
             try:
-                child.stdin.write(data)
-                child.stdin.flush()
+                stream.write(data)
+                stream.flush()
                 sent.set_result(None)
             except OSError:
                 sent.set_exception(ToolServerError("the server has ended"))
         with contextlib.suppress(OSError):
-            child.stdin.close()
+            stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
         """Drop a message that is not written yet; end a child that is late with reading it.
@@ -227,10 +224,10 @@ class StdioTransport:
                 self.kill(number)
                 self._thread.join(_CLOSE_S)
 
-    def kill(self, number: int, child: subprocess.Popen[bytes] | None = None) -> None:
+    def kill(self, number: int) -> None:
         """Send a signal to the child's process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg((child or self._child).pid, number)
+            os.killpg(self._child.pid, number)
 
 
 class HttpTransport:
@@ -247,18 +244,18 @@ class HttpTransport:
         self._url = url
         try:
             host = httpx2.URL(url).host
-        except httpx2.InvalidURL as error:
-            raise ToolServerError(f"{url}: {error}", hint="correct `url`") from error
+            sent_headers = httpx2.Headers(dict(headers))
+        except (httpx2.InvalidURL, UnicodeError) as error:
+            raise ToolServerError(f"{url}: {error}", hint="correct `url` or `headers`") from error
         if not is_loopback(host):
             refuse_offline(host)
         self._received = received
         self._client = httpx2.AsyncClient(
-            headers=dict(headers), timeout=httpx2.Timeout(None, connect=10.0), follow_redirects=False
+            headers=sent_headers, timeout=httpx2.Timeout(None, connect=10.0), follow_redirects=False
         )
         self.version = self.session = ""
         self._is_closed = False
-        self._n_notifying = 0
-        self._posts: set[asyncio.Task[Any] | None] = set()
+        self._posts: set[asyncio.Task[Any]] = set()
         self._notifying = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -276,13 +273,20 @@ class HttpTransport:
 
     def send(self, message: Message) -> Future[None]:
         """Post a message, and hand on all that answers it. The future fails with ToolServerError."""
-        is_request = "method" in message and "id" in message
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
             return refused
-        work = self._ask(message) if is_request else self._notify(message)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._carry(message), self._loop)
+
+    async def _carry(self, message: Message) -> None:
+        """Post a message until `close` cancels this task; only httpx may cancel its own tasks."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._posts.add(task)
+        task.add_done_callback(self._posts.discard)
+        is_request = "method" in message and "id" in message
+        await (self._ask(message) if is_request else self._notify(message))
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
         """End a post that waits; the session goes on."""
@@ -291,31 +295,15 @@ class HttpTransport:
 
     async def _notify(self, message: Message) -> None:
         """Post a message without an answer, one at a time; too many are dropped."""
-        if self._n_notifying >= _MAX_UNSENT:
-            return
-        self._n_notifying += 1
-        try:
-            with self._cancelled_by_close(), contextlib.suppress(TimeoutError):
+        if len(self._posts) <= _MAX_UNSENT:
+            with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):
                     await self._post(message)
-        finally:
-            self._n_notifying -= 1
-
-    @contextlib.contextmanager
-    def _cancelled_by_close(self) -> Iterator[None]:
-        """Have `close` cancel this task; httpx has tasks of its own, which only httpx may cancel."""
-        task = asyncio.current_task()
-        self._posts.add(task)
-        try:
-            yield
-        finally:
-            self._posts.discard(task)
 
     async def _ask(self, message: Message) -> None:
         try:
-            with self._cancelled_by_close():
-                async with asyncio.timeout(MAX_ANSWER_S):
-                    is_answered = await self._post(message)
+            async with asyncio.timeout(MAX_ANSWER_S):
+                is_answered = await self._post(message)
         except TimeoutError as error:
             raise ToolServerError(f"{self._url}: no answer within {MAX_ANSWER_S:g} s") from error
         if not is_answered:
@@ -336,7 +324,10 @@ class HttpTransport:
                         continue
                     if response.status_code >= 300:
                         await self._refuse(response, used_session)
-                    self.session = response.headers.get("mcp-session-id", self.session)
+                    session = response.headers.get("mcp-session-id", self.session)
+                    if not session.isascii():
+                        raise ToolServerError(f"{self._url}: its session id is not ASCII")
+                    self.session = session
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ToolServerError(f"{self._url}: {str(error) or type(error).__name__}") from error
@@ -406,7 +397,7 @@ class HttpTransport:
     async def _close(self) -> None:
         import httpx2
 
-        posts = [post for post in self._posts if post is not None]
+        posts = tuple(self._posts)
         for post in posts:
             post.cancel()
         await asyncio.gather(*posts, return_exceptions=True)

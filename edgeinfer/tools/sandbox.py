@@ -15,8 +15,9 @@ import msgspec
 import edgeinfer
 from edgeinfer.platform.process import child_command
 from edgeinfer.tools.builtin import FIXED_PATH, SELF_RUNNING, TEXT, Builtin, holds_home, tool_info
-from edgeinfer.tools.mcp_client import CallResult, StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.mcp_client import CallResult
+from edgeinfer.tools.mcp_servers import path_outside
+from edgeinfer.tools.uses import Stop, StoppedError
 
 #: Bytes of output that end a command.
 MAX_OUTPUT = 1 << 20
@@ -62,23 +63,24 @@ class Sandbox(Builtin):
             return "there is no python3 in /usr/bin"
         if why := self.refused():
             return why
-        _leave_path(self._folder)
+        # from now on no program of the folder is started: a command may have put it there
+        os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), self._folder)
         return ""
 
     def _own_program(self) -> Path | None:
         """Return what runs outside of the sandbox, but could be changed by a command inside."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-        found = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
-        for own in [*found, *(path.resolve() for path in found)]:
-            if own.is_relative_to(self._folder):
-                return own
-        return next((own for own in code if self._folder.is_relative_to(own.resolve())), None)
+        own = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
+        own += [path.resolve() for path in own]
+        inside = [path for path in own if path.is_relative_to(self._folder)]
+        inside += [path for path in code if self._folder.is_relative_to(path.resolve())]
+        return inside[0] if inside else None
 
     def refused(self) -> str:
         """Return why this machine has no sandbox, or ""."""
-        found = self._run(Stop(), ["/bin/sh", "/command"], ":")
-        return found.text.partition("\n")[0] if found.is_error else ""
+        result = self._shell(Stop(), ":")
+        return result.text.partition("\n")[0] if result.is_error else ""
 
     def _shell(self, stop: Stop, command: str) -> CallResult:
         return self._run(stop, ["/bin/sh", "/command"], command)
@@ -121,10 +123,3 @@ class Sandbox(Builtin):
         if child.returncode:
             text += f"\n(exit status {child.returncode})"
         return CallResult(text, is_error=child.returncode != 0)
-
-
-def _leave_path(folder: Path) -> None:
-    """Start no program of `folder` from now on: a command may have put it there."""
-    entries = os.environ.get("PATH", "").split(os.pathsep)
-    outside = [e for e in entries if os.path.isabs(e) and not Path(e).resolve().is_relative_to(folder)]
-    os.environ["PATH"] = os.pathsep.join(outside)

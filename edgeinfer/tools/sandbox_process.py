@@ -74,8 +74,8 @@ def main() -> int:
         os._exit(status)
 
 
-def _refused(why: str) -> int:
-    print(f"no sandbox: {why}", flush=True)  # noqa: T201  it is the answer
+def _refused(reason: str) -> int:
+    print(f"no sandbox: {reason}", flush=True)  # noqa: T201  it is the answer
     return 125
 
 
@@ -167,8 +167,7 @@ def _watched(job: Job, child: int, free: _Free, files: dict[str, str]) -> int:
     if why:
         print(f"\nended: {why}", flush=True)  # noqa: T201
         return _AT_LIMIT
-    assert status is not None
-    return status
+    return _AT_LIMIT if status is None else status  # it made a self-running name, and removed it
 
 
 def _passed_limit(before: _Free, now: _Free) -> str:

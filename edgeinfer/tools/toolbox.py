@@ -23,18 +23,16 @@ from edgeinfer.platform.disk import write_whole
 from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
-from edgeinfer.tools.mcp_client import McpClient, StoppedError, ToolInfo
+from edgeinfer.tools.mcp_client import McpClient, ToolInfo
 from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop, safe_text, shown_name
+from edgeinfer.tools.uses import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
 #: Characters of a description that the model sees.
 _MOST_DESCRIPTION = 4000
 #: Tools of a request.
 _MOST_TOOLS = 128
-#: Seconds between looks for a stop, while another thread starts the server.
-_LOOK_S = 0.1
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
@@ -64,15 +62,12 @@ class Toolbox:
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self._builtin: dict[str, Builtin] = {
-            made.server: made
-            for made in (
-                BuiltinFiles(folder, config.builtin),
-                Sandbox(folder, config.builtin, config.timeout_s),
-                Web(config.fetch_hosts, config.builtin),
-            )
-            if made.tools()
-        }
+        servers: list[Builtin] = [
+            BuiltinFiles(folder, config.builtin),
+            Sandbox(folder, config.builtin, config.timeout_s),
+            Web(config.fetch_hosts, config.builtin),
+        ]
+        self._builtin = {server.server: server for server in servers if server.tools()}
         #: Those that can run as far as is known, and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
@@ -84,8 +79,8 @@ class Toolbox:
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
-        self._ends: set[Stop] = set()
-        self._is_closed = False
+        #: Set by `close`: it ends every start.
+        self._closing = Stop()
         self._known = _read_records()
 
     def __enter__(self) -> Toolbox:
@@ -96,7 +91,7 @@ class Toolbox:
 
     def servers(self) -> list[str]:
         """Return the enabled servers, in the order in which they were first seen."""
-        first = [name for name in self._known if name in self._specs]
+        first = [name for name in tuple(self._known) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
@@ -105,15 +100,14 @@ class Toolbox:
         A server that fails is left out, and `notices` says so; built-in tools that cannot run, too.
         """
         before = self._unavailable
-        found = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
-        self._unavailable = found
-        self.builtin = {name: made for name, made in self._builtin.items() if not found[name]}
-        for name, why in found.items():
-            if why and why != before.get(name):
+        reasons = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
+        self._unavailable = reasons
+        self.builtin = {name: server for name, server in self._builtin.items() if not reasons[name]}
+        for name, reason in reasons.items():
+            if reason and reason != before.get(name):
                 tools = " and ".join(tool.name for tool in self._builtin[name].tools())
-                self.notices.append(f"{tools}: not offered: {why}")
-        known = {name: self._known.get(name) for name in self.servers()}
-        unknown = [n for n, k in known.items() if k is None or k.digest != self._specs[n].digest]
+                self.notices.append(f"{tools}: not offered: {reason}")
+        names = [name for name in self.servers() if refresh or not self._is_known(name)]
         failures: dict[str, str] = {}
 
         def start(name: str) -> None:
@@ -124,26 +118,28 @@ class Toolbox:
             except StoppedError:
                 failures[name] = f"tool server {name}: stopped"
 
-        asked = list(known) if refresh else unknown
-        _in_threads([functools.partial(start, name) for name in asked])
-        self.notices += [failures[name] for name in asked if name in failures]
-        names = list(self.bound())
-        if len(names) > _MOST_TOOLS:
-            cut = safe_text(", ".join(names[_MOST_TOOLS:]), _MOST_DESCRIPTION)
+        _in_threads([functools.partial(start, name) for name in names])
+        self.notices += [failures[name] for name in names if name in failures]
+        if excess := list(self.bound())[_MOST_TOOLS:]:
+            cut = safe_text(", ".join(excess), _MOST_DESCRIPTION)
             self.notices.append(f"more than {_MOST_TOOLS} tools: left out: {cut}")
+
+    def _is_known(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.digest == self._specs[name].digest
 
     def bound(self) -> dict[str, BoundTool]:
         """Return the tools by the name that the model sees, in their order."""
-        found: dict[str, BoundTool] = {}
+        bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
-                found[shown_name(name, info.name)] = BoundTool(name, info)
+                bound[shown_name(name, info.name)] = BoundTool(name, info)
         for name in self.servers():
-            known = self._known.get(name)
-            for info in known.tools if known is not None else ():
-                is_new = info.name in known.unapproved if known is not None else False
-                found.setdefault(shown_name(name, info.name), BoundTool(name, info, is_new))
-        return found
+            if (known := self._known.get(name)) is not None:
+                for info in known.tools:
+                    tool = BoundTool(name, info, info.name in known.unapproved)
+                    bound.setdefault(shown_name(name, info.name), tool)
+        return bound
 
     def tools(self) -> tuple[Tool, ...]:
         """Return the tools as a request has them."""
@@ -167,21 +163,13 @@ class Toolbox:
             raise ToolServerError(f"there is no tool server {name}")
         end, stop = Stop(), stop or Stop()
         stop.add(end.set)
-        with self._lock:
-            self._ends.add(end)
-            if self._is_closed:
-                end.set()
+        self._closing.add(end.set)
         try:
-            while not self._starting[name].acquire(timeout=_LOOK_S):
-                if end.is_set:
-                    raise StoppedError("stopped")
-            try:
+            with end.holding(self._starting[name]):
                 return self._start(name, end)
-            finally:
-                self._starting[name].release()
         finally:
             stop.remove(end.set)
-            self._ends.discard(end)
+            self._closing.remove(end.set)
 
     def _start(self, name: str, stop: Stop) -> McpClient:
         client = self._started.get(name)
@@ -190,15 +178,10 @@ class Toolbox:
             client = None
         is_new = client is None
         if client is None:
-            client = McpClient(
-                self._specs[name],
-                self.folder,
-                self.config.timeout_s,
-                is_apart=self._is_apart,
-                stop=stop,
-            )
+            spec, timeout_s = self._specs[name], self.config.timeout_s
+            client = McpClient(spec, self.folder, timeout_s, is_apart=self._is_apart, stop=stop)
             with self._lock:
-                if self._is_closed:
+                if self._closing.is_set:
                     client.close()
                     raise StoppedError("stopped")
                 self._started[name] = client
@@ -218,32 +201,28 @@ class Toolbox:
         """Keep a server's list: known tools first, in their order, new ones behind them."""
         digest = self._specs[name].digest
         known = self._known.get(name)
-        by_name = {tool.name: tool for tool in tools if tool.name}
+        by_name = {tool.name: tool for tool in tools}
         if known is None or known.digest != digest:
             self._known[name] = KnownServer(digest=digest, tools=list(by_name.values()))
         elif by_name != (before := {tool.name: tool for tool in known.tools}):
-            kept = [by_name[n] for n in before if n in by_name]
-            ordered = [*kept, *(tool for n, tool in by_name.items() if n not in before)]
+            ordered = [by_name[n] for n in before | by_name if n in by_name]
             changed = [tool.name for tool in ordered if before.get(tool.name) != tool]
-            gone = [n for n in before if n not in by_name]
-            self._known[name] = KnownServer(
-                digest=digest,
-                tools=ordered,
-                unapproved=sorted({n for n in (*known.unapproved, *changed) if n in by_name}),
-            )
-            said = [("new or changed", changed), ("gone", gone)]
-            words = "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
-            self.notices.append(f"the tools of {name} have changed. {words}".rstrip())
+            unapproved = sorted({*known.unapproved, *changed} & by_name.keys())
+            self._known[name] = KnownServer(digest=digest, tools=ordered, unapproved=unapproved)
+            lists = {"new or changed": changed, "gone": [n for n in before if n not in by_name]}
+            text = "; ".join(f"{label}: {', '.join(names)}" for label, names in lists.items() if names)
+            self.notices.append(f"the tools of {name} have changed. {text}".rstrip())
         else:
             return
         self._write_records()
 
     def approve(self, tool: BoundTool) -> None:
         """Note that the user allowed a tool as it is now."""
-        known = self._known.get(tool.server)
-        if known is not None and tool.info.name in known.unapproved:
-            known.unapproved.remove(tool.info.name)
-            self._write_records()
+        with self._lock:
+            known = self._known.get(tool.server)
+            if known is not None and tool.info.name in known.unapproved:
+                known.unapproved.remove(tool.info.name)
+                self._write_records()
 
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):
@@ -262,12 +241,9 @@ class Toolbox:
 
     def close(self) -> None:
         """End every server. Idempotent."""
+        self._closing.set()
         with self._lock:
-            self._is_closed = True
             clients, self._started = self._started, {}
-            ends = list(self._ends)
-        for end in ends:
-            end.set()
         _in_threads([client.close for client in clients.values()])
 
 

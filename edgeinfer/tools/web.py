@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.runtime import document_files
 from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
-from edgeinfer.tools.mcp_client import StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 if TYPE_CHECKING:
     import httpx2
@@ -40,9 +39,9 @@ class Web(Builtin):
 
     def __init__(self, hosts: Sequence[str], enabled: Sequence[str]) -> None:
         self._names = [host.lower() for host in hosts]
-        self._networks = [found for host in hosts if (found := _network(host))]
-        words = f"Fetch a web page as text. Hosts: {', '.join(hosts)}"
-        super().__init__([tool_info("fetch", words, {"url": TEXT})] if "fetch" in enabled else [])
+        self._networks = [network for host in hosts if (network := _network(host))]
+        description = f"Fetch a web page as text. Hosts: {', '.join(hosts)}"
+        super().__init__([tool_info("fetch", description, {"url": TEXT})] if "fetch" in enabled else [])
 
     def unavailable(self) -> str:
         return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"
@@ -54,13 +53,13 @@ class Web(Builtin):
 
         end_s = time.monotonic() + _TIMEOUT_S
         try:
-            asked = httpx2.URL(url)
+            address = httpx2.URL(url)
             for _ in range(_MAX_REDIRECTS + 1):
-                with self._answer(asked, stop, end_s) as response:
+                with self._answer(address, stop, end_s) as response:
                     if response.has_redirect_location:
-                        target = asked.join(response.headers["Location"])
-                        refuse_downgrade(asked.host, asked, target)
-                        asked = target
+                        target = address.join(response.headers["Location"])
+                        refuse_downgrade(address.host, address, target)
+                        address = target
                         continue
                     return _text(response, stop, end_s)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -100,15 +99,15 @@ class Web(Builtin):
         host = url.host.lower()
         literal = _network(host)
         listed = any(fnmatchcase(host, name) for name in self._names)
-        if not listed and not (literal and any(literal[0] in one for one in self._networks)):
+        if not listed and not (literal and any(literal[0] in network for network in self._networks)):
             raise RefusedError(f"{host} is not listed in tools.fetch-hosts: {', '.join(self._names)}")
         if url.scheme not in ("http", "https") or url.userinfo:
             raise RefusedError("give an http or https address without a name and password")
         refuse_offline(host)
-        found = socket.getaddrinfo(host, url.port or 0, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found]
+        rows = socket.getaddrinfo(host, url.port or 0, type=socket.SOCK_STREAM)
+        addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows]
         for address in addresses:
-            if not _is_public(address) and not any(address in one for one in self._networks):
+            if not _is_public(address) and not any(address in network for network in self._networks):
                 raise RefusedError(
                     f"{host} is the private address {address}: tools.fetch-hosts lacks it"
                 )

@@ -4,6 +4,7 @@ import collections
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -11,8 +12,7 @@ import pytest
 from edgeinfer.config.config_file import config_path
 from edgeinfer.tools import builtin_files
 from edgeinfer.tools.builtin_files import TOOLS, BuiltinFiles
-from edgeinfer.tools.mcp_client import StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 
 @pytest.fixture
@@ -95,6 +95,25 @@ def test_search_is_stopped(files):
     stop.set()
     with pytest.raises(StoppedError):
         files.call("grep", {"pattern": "x"}, stop)
+
+
+def test_a_stop_ends_grep_and_a_walk_over_empty_folders(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin_files, "_GREP_S", 600)
+    (tmp_path / "project" / "long.txt").write_text("a" * 100_003 + "\n")
+    stop = Stop()
+    threading.Timer(1.0, stop.set).start()
+    with pytest.raises(StoppedError):
+        files.call("grep", {"pattern": r"^(aa+)\1+$"}, stop)
+    for file in (tmp_path / "project").rglob("*.*"):
+        file.unlink()
+    with pytest.raises(StoppedError):
+        files.call("glob", {"pattern": "*"}, stop)
+
+
+def test_a_change_whose_diff_takes_long_is_shown_by_its_arguments(files, tmp_path):
+    rows = "".join(f"{i * 7 % 101}\n" for i in range(50_000))
+    (tmp_path / "project" / "rows.txt").write_text(f"{rows}end\n")
+    assert files.preview("edit", {"path": "rows.txt", "old": "end", "new": "END"}) == ""
 
 
 @pytest.mark.parametrize("ending", ["\r", "\x0b", "\x85", "\u2028", " ", ""])

@@ -193,6 +193,16 @@ def test_calls_that_cannot_be_made_are_told(opened):
     assert [use.status for use in uses] == ["failed", "refused", "failed"]
 
 
+def test_arguments_nested_too_deeply_fail_the_call(opened, monkeypatch):
+    def judge(*args, **kwargs):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    tools = opened("plain")
+    monkeypatch.setattr(tools._approvals, "level", judge)
+    (use,) = run(tools, ("plain__add", {"a": [[]]}))
+    assert (use.status, "maximum recursion" in use.result) == ("failed", True)
+
+
 def test_rounds_are_limited(opened):
     tools = opened("plain", max_rounds=2)
     past = []

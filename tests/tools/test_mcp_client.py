@@ -15,10 +15,10 @@ from tool_servers import HOSTILE
 from tools_here import SERVERS, tools_config
 
 from edgeinfer.errors import OfflineError, ToolServerError
-from edgeinfer.tools.mcp_client import CallResult, McpClient, StoppedError
+from edgeinfer.tools.mcp_client import CallResult, McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
 from edgeinfer.tools.toolbox import Toolbox
-from edgeinfer.tools.uses import Stop, safe_text
+from edgeinfer.tools.uses import Stop, StoppedError, safe_text
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -87,7 +87,7 @@ def test_sdk_server_reports_progress(everything):
 
 def test_sdk_server_has_a_resource_and_a_prompt(everything):
     assert everything.read("notes://today") == "Buy milk."
-    assert [prompt["name"] for prompt in everything.prompts()] == ["review"]
+    assert everything.prompts() == {"review": ["code"]}
     assert everything.prompt("review", {"code": "x = 1"}) == "Review this: x = 1"
     with pytest.raises(ToolServerError):
         everything.read("notes://nowhere")
@@ -124,6 +124,19 @@ def test_missing_program_is_named(tmp_path):
     spec = ServerSpec(name="x", command=("/no/such/program",))
     with pytest.raises(ToolServerError, match="/no/such/program cannot be started"):
         McpClient(spec, tmp_path, 1.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"command": ("a\0b",)},
+        {"command": ("cat",), "env": {"A=B": "x"}},
+        {"url": "http://127.0.0.1:1/", "headers": {"Authorization": "Bearer …"}},
+    ],
+)
+def test_a_server_with_odd_characters_is_reported(tmp_path, fields):
+    with pytest.raises(ToolServerError, match=r"cannot be started|codec"):
+        McpClient(ServerSpec(name="odd", **fields), tmp_path, 5.0)
 
 
 def test_server_beside_a_sandbox_starts_in_an_empty_folder(tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ from tools_here import command, tools_config
 
 from edgeinfer.errors import ToolServerError
 from edgeinfer.tools import mcp_client
-from edgeinfer.tools.mcp_client import McpClient, StoppedError
+from edgeinfer.tools.mcp_client import McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
 from edgeinfer.tools.toolbox import Toolbox
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 

@@ -6,7 +6,7 @@ import pytest
 
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig
 from edgeinfer.errors import ToolServerError
-from edgeinfer.tools.mcp_servers import ServerSpec, load_servers, plan_start_apart
+from edgeinfer.tools.mcp_servers import ServerSpec, load_servers, path_outside, plan_start_apart
 
 
 def read_all(tmp_path, text):
@@ -82,6 +82,8 @@ BAD_ENTRIES = [
     ({"command": "x", "args": "y"}, "$.args"),
     ({"command": "x", "env": []}, "$.env"),
     ({"url": ["https://x"]}, "$.url"),
+    ({"command": "a\0b"}, "a NUL character"),
+    ({"command": "x", "env": {"PATH": "/a\0b"}}, "a NUL character"),
     ("npx", "Expected `object`"),
     (None, "Expected `object`"),
 ]
@@ -195,6 +197,20 @@ def test_a_program_of_the_folder_is_refused(folder, tmp_path, command):
     (folder / "server.py").touch()
     with pytest.raises(ToolServerError, match=r"can change|there is no program"):
         apart(folder, *(word.format(folder=folder) for word in command))
+
+
+def test_a_program_through_a_link_of_the_folder_is_refused(folder, tmp_path):
+    """A command can make the link lead elsewhere."""
+    program = tmp_path / "elsewhere" / "bin" / "tool"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    assert path_outside(f"{folder}/link/bin:/usr/bin", folder) == "/usr/bin"
+    with pytest.raises(ToolServerError, match="can change"):
+        plan_start_apart(ServerSpec(name="x", command=(f"{folder}/link/bin/tool",)), folder)
+    outside = ServerSpec(name="x", command=(f"{folder}/../elsewhere/bin/tool",))
+    assert plan_start_apart(outside, folder)[0][0].endswith("elsewhere/bin/tool")
 
 
 def test_folders_and_data_as_arguments_stay(folder):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 
 import pytest
 from http_tool_servers import HttpToolServer
@@ -12,6 +13,7 @@ from tools_here import command
 from edgeinfer.errors import ToolServerError
 from edgeinfer.tools.mcp_client import CallResult, McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.uses import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -117,6 +119,32 @@ def test_another_redirect_says_what_to_type(over_http, status, location):
     with pytest.raises(ToolServerError, match="has moved to") as raised:
         client.call("go", {})
     assert f'{location}"`' in raised.value.hint
+
+
+def test_a_session_id_that_is_not_ascii_is_refused(over_http):
+    with pytest.raises(ToolServerError, match="session id is not ASCII"):
+        over_http(lambda handler, message: handler.reply(200), "\xff")
+
+
+def test_malformed_arguments_of_a_prompt_are_left_out(connect, monkeypatch):
+    client = connect("plain")
+    client.capabilities = {"prompts": {}}
+    rows = [
+        {"name": "a", "arguments": [1, {"name": "x"}]},
+        {"name": "b", "arguments": 3},
+        {"name": "c"},
+    ]
+    monkeypatch.setattr(client, "request", lambda *args, **kwargs: {"prompts": rows})
+    assert client.prompts() == {"a": ["x"], "b": [], "c": []}
+
+
+def test_a_stop_ends_the_wait_for_another_calls_new_session(over_http):
+    _, client = over_http(lambda handler, message: handler.reply(404), "first")
+    stop = Stop()
+    with client._renewing:
+        threading.Timer(0.5, stop.set).start()
+        with pytest.raises(StoppedError):
+            client.call("go", {}, stop)
 
 
 def test_a_redirect_in_a_circle_ends(over_http):

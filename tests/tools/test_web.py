@@ -7,8 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from edgeinfer.tools import web
-from edgeinfer.tools.mcp_client import StoppedError
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 from edgeinfer.tools.web import Web
 
 HERE = ("127.0.0.1",)

@@ -85,10 +85,9 @@ class _Bridge:
     def _connect(self) -> None:
         self.close()
         self._remote = own_endpoint(self._options, self._host)
-        key = self._remote.key
         headers = {"Mcp-Session-Id": self._session}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        if self._remote.key:
+            headers["Authorization"] = f"Bearer {self._remote.key}"
         self._transport = HttpTransport(f"{self._remote.url}/mcp", headers, self.write)
 
     def close(self) -> None:

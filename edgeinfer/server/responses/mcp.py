@@ -26,8 +26,13 @@ from edgeinfer.tools.uses import Stop, ToolUse, call_messages, shown_name, uses_
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
+    from edgeinfer.tools.mcp_client import ToolInfo
 
 _STATUSES = {"done": "completed", "failed": "failed"}
+_LIST_EVENTS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("response.mcp_list_tools.in_progress", {}),
+    ("response.mcp_list_tools.completed", {}),
+)
 
 
 class ServerItem(msgspec.Struct, frozen=True):
@@ -71,36 +76,24 @@ class McpCalls:
         listed = {i.server_label for i in _items(body) if isinstance(i, wire.McpListItem)}
         by_name = {tool.name: tool for tool in chat_tools.shown()}
         bound = self._bound = chat_tools.toolbox.bound()
-        for asked in body.tools or ():
-            if not isinstance(asked, wire.McpTool):
+        for server in body.tools or ():
+            if not isinstance(server, wire.McpTool):
                 continue
-            label = asked.server_label
-            tools = {n: t for n, t in bound.items() if t.server == label and n in by_name}
+            label = server.server_label
+            tools = {n: t.info for n, t in bound.items() if t.server == label and n in by_name}
             if not tools:
                 labels = ", ".join(sorted({tool.server for tool in bound.values()}))
                 message = f"No MCP server {label!r} with tools is configured here; there are: {labels}."
                 raise Problem(400, message, param="tools", code="invalid_value")
-            tools = {n: t for n, t in tools.items() if asked.allows(t.info.name, t.info.read_only)}
+            tools = {n: t for n, t in tools.items() if server.allows(t.name, t.read_only)}
             self.offered |= {name: by_name[name] for name in tools}
-            self._asks |= {name for name, tool in tools.items() if asked.asks(tool.info.name)}
+            self._asks |= {name for name, tool in tools.items() if server.asks(tool.name)}
             if label not in listed:
-                infos = [(by_name[name], tool.info) for name, tool in tools.items()]
+                rows = [_row(by_name[name], info) for name, info in tools.items()]
                 item = wire.McpListItem(
-                    id=f"mcpl_{context.plain_id}_{label}",
-                    server_label=label,
-                    tools=[
-                        {
-                            "name": info.name,
-                            "description": tool.description,
-                            "input_schema": tool.parameters,
-                            "annotations": {"read_only": info.read_only},
-                        }
-                        for tool, info in infos
-                    ],
+                    id=f"mcpl_{context.plain_id}_{label}", server_label=label, tools=rows
                 )
-                steps = ("in_progress", "completed")
-                name = "response.mcp_list_tools."
-                self.events.append(ServerItem(item, tuple((name + step, {}) for step in steps)))
+                self.events.append(ServerItem(item, _LIST_EVENTS))
 
     async def answered(self, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
         """Make the calls that the client has approved, each once; return the request with them."""
@@ -109,16 +102,15 @@ class McpCalls:
             i.approval_request_id: i for i in items if isinstance(i, wire.McpApprovalResponseItem)
         }
         made = {i.approval_request_id for i in items if isinstance(i, wire.McpCallItem)}
-        with_calls: list[wire.Item] = []
+        new_items: list[wire.Item] = []
         for item in items:
-            with_calls.append(item)
+            new_items.append(item)
             if not isinstance(item, wire.McpApprovalRequestItem) or item.id in made:
                 continue
-            answer = answers.get(item.id)
+            if (answer := answers.get(item.id)) is None:
+                continue
             name = shown_name(item.server_label, item.name)
             use = ToolUse(id=item.id.removeprefix("mcpr_"), name=name, arguments=item.arguments)
-            if answer is None:
-                continue
             if name not in self.offered:
                 use = use.ended("refused", "this request does not offer the tool")
             elif not answer.approve:
@@ -126,8 +118,8 @@ class McpCalls:
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
             self.events.append(self._called(use, item.id))
-            with_calls.append(self.events[-1].item)
-        return msgspec.structs.replace(body, input=with_calls) if with_calls else body
+            new_items.append(self.events[-1].item)
+        return msgspec.structs.replace(body, input=new_items) if new_items else body
 
     def _names(self, use: ToolUse) -> dict[str, str]:
         label, _, name = use.name.partition("__")
@@ -148,15 +140,13 @@ class McpCalls:
             approval_request_id=approval_request_id,
             **self._names(use),
         )
-        return ServerItem(
-            item,
-            (
-                ("response.mcp_call.in_progress", {}),
-                ("response.mcp_call_arguments.delta", {"delta": use.arguments}),
-                ("response.mcp_call_arguments.done", {"arguments": use.arguments}),
-                (f"response.mcp_call.{'completed' if is_done else 'failed'}", {}),
-            ),
-        )
+        events: list[tuple[str, dict[str, str]]] = [
+            ("response.mcp_call.in_progress", {}),
+            ("response.mcp_call_arguments.delta", {"delta": use.arguments}),
+            ("response.mcp_call_arguments.done", {"arguments": use.arguments}),
+            (f"response.mcp_call.{'completed' if is_done else 'failed'}", {}),
+        ]
+        return ServerItem(item, tuple(events))
 
     async def _run(
         self, uses: Sequence[ToolUse], front: _Front, stop: Stop, past: Sequence[Sequence[ToolUse]]
@@ -187,13 +177,13 @@ class McpCalls:
             if answer.finished.reason != "tool_calls" or not uses:
                 break
             front = _Front(approves=False)
-            asking = {use.id for use in uses if use.name in self._asks}
-            run = [use for use in uses if use.id not in asking]
+            asking = [use for use in uses if use.name in self._asks]
+            run = [use for use in uses if use.name not in self._asks]
             made = await self._run(run, front, rounds.stop, past)
-            asking |= front.asked
-            for use in [*made, *(use for use in uses if use.name in self._asks)]:
-                yield self._approval(use) if use.id in asking else self._called(use)
-            if asking or len(answer.calls) > len(uses) or rounds.stop.is_set:
+            front.asked |= {use.id for use in asking}
+            for use in [*made, *asking]:
+                yield self._approval(use) if use.id in front.asked else self._called(use)
+            if front.asked or len(answer.calls) > len(uses) or rounds.stop.is_set:
                 break
             past.append(made)
             yield RoundEnd()
@@ -236,6 +226,15 @@ class _Rounds:
     def cancel(self) -> None:
         self.stop.set()
         self.generation.cancel()
+
+
+def _row(tool: Tool, info: ToolInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "description": tool.description,
+        "input_schema": tool.parameters,
+        "annotations": {"read_only": info.read_only},
+    }
 
 
 def _items(body: wire.ResponsesRequest) -> Sequence[wire.Item]:
