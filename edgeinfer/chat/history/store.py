@@ -13,6 +13,7 @@ import glob
 import logging
 import os
 import re
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,8 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
 
 def _copies(name: str) -> list[Path]:
     """List the copies that were made before migrations of the file."""
-    return sorted(Path(name).parent.glob(f"{glob.escape(Path(name).name)}.schema-*")) if name else []
+    paths = sorted(Path(name).parent.glob(f"{glob.escape(Path(name).name)}.schema-*")) if name else []
+    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]  # no journal
 
 
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
@@ -105,8 +107,8 @@ def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> 
             db.execute(f"INSERT INTO {table} ({table}) VALUES ('optimize')")
 
 
-def _connect(file: Path | str) -> sqlite3.Connection:
-    db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
+def _connect(uri: str) -> sqlite3.Connection:
+    db = sqlite3.connect(uri, isolation_level=None, timeout=5.0, uri=True)
     db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
     return db
 
@@ -114,8 +116,10 @@ def _connect(file: Path | str) -> sqlite3.Connection:
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
     if copy.exists():  # without its own log SQLite would put the newer file's into the copy
-        command = f"rm -f {name}-wal {name}-shm; mv {copy} {name}"
-        return f"use that version, or end every edgeinfer and take the copy from before: {command}"
+        remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
+        move = shlex.join(["mv", str(copy), name])
+        copying = f"take the copy from before: {remove}; {move}"
+        return f"use that version, or end every edgeinfer and {copying}"
     return "use that version, or move the file aside"
 
 
@@ -242,7 +246,7 @@ class ConversationStore:
                 f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
             ) from error
         with _store_errors(str(file)):
-            db = _connect(file)
+            db = _connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # a killed process loses nothing; a power cut the last moments
@@ -408,12 +412,14 @@ class ConversationStore:
             _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
         gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
         for path in _copies(self.name):
-            if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
-                path.unlink(missing_ok=True)
-            elif gone:
-                with _store_errors(str(path)), contextlib.closing(_connect(path)) as copy:
-                    copy.execute("PRAGMA foreign_keys = ON")
-                    _delete(copy, gone)
+            # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
+            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
+                    path.unlink()
+                elif gone:
+                    with contextlib.closing(_connect(f"{path.as_uri()}?mode=rw")) as copy:
+                        copy.execute("PRAGMA foreign_keys = ON")
+                        _delete(copy, gone)
 
     # following what other processes write
 

@@ -52,13 +52,20 @@ _BUILDER = "edgeinfer.snapshots.build.builder"
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
+    A background build of it is ended: at idle priority it would hold up a busy machine's for minutes.
     Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and
     what loading raises.
     """
     found, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
-    with locked(build_lock(root, name), lambda: progress(WAITING, None)):
+    lock = build_lock(root, name)
+
+    def on_busy() -> None:
+        if not _end_background(lock):
+            progress(WAITING, None)
+
+    with locked(lock, on_busy):
         sweep(root)
         registry.make_room(root, config, name, _NEED_BYTES)
         refuse_full(root, name, _NEED_BYTES, config)
@@ -106,6 +113,20 @@ def being_built() -> list[str]:
 def build_lock(root: Path, name: str) -> Path:
     """Return the file that this program locks while it builds a name."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
+
+
+def _end_background(lock: Path) -> bool:
+    """End the background build that holds a lock; return False if another process holds it."""
+    with contextlib.suppress(OSError):
+        holder = f":{lock.stat().st_ino}"  # without the device: Btrfs shows another one
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, pid, file, *_ = line.split()
+            command = Path(f"/proc/{pid}/cmdline")
+            is_holder = kind == "FLOCK" and file.endswith(holder)
+            if is_holder and builds.JOBS.encode() in command.read_bytes():
+                os.kill(int(pid), signal.SIGTERM)
+                return True
+    return False
 
 
 def sweep(root: Path) -> None:
