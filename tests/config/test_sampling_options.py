@@ -60,6 +60,8 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
             for struct in (SamplingDefaults, SamplingFields, ChatRequest):
                 if (name := _key(struct, option.field)) is None:
                     continue
+                if (name, value) == ("top_k", -1) and struct is not SamplingDefaults:
+                    continue  # other servers' word for "all"
                 with pytest.raises(msgspec.ValidationError, match=r"Expected `(int|float)`"):
                     msgspec.convert({name: value}, struct)
 

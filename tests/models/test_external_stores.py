@@ -238,7 +238,7 @@ def test_malformed_manifest_is_reported(home: Path, content: str, said: str, lis
 def test_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
     made = OllamaStore(home, TINY)
     made.write_manifest(digest=digest)
-    with pytest.raises(ModelNotPulledError, match="no SHA-256"):
+    with pytest.raises(ModelNotPulledError, match="not a SHA-256"):
         resolve(made.name).files()
 
 
