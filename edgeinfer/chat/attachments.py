@@ -42,12 +42,12 @@ def names_in(text: str) -> list[str]:
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
     """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for named in names_in(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
         if os.path.isfile(path) or (named.endswith("/") and os.path.isdir(path)):
-            found[path] = None
-    return list(found)
+            paths[path] = None
+    return list(paths)
 
 
 def missing_files(text: str) -> list[str]:

@@ -112,19 +112,19 @@ def shares_folders(pid: int) -> bool:
 
 def _parents() -> dict[int, int]:
     """Find the parent of every process of this user; none where there is no /proc (not Linux)."""
-    found: dict[int, int] = {}
+    parents: dict[int, int] = {}
     if not os.path.isdir("/proc/self"):
-        return found
+        return parents
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             if entry.stat().st_uid != os.getuid():
                 continue
-            found[int(entry.name)] = int(_stat(int(entry.name))[1])
+            parents[int(entry.name)] = int(_stat(int(entry.name))[1])
         except (OSError, IndexError):
             continue  # it ended just now
-    return found
+    return parents
 
 
 def _stat(pid: int) -> list[str]:
@@ -148,12 +148,12 @@ def _typed(pid: int) -> list[str] | None:
 
 
 def _below(pid: int, parents: dict[int, int]) -> list[int]:
-    found: list[int] = []
+    below: list[int] = []
     wave = [pid]
     while wave:
         wave = [child for child, parent in parents.items() if parent in wave]
-        found += wave
-    return found
+        below += wave
+    return below
 
 
 def _comm(pid: int) -> str:

@@ -37,10 +37,10 @@ _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
 def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
     """List the migrations in order. Raises StoreError if one is missing from the build."""
-    found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
-    if not found or list(found) != list(range(1, len(found) + 1)):
+    scripts = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
+    if not scripts or list(scripts) != list(range(1, len(scripts) + 1)):
         raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
-    return list(found.values())
+    return list(scripts.values())
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
@@ -316,29 +316,29 @@ class ConversationStore:
         rows = self._rows(
             f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", conversation_id
         )
-        found = {row[0]: _read(Turn, row) for row in rows}
+        turns = {row[0]: _read(Turn, row) for row in rows}
         # while calls run, an older answer that was killed may be unfinished: only the end streams
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
-        for turn in [turn for turn in found.values() if turn.status == "streaming"]:
+        for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
             content, reasoning = self._journal(turn.id)
-            found[turn.id] = msgspec.structs.replace(
+            turns[turn.id] = msgspec.structs.replace(
                 turn,
                 content=turn.content + content,
                 reasoning=turn.reasoning + reasoning,
                 status="streaming" if turn.id == live_id else "interrupted",
             )
-        return found
+        return turns
 
     def acquire(self, conversation_id: int) -> Lease:
         """Acquire the lease of a conversation, for one answer. Raises UsageError if another has it."""
         try:
-            found = lease.acquire(self._leases, conversation_id)
+            taken = lease.acquire(self._leases, conversation_id)
         except OSError as error:
             raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
-        if found is None:
+        if taken is None:
             raise written_elsewhere()
-        return found
+        return taken
 
     def is_answering(self, conversation_id: int) -> bool:
         """Return whether a process writes an answer of this conversation now."""
@@ -485,8 +485,8 @@ class ConversationStore:
 
     def last(self) -> int | None:
         """Return the conversation that was used last, for `--continue`."""
-        found = self.listing(limit=1)
-        return found[0].id if found else None
+        newest = self.listing(limit=1)
+        return newest[0].id if newest else None
 
     def typed(self, limit: int = 200) -> list[str]:
         """Return what the user typed before, newest first, without repeats."""
@@ -571,8 +571,8 @@ def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
 
 def match_query(words: str) -> str:
     """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
-    found = _WORD.findall(words)
-    return " ".join(f'"{w}"' for w in found) + "*" if found else ""
+    terms = _WORD.findall(words)
+    return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 
 def _is_current(path: Path) -> bool:

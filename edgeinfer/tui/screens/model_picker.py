@@ -124,10 +124,10 @@ class ModelScreen(ListScreen[str | None]):
         return _row(row, row.name == self.wanted and not self.first, room, note)
 
     def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
-        found = [row for row in rows if row.store]
-        if not found:
+        elsewhere = [row for row in rows if row.store]
+        if not elsewhere:
             return ""
-        best = next((row for row in found if row.fits is not False), found[0])
+        best = next((row for row in elsewhere if row.fits is not False), elsewhere[0])
         self.query_one(".first", Static).update(
             f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
             f"{self.wanted} would be fetched."

@@ -113,8 +113,8 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
 def _snippet(text: str) -> Content:
     parts: list[tuple[str, str]] = []
     for index, piece in enumerate(text.split(MARK)):
-        found, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
-        parts += [(clean(found), "$accent"), (clean(rest), "dim")]
+        match, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
+        parts += [(clean(match), "$accent"), (clean(rest), "dim")]
     return Content.assemble(*parts)
 
 
