@@ -341,9 +341,15 @@ def test_an_old_copy_goes(tmp_path):
         (copy,) = tmp_path.glob("c.db.schema-*")
         store.purge([])
         assert copy.exists()
-        os.utime(copy, (0, 0))
+        unfinished = tmp_path / f"c.db.{'0' * 16}.new"
+        unfinished.write_bytes(b"")
+        store.purge([])
+        assert unfinished.exists(), "another process writes it now"
+        for path in (copy, unfinished):
+            os.utime(path, (0, 0))
         store.purge([])
         assert not copy.exists()
+        assert not unfinished.exists()
 
 
 def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):

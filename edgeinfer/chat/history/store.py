@@ -76,10 +76,15 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
     return len(scripts)
 
 
+def _list_beside(name: str, pattern: str) -> list[Path]:
+    """List the files whose names continue that of the file; none of a store in memory."""
+    return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
+
+
 def _copies(name: str) -> list[Path]:
-    """List the copies that were made before migrations of the file."""
-    paths = sorted(Path(name).parent.glob(f"{glob.escape(Path(name).name)}.schema-*")) if name else []
-    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]  # no journal
+    """List the copies that were made before migrations of the file, without their journals."""
+    paths = _list_beside(name, ".schema-*")
+    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
 
 
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
@@ -142,6 +147,9 @@ STALE_MS = 60_000
 
 #: Copies of before a migration are kept for this long (s).
 _KEEP_COPIES_S = 30 * 24 * 3600.0
+
+#: An unfinished copy that is older (s) will not be finished.
+_COPYING_S = 3600.0
 
 #: Deleted conversations are kept for this long (ms), for undo.
 UNDO_MS = 24 * 3600 * 1000
@@ -411,6 +419,10 @@ class ConversationStore:
         with self._transaction():
             _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
         gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
+        for path in _list_beside(self.name, ".*.new*"):  # of a process that was killed as it copied
+            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _COPYING_S:
+                    path.unlink()
         for path in _copies(self.name):
             # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
             with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):

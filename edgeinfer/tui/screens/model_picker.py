@@ -162,7 +162,7 @@ class ModelScreen(ListScreen[str | None]):
         if chosen is None or self._working:
             return
         if not chosen.pulled:
-            self.notify(f"Pull {chosen.name} first: Enter.", markup=False)
+            self.notify(f"Pull {chosen.name} first: Enter.")
             return
         self._begin(f"warming {chosen.name}")
         self._warm(chosen.name)
@@ -199,7 +199,7 @@ class ModelScreen(ListScreen[str | None]):
             return
         app.call_from_thread(self._ended, None)
         if note:
-            app.call_from_thread(self.notify, note, markup=False)
+            app.call_from_thread(self.notify, note)
         app.call_from_thread(self.dismiss, name)
 
     @work(thread=True, group="pull")
@@ -220,7 +220,7 @@ class ModelScreen(ListScreen[str | None]):
         else:
             app.call_from_thread(self._ended, None)
             note = f"{name} is warm: it starts in a tenth of a second."
-            app.call_from_thread(self.notify, note, markup=False)
+            app.call_from_thread(self.notify, note)
             app.call_from_thread(self._read)
 
     def _progress(self, words: str) -> None:

@@ -96,7 +96,7 @@ class SessionScreen(ListScreen[int | None]):
         return True
 
     def _show_error(self, error: EdgeInferError) -> None:
-        self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error", markup=False)
+        self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error")
 
 
 def _row(summary: Summary, now_ms: int, room: int) -> Content:
