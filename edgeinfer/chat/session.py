@@ -13,14 +13,13 @@ import itertools
 import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import merged, with_attachments
-from edgeinfer.chat.history.lease import Lease, acquire
+from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.store import ConversationStore, migrate, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
@@ -197,18 +196,18 @@ class ChatSession:
 
     def owns_draft(self) -> bool:
         """Return whether this window of the conversation, not another one, has its draft."""
-        owner, name = self.conversation.id, self.store.name
-        if owner == self._draft_of:
-            return True
-        self.release_draft()
-        file = Path(name).with_suffix(".leases") if name and owner else None
-        try:
-            taken = acquire(file, _DRAFTS + owner)
-        except OSError:  # drafts cannot be kept there either
-            return True
-        if taken is not None:
-            self._draft_lease, self._draft_of = taken, owner
-        return taken is not None
+        owner = self.conversation.id
+        if owner != self._draft_of:
+            self.release_draft()
+            if owner:
+                try:
+                    self._draft_lease = self.store.acquire(_DRAFTS + owner)
+                    self._draft_of = owner
+                except UsageError:
+                    return False
+                except StoreError:  # drafts cannot be kept there either
+                    return True
+        return True
 
     def release_draft(self) -> None:
         """Leave the draft to other windows. Idempotent."""

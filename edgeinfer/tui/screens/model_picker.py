@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
+_OFFLINE = (
+    "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is here: "
+    "`edgeinfer pull FILE.gguf`."
+)
+_OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
 #: A narrower list shows names and sizes alone.
 _ROOM_FOR_ALL = 56
 
@@ -85,14 +90,9 @@ class ModelScreen(ListScreen[str | None]):
         self.offered = {choice.name: choice for choice in choices}
         chosen = self.chosen.name if self.chosen else self.wanted
         if self.first and offline(self.launch.host.config):
-            self.query_one(".first", Static).update(
-                "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is "
-                "here: `edgeinfer pull FILE.gguf`."
-            )
+            self.query_one(".first", Static).update(_OFFLINE)
         elif choices:
-            self.query_one(".first", Static).update(
-                "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-            )
+            self.query_one(".first", Static).update(_OFFERED)
             chosen = choices[0].name
         elif self.first and not self.rows:
             chosen = self._found_elsewhere(rows) or chosen
