@@ -42,18 +42,18 @@ def names_in(text: str) -> list[str]:
 
 def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
     """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for named in names_in(text):
-        path = (cwd or Path.cwd()) / Path(named).expanduser()
-        if path.is_file() or (named.endswith("/") and path.is_dir()):
-            found[path] = None
-    return list(found)
+        path = (cwd or Path.cwd()) / os.path.expanduser(named)
+        if os.path.isfile(path) or (named.endswith("/") and os.path.isdir(path)):
+            paths[path] = None
+    return list(paths)
 
 
 def missing_files(text: str) -> list[str]:
     """List mentions that look like a path (`@docs/a`, `@a.txt`) where there is nothing: text, then."""
-    named = [name for name in names_in(text) if _PATH.search(name) and ":" not in name]
-    return [name for name in named if not Path(name).expanduser().exists()]
+    paths = [name for name in names_in(text) if _PATH.search(name) and ":" not in name]
+    return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
 
 def missing_note(text: str) -> str:
@@ -178,9 +178,8 @@ def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
     """Complete a path typed after `@`; folders end with a slash, hidden ones need a dot."""
     folder, _, start = typed.rpartition("/")
-    base = (cwd or Path.cwd()) / Path(
-        f"{folder}/" if folder or typed.startswith("/") else "."
-    ).expanduser()
+    shown = f"{folder}/" if folder or typed.startswith("/") else "."
+    base = (cwd or Path.cwd()) / os.path.expanduser(shown)
     try:
         entries = sorted(os.scandir(base), key=lambda e: (not os.path.isdir(e), e.name))
     except OSError:

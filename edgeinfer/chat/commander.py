@@ -197,12 +197,12 @@ class Commander:
         engine = self.session.idle_engine()
         if argument:
             try:
-                wanted = parse_adapters(str(LORA.parse(",".join(argument.split()))))
+                adapters = parse_adapters(str(LORA.parse(",".join(argument.split()))))
             except ValueError as error:
                 raise UsageError(str(error), hint="/lora red:0.5, /lora red blue, /lora none") from None
-            engine.use_adapters(wanted)
-        found = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
-        self.front.show_text(f"Adapters: {', '.join(found) or 'none'}")
+            engine.use_adapters(adapters)
+        names = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
+        self.front.show_text(f"Adapters: {', '.join(names) or 'none'}")
 
     # attachments and copies
 
@@ -237,10 +237,10 @@ class Commander:
         self.front.copy(blocks[index - 1].text, f"code block {index}")
 
     def _last_answer(self) -> Turn:
-        found = [t for t in self.session.path if t.role == "assistant" and t.content]
-        if not found:
+        answers = [t for t in self.session.path if t.role == "assistant" and t.content]
+        if not answers:
             raise UsageError("there is no answer yet", hint="ask something first")
-        return found[-1]
+        return answers[-1]
 
     # tools
 
@@ -322,9 +322,9 @@ class Commander:
         """Restore the conversation deleted last, and return its number."""
         if self.deleted is None:
             raise UsageError("nothing was deleted", hint="")
-        found, self.deleted = self.deleted, None
-        self.session.store.undelete(found)
-        return found
+        conversation_id, self.deleted = self.deleted, None
+        self.session.store.undelete(conversation_id)
+        return conversation_id
 
     def _export(self, argument: str) -> None:
         conversation = self.session.conversation
@@ -386,14 +386,14 @@ class Commander:
 
 def sessions_text(session: ChatSession, words: str) -> str:
     """List conversations one a line: number, turns, title, snippet."""
-    found = session.store.search(words, 20)
-    if not found:
+    summaries = session.store.search(words, 20)
+    if not summaries:
         return "No conversation holds these words." if words else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)
     lines = [
         f"{s.id:>5}  {s.length:>13}  {s.title}"
         + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
-        for s in found
+        for s in summaries
     ]
     return "\n".join(lines) + "\nOpen one: /open NUMBER"
 

@@ -42,15 +42,15 @@ def option(name: str) -> str:
 
 def value(name: str, text: str) -> Value:
     """Parse an option's value; None for `default`. Raises UsageError outside its range."""
-    wanted = OPTIONS[name]
+    option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
     try:
-        return wanted.parse(text)
+        return option.parse(text)
     except ValueError:
         raise UsageError(
-            f"{wanted.label} is a number {wanted.allowed()}",
-            hint=f"or `default`: /set {wanted.label} default",
+            f"{option.label} is a number {option.allowed()}",
+            hint=f"or `default`: /set {option.label} default",
         ) from None
 
 

@@ -168,14 +168,14 @@ class Repl:
         if tools is not None:
             names = filter(tools.has_resource, attachments.names_in(text))
             resources = [Attachment(name=name, text=tools.resource(name)) for name in names]
-        found = [self._counted(a) for a in (*self._attachments, *named, *resources)]
+        attached = [self._counted(a) for a in (*self._attachments, *named, *resources)]
         editing, self._editing = self._editing, None
         if editing is None:
-            self.session.ask(text, found)
+            self.session.ask(text, attached)
         else:
-            self.session.edit(editing, text, found)
+            self.session.edit(editing, text, attached)
         self._attachments = []
-        for attachment in found:
+        for attachment in attached:
             self.show_text(f"With {attachments.described(attachment)}.")
         if note := attachments.missing_note(text):
             self.show_text(note)
@@ -340,10 +340,10 @@ class Repl:
         if offered:
             for number, choice in enumerate(offered, 1):
                 self.show_text(f"{number}. {choice.name}: {model_choices.describe_offer(choice)}")
-            wanted = self._answer_to(f"No model is here yet. Which one, 1 to {len(offered)}, or n?")
-            if not wanted.isdecimal() or not 1 <= int(wanted) <= len(offered):
+            reply = self._answer_to(f"No model is here yet. Which one, 1 to {len(offered)}, or n?")
+            if not reply.isdecimal() or not 1 <= int(reply) <= len(offered):
                 raise error
-            name, note = model_choices.pull_first(offered[int(wanted) - 1].name, report)
+            name, note = model_choices.pull_first(offered[int(reply) - 1].name, report)
             if note:
                 self.show_text(note)
             return name

@@ -13,14 +13,13 @@ import itertools
 import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import merged, with_attachments
-from edgeinfer.chat.history.lease import Lease, acquire
+from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.store import ConversationStore, migrate, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
@@ -172,11 +171,11 @@ class ChatSession:
             self.new()
             return True
         with self.store.reading():
-            found, turns = self.store.conversation(own.id), self.store.turns(own.id)
-            rows = self.store.pieces(found.head_id or 0, 0)
-        found = msgspec.structs.replace(found, draft=own.draft, updated_ms=own.updated_ms)
-        is_new = (found, turns) != (own, self._turns)
-        self.conversation, self._turns = found, turns
+            stored, turns = self.store.conversation(own.id), self.store.turns(own.id)
+            rows = self.store.pieces(stored.head_id or 0, 0)
+        stored = msgspec.structs.replace(stored, draft=own.draft, updated_ms=own.updated_ms)
+        is_new = (stored, turns) != (own, self._turns)
+        self.conversation, self._turns = stored, turns
         self._journal_id = rows[-1][0] if rows else 0
         return is_new
 
@@ -197,18 +196,18 @@ class ChatSession:
 
     def owns_draft(self) -> bool:
         """Return whether this window of the conversation, not another one, has its draft."""
-        owner, name = self.conversation.id, self.store.name
-        if owner == self._draft_of:
-            return True
-        self.release_draft()
-        file = Path(name).with_suffix(".leases") if name and owner else None
-        try:
-            taken = acquire(file, _DRAFTS + owner)
-        except OSError:  # drafts cannot be kept there either
-            return True
-        if taken is not None:
-            self._draft_lease, self._draft_of = taken, owner
-        return taken is not None
+        owner = self.conversation.id
+        if owner != self._draft_of:
+            self.release_draft()
+            if owner:
+                try:
+                    self._draft_lease = self.store.acquire(_DRAFTS + owner)
+                    self._draft_of = owner
+                except UsageError:
+                    return False
+                except StoreError:  # drafts cannot be kept there either
+                    return True
+        return True
 
     def release_draft(self) -> None:
         """Leave the draft to other windows. Idempotent."""
@@ -217,10 +216,10 @@ class ChatSession:
 
     def open_last(self) -> bool:
         """Open the conversation used last; return False if there is none."""
-        found = self.store.last()
-        if found is not None:
-            self.open(found)
-        return found is not None
+        newest = self.store.last()
+        if newest is not None:
+            self.open(newest)
+        return newest is not None
 
     def set(self, **fields: Any) -> None:
         """Change fields of the conversation, e.g. its title or model, also in the store once stored."""
@@ -429,16 +428,16 @@ class ChatSession:
 
     def alternatives(self, turn_id: int) -> tuple[int, int]:
         """Return a turn's place among its siblings, from 1, and their number."""
-        found = [t.id for t in siblings(self._turns, turn_id)]
-        return found.index(turn_id) + 1, len(found)
+        ids = [t.id for t in siblings(self._turns, turn_id)]
+        return ids.index(turn_id) + 1, len(ids)
 
     def page(self, turn_id: int, step: int) -> bool:
         """Show the alternative `step` places on, and its branch; return False if there is none."""
-        found = [t.id for t in siblings(self._turns, turn_id)]
-        index = found.index(turn_id) + step
-        if not 0 <= index < len(found):
+        ids = [t.id for t in siblings(self._turns, turn_id)]
+        index = ids.index(turn_id) + step
+        if not 0 <= index < len(ids):
             return False
-        self.back_to(newest_leaf(self._turns, found[index]))
+        self.back_to(newest_leaf(self._turns, ids[index]))
         return True
 
     def back_to(self, turn_id: int | None) -> None:
@@ -474,7 +473,7 @@ class ChatSession:
 
         Raises InvalidRequestError for a picture that cannot be decoded.
         """
-        summary, kept = sent_part(list(turns))
+        summary, sent = sent_part(list(turns))
         system = self.conversation.system_prompt or (
             self.engine.info.system_prompt if self.engine else ""
         )
@@ -482,15 +481,15 @@ class ChatSession:
             system = "\n\n".join(
                 p for p in (system, f"Summary of the conversation so far:\n{summary}") if p
             )
-        found = [Message(role="system", content=system)] if system else []
-        for turn in kept:
+        messages = [Message(role="system", content=system)] if system else []
+        for turn in sent:
             if turn.role == "user":
-                found.append(_question(turn))
+                messages.append(_question(turn))
             elif turn.calls:
-                found += call_messages(turn.content, turn.reasoning, turn.calls)
+                messages += call_messages(turn.content, turn.reasoning, turn.calls)
             elif turn.content:
-                found.append(Message(role="assistant", content=turn.content))
-        return tuple(found)
+                messages.append(Message(role="assistant", content=turn.content))
+        return tuple(messages)
 
     def sampling(self) -> Sampling:
         """Return the model's sampling with the user's changes."""

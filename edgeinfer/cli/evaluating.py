@@ -227,11 +227,11 @@ def _candidates(options: argparse.Namespace, host: Host) -> list[_Candidate]:
     """Combine every model with every system prompt and every adapter. Raises UsageError."""
     if options.adapter and len(options.models) > 1:
         raise UsageError("--adapter goes with one model", hint="run the command once for each model")
-    adapters = [one for one in options.adapter if one != NO_ADAPTERS]
+    adapters = [combination for combination in options.adapter if combination != NO_ADAPTERS]
     if adapters:
         options.lora = str(LORA.parse(",".join([*filter(None, [options.lora]), *adapters])))
     several = (options.models, options.system or [""], options.adapter or [None])
-    return [_candidate(*one, options, host) for one in itertools.product(*several)]
+    return [_candidate(*combination, options, host) for combination in itertools.product(*several)]
 
 
 def _candidate(
@@ -249,7 +249,7 @@ def _candidate(
         name=" + ".join(filter(None, [name, label and f"“{label}”", adapter])),
         model=files.name if typed == options.model else host.resolve(typed).name,
         stamp=[
-            *(loading, files.sha256, [(one.st_size, one.st_mtime_ns) for one in stats]),
+            *(loading, files.sha256, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
             *_engine_stamp(host),
         ],
         system=requesting.system_prompt(system, host.config),
@@ -277,7 +277,9 @@ def _judging(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:
     question = item.prompt or item.messages[-1].get("content")
     if isinstance(question, list):
         question = "\n".join(part["text"] for part in question if part.get("type") == "text")
-    strings = (json.dumps(one, ensure_ascii=False) for one in (question, _content(reply)))
+    strings = (
+        json.dumps(text_or_reply, ensure_ascii=False) for text_or_reply in (question, _content(reply))
+    )
     text = _JUDGE.format(criterion=item.judge, question=next(strings), answer=next(strings))
     constraint = {"structured_outputs": {"choice": ["yes", "no"]}}
     return judge.chat([{"role": "user", "content": text}], 8, "off", **constraint)
@@ -337,9 +339,9 @@ def passes(item: Item, answer: str) -> bool:
     if item.regex is not None:
         return re.search(item.regex, answer) is not None
     if item.number is not None:
-        found = _NUMBER.findall(answer)
+        numbers = _NUMBER.findall(answer)
         try:
-            apart = abs(Decimal(found[-1].replace(",", "")) - Decimal(str(item.number)))
+            apart = abs(Decimal(numbers[-1].replace(",", "")) - Decimal(str(item.number)))
         except (IndexError, ArithmeticError):  # none, or beyond every exponent
             return False
         return apart <= Decimal(str(item.tolerance))

@@ -71,19 +71,18 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         return 130
     except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            full = DiskFullError(f"cannot write {error.filename or 'the output'}: {error.strerror}")
-            _print_error(full, as_json=as_json)
+            target = error.filename or "the output"
+            known: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
+        elif isinstance(error, PermissionError) and error.filename:
+            hint = "check who may use this path, and its folders"
+            known = UsageError(f"{error.filename}: {error.strerror}", hint=hint)
+        else:
+            _print_unexpected(error, as_json=as_json)
+            return 70
+        _print_error(known, as_json=as_json)
+        if isinstance(known, DiskFullError):
             _drop_output()
-            return error_text.exit_code(full)
-        if isinstance(error, PermissionError) and error.filename:
-            denied = UsageError(
-                f"{error.filename}: {error.strerror}",
-                hint="check who may use this path, and its folders",
-            )
-            _print_error(denied, as_json=as_json)
-            return error_text.exit_code(denied)
-        _print_unexpected(error, as_json=as_json)
-        return 70
+        return error_text.exit_code(known)
 
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from edgeinfer.cli.parser import LAUNCH, LOAD, SAMPLING, HelpAll
+from edgeinfer.cli.parser import LAUNCH, LOAD, SAMPLING, HelpAll, add_option
 from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
@@ -80,10 +80,10 @@ def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     which.add_argument(
         "--resume", choices=("auto", "always", "never"), help="whether to resume from a snapshot"
     )
-    which.add_argument(
-        "--snapshot",
-        metavar="SNAPSHOT",
-        help="resume this snapshot, with the model and load options it was made with",
+    add_option(
+        which,
+        "--snapshot SNAPSHOT",
+        "resume this snapshot, with the model and load options it was made with",
     )
     return group
 
@@ -115,17 +115,17 @@ count = ranged(int, 1, 1_000_000)
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
     """Add `--traces`; the path is absolute."""
-    parser.add_argument(
-        "--traces",
+    add_option(
+        parser,
+        "--traces FILE",
+        "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON",
         type=os.path.abspath,
-        metavar="FILE",
-        help="append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON",
     )
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:
     """Add `--yes` to a verb that asks before it deletes."""
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_option(parser, "--yes", "do not ask")
 
 
 def add_model(
@@ -137,13 +137,11 @@ def add_model(
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `--quiet` to a verb that reports progress."""
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_option(parser, "--quiet", "no progress on stderr")
 
 
 def add_everywhere(parser: argparse._ActionsContainer) -> None:
     """Add `--everywhere` to a verb about running processes."""
-    parser.add_argument(
-        "--everywhere",
-        action="store_true",
-        help="include processes that keep their data elsewhere (EDGEINFER_HOME)",
+    add_option(
+        parser, "--everywhere", "include processes that keep their data elsewhere (EDGEINFER_HOME)"
     )

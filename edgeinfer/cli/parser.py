@@ -303,6 +303,18 @@ def add_action(
 
 
 @cache
+def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **settings: Any) -> None:
+    """Add an option by its usage: `--quiet`, a switch, `--name NAME`, or `--file FILE...`, a list."""
+    flag, _, metavar = usage.partition(" ")
+    if not metavar:
+        settings.setdefault("action", "store_true")
+    else:
+        settings["metavar"] = metavar.removesuffix("...")
+    if metavar.endswith("..."):
+        settings = {"action": "append", "default": []} | settings
+    parser.add_argument(flag, help=help, **settings)
+
+
 def json_option() -> argparse.ArgumentParser:
     """Build the parent of every parser that has `--json`; its default stands at the root."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -12,6 +12,8 @@ from edgeinfer.launcher.apps import quietly
 from edgeinfer.platform import paths, process
 from edgeinfer.snapshots import format
 
+#: The module of a background build.
+JOBS = "edgeinfer.snapshots.build.jobs"
 #: In the state directory: a line for each background build, or the reason for none.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
@@ -39,8 +41,7 @@ class Builds:
         """Build the recorded snapshots, each in its own process; `poll` reports their ends."""
         while self._wanted:
             model, options = self._wanted.popitem()
-            module = "edgeinfer.snapshots.build.jobs"
-            self.watch(detach(module, model, options))
+            self.watch(detach(JOBS, model, options))
 
     def watch(self, pid: int) -> None:
         """Have `poll` report the end of a build."""

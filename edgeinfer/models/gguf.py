@@ -66,8 +66,8 @@ FILE_TYPES: dict[int, str] = {
 
 def file_type(name: str) -> int | None:
     """Return the llama_ftype of `name` in any letter case, or None."""
-    wanted = name.upper()
-    return next((number for number, known in FILE_TYPES.items() if known == wanted), None)
+    upper = name.upper()
+    return next((number for number, known in FILE_TYPES.items() if known == upper), None)
 
 
 def parse_file_type(name: str, context: str = "") -> int:

@@ -82,9 +82,9 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
 
 def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
     """Return the smallest valid projector that fits the model, or ""."""
-    found = []
+    projectors = []
     for path in candidates:
         with suppress(InvalidGgufError):
             check_fits(path, model)
-            found.append((Path(path).stat().st_size, str(path)))
-    return min(found)[1] if found else ""
+            projectors.append((Path(path).stat().st_size, str(path)))
+    return min(projectors)[1] if projectors else ""

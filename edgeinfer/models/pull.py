@@ -177,13 +177,11 @@ def _verify(
                 f"{_set_aside(one, work)}"
             )
         one.found_sha256 = sha256_of(one.path, job.at)
+        pin = store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
         promises = (
             (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
             (one.sha256, "its source"),
-            (
-                store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else "",
-                "its first pull",
-            ),
+            (pin, "its first pull"),
         )
         for expected, origin in promises:
             if expected and one.found_sha256 != expected:

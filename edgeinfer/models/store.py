@@ -165,11 +165,11 @@ def write_record(record: PulledModel) -> None:
 
 def list_pulled() -> list[PulledModel]:
     """List the pulled models by name, without those whose record cannot be read."""
-    found = []
+    pulled = []
     for folder in paths.models_dir().glob("[!.]*"):
         with suppress(CatalogError):
-            found.append(read_record(folder))
-    return sorted(filter(None, found), key=lambda model: model.name)
+            pulled.append(read_record(folder))
+    return sorted(filter(None, pulled), key=lambda model: model.name)
 
 
 def publish(
@@ -210,17 +210,17 @@ def publish(
     return record
 
 
-def _placed(one: Fetched, folder: Path) -> PulledFile:
-    path = one.path
-    if one.ours:
-        sync(one.path)
-        path = folder / one.file_name
-        os.replace(one.path, path)
+def _placed(file: Fetched, folder: Path) -> PulledFile:
+    path = file.path
+    if file.ours:
+        sync(file.path)
+        path = folder / file.file_name
+        os.replace(file.path, path)
     info = path.stat()
     return PulledFile(
-        path=path.name if one.ours else str(path),
+        path=path.name if file.ours else str(path),
         size_bytes=info.st_size,
-        sha256=one.found_sha256,
+        sha256=file.found_sha256,
         mtime_ns=info.st_mtime_ns,
     )
 

@@ -249,7 +249,7 @@ class RepetitionWatch:
         if character.isalnum():
             self._word += character
             return False
-        if self._tail.endswith("```"):
+        if self._tail.endswith("```") and not self._tail.endswith("````"):
             self._is_in_code = not self._is_in_code
         word, self._word = self._word, ""
         return bool(word) and not self._is_in_code and self._is_monotonous_after(word)

@@ -36,10 +36,10 @@ def field(record: PulledModel) -> str:
 
 def offsets(record: PulledModel) -> list[int]:
     """Return where the model's files begin, in bytes from the start of the section."""
-    found = [HEADER_BYTES]
+    starts = [HEADER_BYTES]
     for file in record.files[:-1]:
-        found.append(found[-1] + file.size_bytes + (-file.size_bytes % PAGE))
-    return found
+        starts.append(starts[-1] + file.size_bytes + (-file.size_bytes % PAGE))
+    return starts
 
 
 def read(shipped: Shipped) -> PulledModel:

@@ -81,9 +81,9 @@ def trust_certificates() -> None:
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
     shipped = f"{os.path.dirname(sys.executable)}/_internal/certifi/cacert.pem"
-    found = next((path for path in (*_AUTHORITIES, shipped) if os.path.isfile(path)), "")
-    if found:
-        os.environ["SSL_CERT_FILE"] = found
+    authorities = next((path for path in (*_AUTHORITIES, shipped) if os.path.isfile(path)), "")
+    if authorities:
+        os.environ["SSL_CERT_FILE"] = authorities
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
@@ -93,12 +93,12 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     runs with the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
     """
     ours = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
-    found = max((_cxx_version(folder), folder) for folder in folders)
-    if found[0] <= ours:
+    newest = max((_cxx_version(folder), folder) for folder in folders)
+    if newest[0] <= ours:
         return ""
     import ctypes  # 2 ms, on newer systems alone
 
-    path = f"{found[1]}/{_CXX}"
+    path = f"{newest[1]}/{_CXX}"
     try:
         ctypes.CDLL(path)
     except OSError:  # of another architecture, or of a libc that is not the one in use

@@ -218,14 +218,14 @@ def _wanted(folder: Path) -> bool:
 def users(folder: Path) -> list[int]:
     """List this user's other processes that have a file of `folder` mapped."""
     needle = os.fsencode(folder) + b"/"
-    found = []
+    pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         if int(pid) == os.getpid():
             continue
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
             if needle in maps.read():
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 def _give_up() -> None:

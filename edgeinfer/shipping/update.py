@@ -205,9 +205,9 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
 
     `config` becomes a copy of the user's configuration with which the trial leaves no trace.
     """
-    found = payload.open_shipped(candidate).app.rpartition("-")[0]
-    if found != version:
-        raise ReleaseUntrustedError(f"the release {version} holds a file of version {found}")
+    app = payload.open_shipped(candidate).app.rpartition("-")[0]
+    if app != version:
+        raise ReleaseUntrustedError(f"the release {version} holds a file of version {app}")
     writing = (m for m in store.list_pulled() if m.purpose in ("chat", "base"))
     smallest = min(writing, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
@@ -257,8 +257,8 @@ def back(program: Path, folder: Path) -> str:
     previous = folder / PREVIOUS
     if not previous.exists():
         raise ShippingError("there is no version before this one", hint="`edgeinfer update` keeps one")
-    found = payload.open_shipped(previous).app
-    if found == payload.open_shipped(program).app:
+    app = payload.open_shipped(previous).app
+    if app == payload.open_shipped(program).app:
         raise ShippingError("the version before is this one", hint="`edgeinfer update` gets the newest")
     candidate = program.with_name(f".{program.name}-back")
     try:
@@ -266,7 +266,7 @@ def back(program: Path, folder: Path) -> str:
         _swap(program, candidate, folder)
     finally:
         candidate.unlink(missing_ok=True)
-    return found.rpartition("-")[0]
+    return app.rpartition("-")[0]
 
 
 def _swap(program: Path, candidate: Path, folder: Path) -> None:

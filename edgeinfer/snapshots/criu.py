@@ -237,10 +237,10 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 def available() -> Probe:
     """Probe for CRIU. Raises SnapshotsUnavailableError (the fix is its hint), SnapshotUnsafeError."""
-    found = probe()
-    if found.tier is None:
+    probed = probe()
+    if probed.tier is None:
         raise SnapshotsUnavailableError(
-            f"snapshots do not work here: {found.reason}", hint=found.fix or None
+            f"snapshots do not work here: {probed.reason}", hint=probed.fix or None
         )
     work_dir()
-    return found
+    return probed

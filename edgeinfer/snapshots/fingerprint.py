@@ -89,7 +89,7 @@ def _cpu() -> str:
 
 def own_files() -> dict[str, str]:
     """Return the stamps of our sources and package folder: a new version makes snapshots stale."""
-    found = [
+    files = [
         p
         for p in sys.path
         if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
@@ -98,8 +98,8 @@ def own_files() -> dict[str, str]:
         ours = [
             f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
         ]
-        found += [path for path in ours if os.path.exists(path)]
-    return {path: stamp(path) for path in sorted(found)}
+        files += [path for path in ours if os.path.exists(path)]
+    return {path: stamp(path) for path in sorted(files)}
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:

@@ -140,24 +140,17 @@ def last_used_s(folder: Path) -> float:
 
 def listed() -> list[Listed]:
     """List every snapshot by name: the newest generation of each name and program."""
-    found = []
+    rows = []
     for folder in map(Path, _newest_of_each()):
         try:
             details = read_details(folder)
         except EdgeInferError:
             continue
         fresh, state = state_of(folder)
-        used = last_used_s(folder)
-        found.append(
-            Listed(
-                details=details,
-                state=state,
-                fresh=fresh,
-                last_used_s=used,
-                disk_bytes=disk_bytes(folder),
-            )
-        )
-    return sorted(found, key=lambda item: item.details.name)
+        used, n_bytes = last_used_s(folder), disk_bytes(folder)
+        row = Listed(details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=n_bytes)
+        rows.append(row)
+    return sorted(rows, key=lambda item: item.details.name)
 
 
 def own() -> list[Path]:
@@ -276,11 +269,11 @@ def forget_failure(name: str) -> None:
 
 def list_failures() -> list[Failure]:
     """List this program's failures by name."""
-    found = []
+    failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # ended meanwhile
-            found.append(msgspec.json.decode(path.read_bytes(), type=Failure))
-    return found
+            failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+    return failures
 
 
 def forget_failures_of(model: str) -> None:

@@ -7,6 +7,7 @@ an app by its launcher being its ancestor.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -88,7 +89,7 @@ def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
 
 
 def _apps(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if _comm(pid) == "edgeinfer"]
+    return [pid for pid in pids if _read(pid, "comm") == b"edgeinfer\n"]
 
 
 def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
@@ -112,19 +113,19 @@ def shares_folders(pid: int) -> bool:
 
 def _parents() -> dict[int, int]:
     """Find the parent of every process of this user; none where there is no /proc (not Linux)."""
-    found: dict[int, int] = {}
+    parents: dict[int, int] = {}
     if not os.path.isdir("/proc/self"):
-        return found
+        return parents
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         try:
             if entry.stat().st_uid != os.getuid():
                 continue
-            found[int(entry.name)] = int(_stat(int(entry.name))[1])
+            parents[int(entry.name)] = int(_stat(int(entry.name))[1])
         except (OSError, IndexError):
             continue  # it ended just now
-    return found
+    return parents
 
 
 def _stat(pid: int) -> list[str]:
@@ -134,10 +135,7 @@ def _stat(pid: int) -> list[str]:
 
 def _typed(pid: int) -> list[str] | None:
     """Return the verb and arguments of a launcher, or None if the process is none."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return None
+    words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
     for at, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
             rest = with_verb(words[at + 1 :])
@@ -148,19 +146,19 @@ def _typed(pid: int) -> list[str] | None:
 
 
 def _below(pid: int, parents: dict[int, int]) -> list[int]:
-    found: list[int] = []
+    below: list[int] = []
     wave = [pid]
     while wave:
         wave = [child for child, parent in parents.items() if parent in wave]
-        found += wave
-    return found
+        below += wave
+    return below
 
 
-def _comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def _read(pid: int, name: str) -> bytes:
+    """Read a file of /proc/PID; empty if the process has ended, or is another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
 
 
 def _age_s(pid: int) -> float:
@@ -174,11 +172,8 @@ def _age_s(pid: int) -> float:
 def _memory(pid: int) -> tuple[int, int]:
     """Return anonymous and file-backed resident bytes."""
     sizes = {"RssAnon:": 0, "RssFile:": 0}
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            name, _, rest = line.partition("\t")
-            if name in sizes:
-                sizes[name] = int(rest.split()[0]) * 1024
-    except OSError:
-        pass
+    for line in _read(pid, "status").decode(errors="replace").splitlines():
+        name, _, size = line.partition("\t")
+        if name in sizes:
+            sizes[name] = int(size.split()[0]) * 1024
     return sizes["RssAnon:"], sizes["RssFile:"]

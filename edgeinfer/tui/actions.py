@@ -82,8 +82,8 @@ class AppFront:
         entries = self.view.transcript.entries
         answers = [e for e in entries if isinstance(e, AnswerEntry) and e.can_unfold]
         questions = [e for e in entries if isinstance(e, Question)]
-        found = (answers or questions)[-1:]
-        if not found or not self.view.transcript.toggle_fold(found[0]):
+        last = (answers or questions)[-1:]
+        if not last or not self.view.transcript.toggle_fold(last[0]):
             raise UsageError("there is no reasoning to unfold", hint="")
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
@@ -202,13 +202,8 @@ def _copy(app: App[Any], text: str) -> None:
     """Copy by OSC 52, which works over SSH, and by tmux, which swallows that sequence."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
-        subprocess.run(
-            [tmux, "load-buffer", "-w", "-"],
-            input=text.encode(),
-            timeout=2,
-            check=False,
-            capture_output=True,
-        )
+        command = [tmux, "load-buffer", "-w", "-"]
+        subprocess.run(command, input=text.encode(), timeout=2, check=False, capture_output=True)
 
 
 def _edit(app: App[Any], text: str) -> str:

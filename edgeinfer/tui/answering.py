@@ -153,9 +153,9 @@ class Answering:
 
     async def _wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
-            found = await asyncio.to_thread(work)
+            result = await asyncio.to_thread(work)
             self._view.calling = ""
-            then(found)
+            then(result)
         except EdgeInferError as error:
             self._view.show_error(error)
         finally:

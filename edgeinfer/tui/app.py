@@ -142,6 +142,10 @@ class ChatApp(App[None]):
         self.chat.leave()
         self.exit()
 
+    def notify(self, message: str, **settings: Any) -> None:
+        """Show a message as it is: it may quote a user, a model or a server."""
+        super().notify(message, **settings | {"markup": False})
+
     def action_repaint(self) -> None:
         """Draw every cell again: after `fg` the terminal is empty, and Textual draws only changes."""
         self.refresh()

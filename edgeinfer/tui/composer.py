@@ -235,11 +235,11 @@ class Completions(OptionList, can_focus=False):
         super().__init__(id=id, compact=True)
         self.found: list[CommandCompletion] = []
 
-    def offer(self, found: Sequence[CommandCompletion]) -> None:
+    def offer(self, completions: Sequence[CommandCompletion]) -> None:
         """Show these, the first one chosen; none hides the list."""
-        if list(found) == self.found:
+        if list(completions) == self.found:
             return
-        self.found = list(found)
+        self.found = list(completions)
         self.clear_options()
         width = max((len(c.label) for c in self.found), default=0)
         self.add_options(

@@ -83,7 +83,9 @@ def rehearse() -> None:
     That makes the first paint cheap, in a process that will be parked. It leaves no thread, no
     descriptor, no file and no setting behind. About 1.2 s.
     """
-    kept = {name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ}
+    removed = {
+        name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ
+    }
     try:
         for theme in (LIGHT.name, DARK.name):
             parsed = app_module.PARSED[theme] = LRUCache(1024)
@@ -91,7 +93,7 @@ def rehearse() -> None:
             use_parsed(app, parsed)
             asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_pilot(app)))
     finally:
-        os.environ.update(kept)
+        os.environ.update(removed)
 
 
 def _launch(theme: str) -> Launch:

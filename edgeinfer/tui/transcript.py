@@ -237,16 +237,16 @@ class Transcript(ScrollView, can_focus=True):
         return segments
 
     def _style(self, name: str) -> Style:
-        found = self._styles.get(name)
-        if found is None:
+        style = self._styles.get(name)
+        if style is None:
             kind, _, rest = name.partition(":")
-            found = self._blended(f"transcript--{kind}")
+            style = self._blended(f"transcript--{kind}")
             if kind == "link":
-                found = found + Style(link=rest)
+                style = style + Style(link=rest)
             elif kind in ("copy", "fold", "page"):
-                found = found + Style.from_meta({"mark": name})
-            self._styles[name] = found
-        return found
+                style = style + Style.from_meta({"mark": name})
+            self._styles[name] = style
+        return style
 
     def _blended(self, name: str) -> Style:
         """Return a component's style, translucent colours mixed with ours, which Rich cannot do."""

@@ -69,17 +69,17 @@ class Status(Widget):
     def render(self) -> RenderResult:
         width = self.size.width
         hint = self._hint if width >= _LEAST_FOR_HINT else ""
-        kept = [p for p in self._parts if p.text]
-        while len(kept) > 1 and (over := _length(kept) + len(hint) + 2 - width) > 0:
-            least = min(kept, key=lambda p: p.weight)
-            at = kept.index(least)
-            kept.remove(least)
+        shown = [p for p in self._parts if p.text]
+        while len(shown) > 1 and (over := _length(shown) + len(hint) + 2 - width) > 0:
+            least = min(shown, key=lambda p: p.weight)
+            at = shown.index(least)
+            shown.remove(least)
             if least.shortens and len(least.text) - over >= _SHORTEST:
-                kept.insert(
+                shown.insert(
                     at, least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99)
                 )
         line = Content(" · ").join(
-            [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in kept]
+            [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in shown]
         )
         gap = width - line.cell_length - len(hint)
         if hint and gap >= 2:

@@ -91,6 +91,12 @@ class TestAttachments:
         assert "nosuch.txt, docs/gone" in attachments.missing_note(text)
         assert attachments.missing_note("@here.txt") == ""
 
+    @pytest.mark.parametrize("name", ["~nobody-of-that-name/a.txt", f"{'a' * 300}.txt", "a\0.txt"])
+    def test_a_mention_that_no_file_can_have_is_missing(self, name):
+        assert attachments.mentioned(f"@{name}") == []
+        assert attachments.missing_files(f"@{name}") == [name]
+        assert attachments.complete(name) == []
+
     def test_mentions_are_the_files_that_are_there(self, tmp_path):
         (tmp_path / "a.txt").write_text("x")
         (tmp_path / "b c.txt").write_text("x")

@@ -300,6 +300,18 @@ def store_of_schema(path, version):
             db.execute("UPDATE conversation SET head_id = ? WHERE id = ?", (n * 10, n))
 
 
+def test_a_journal_next_to_a_copy_does_not_stop_the_purge_of_the_copies(tmp_path):
+    path = tmp_path / "c.db"
+    store_of_schema(path, 2)
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        (copy,) = tmp_path.glob("c.db.schema-*")
+        copy.rename(tmp_path / "c.db.schema-3")  # a killed purge of another copy left the journal
+        (tmp_path / "c.db.schema-2-journal").write_bytes(b"")
+        store.delete(3)
+        store.purge([Conversation(id=3)])
+    assert b"zebras" not in (tmp_path / "c.db.schema-3").read_bytes()
+
+
 @pytest.mark.parametrize("version", range(1, len(migrations())))
 def test_a_store_of_an_older_version_is_kept_whole_and_copied(tmp_path, version):
     path = tmp_path / "c.db"
@@ -329,13 +341,20 @@ def test_an_old_copy_goes(tmp_path):
         (copy,) = tmp_path.glob("c.db.schema-*")
         store.purge([])
         assert copy.exists()
-        os.utime(copy, (0, 0))
+        unfinished = tmp_path / f"c.db.{'0' * 16}.new"
+        unfinished.write_bytes(b"")
+        store.purge([])
+        assert unfinished.exists(), "another process writes it now"
+        for path in (copy, unfinished):
+            os.utime(path, (0, 0))
         store.purge([])
         assert not copy.exists()
+        assert not unfinished.exists()
 
 
 def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):
-    path = tmp_path / "c.db"
+    path = tmp_path / "a user's data" / "c.db"
+    path.parent.mkdir()
     store_of_schema(path, 3)
     ConversationStore.open(path).close()
     older = migrations()[:3]

@@ -60,9 +60,10 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
             for struct in (SamplingDefaults, SamplingFields, ChatRequest):
                 if (name := _key(struct, option.field)) is None:
                     continue
-                beyond_all = -2 if (option.field, value) == ("top_k", -1) else value  # vLLM's -1 is 0
+                if (name, value) == ("top_k", -1) and struct is not SamplingDefaults:
+                    continue  # other servers' word for "all"
                 with pytest.raises(msgspec.ValidationError, match=r"Expected `(int|float)`"):
-                    msgspec.convert({name: beyond_all}, struct)
+                    msgspec.convert({name: value}, struct)
 
 
 def _key(struct: type[msgspec.Struct], field: str) -> str | None:

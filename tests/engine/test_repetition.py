@@ -38,6 +38,12 @@ ANSWERS = {
         for name in map("".join, itertools.product("abcd", "efgh", "ij"))
     )
     + "```\n",
+    "a block of code between longer marks": "````python\n"
+    + "".join(
+        f"def get_{name}(self) -> str:\n    return self.values[index]\n\n"
+        for name in map("".join, itertools.product("abcd", "efgh", "ij"))
+    )
+    + "````\n",
     "a list of records": "".join(
         f'{{"name": "item {n}", "price": {n * 7 % 97}, "colour": "{c}"}}\n'
         for n, c in zip(range(90), itertools.cycle(("red", "green", "blue", "grey")), strict=False)

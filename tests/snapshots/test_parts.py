@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.host import Host, Start
-from edgeinfer.launcher import selection, supervise
+from edgeinfer.launcher import builds, selection, supervise
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
@@ -171,6 +172,39 @@ def test_removing_asks_on_a_terminal(root, typed, answer_no, capsys):
 def test_trust_remove_without_a_key_is_an_error(capsys):
     assert main(["snapshots", "trust", "--remove"]) == 2
     assert "name the key to stop trusting" in capsys.readouterr().err
+
+
+HOLDER = """
+import sys, time
+from edgeinfer.platform.disk import locked
+with locked(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_background", [True, False])
+def test_warm_takes_over_a_background_build_but_waits_for_another(root, monkeypatch, is_background):
+    monkeypatch.setattr(criu, "available", lambda: criu.Probe("root", "", "", "/criu", "4.0"))
+    monkeypatch.setattr(jobs, "run_builder", lambda *_: "built")
+    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=LoadOptions())
+    lock = jobs.build_lock(root, inputs.name)
+    module = builds.JOBS if is_background else "edgeinfer"
+    command = [sys.executable, "-c", HOLDER, lock, module]
+    stages = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout.readline() == b"locked\n"
+
+            def on_stage(stage, _fraction):
+                stages.append(stage)
+                holder.kill()
+
+            assert jobs.build(inputs, SnapshotsConfig(disk_margin_gib=0), on_stage) == "built"
+        finally:
+            holder.kill()
+    assert stages == ([] if is_background else [jobs.WAITING])
+    assert holder.returncode == -(signal.SIGTERM if is_background else signal.SIGKILL)
 
 
 def test_running_build_is_listed(root):

@@ -70,6 +70,14 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
         await d.until(lambda: d.turns() == ["early", "Hello world"])
 
 
+async def test_a_notice_that_quotes_markup_is_shown_as_it_is(drive):
+    async with drive(FakeEngine([words("Hello")])) as d:
+        await d.ask("look at @docs/[/b]x.txt")
+        await d.until(
+            lambda: "docs/[/b]x.txt" in str([toast.render() for toast in d.app.screen.query("Toast")])
+        )
+
+
 async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
     engine, _ = gated("half an ", "answer")
     async with drive(engine) as d:

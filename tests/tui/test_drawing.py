@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from made_markdown import MARKDOWN, split
 from rich.cells import cell_len
 
-from edgeinfer.chat.history.values import Attachment, Turn
+from edgeinfer.chat.history.values import Attachment, Stats, Turn
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
 from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap
 from edgeinfer.tui.drawing.markdown import Body
@@ -209,7 +209,8 @@ def test_answer_shows_how_it_ended():
         return [line.text.strip() for line in lines if line.text.strip()]
 
     assert last(content="x", status="stopped")[-1].startswith("◌ stopped")
-    assert last(content="x", status="length")[-1].startswith("◌ stopped at")
+    cut = last(content="x", status="length", stats=Stats(completion_tokens=1500))
+    assert cut[-1].startswith("◌ stopped at 1,500 tokens")
     assert last(status="failed", error="it broke") == ["✗ it broke"]
     assert last(content="x", page=(2, 3))[-1] == "‹ 2/3 ›"
     assert last() == ["(no words)"]

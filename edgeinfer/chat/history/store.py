@@ -13,6 +13,7 @@ import glob
 import logging
 import os
 import re
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,10 @@ _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
 def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
     """List the migrations in order. Raises StoreError if one is missing from the build."""
-    found = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
-    if not found or list(found) != list(range(1, len(found) + 1)):
+    scripts = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
+    if not scripts or list(scripts) != list(range(1, len(scripts) + 1)):
         raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
-    return list(found.values())
+    return list(scripts.values())
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
@@ -75,9 +76,15 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
     return len(scripts)
 
 
+def _list_beside(name: str, pattern: str) -> list[Path]:
+    """List the files whose names continue that of the file; none of a store in memory."""
+    return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
+
+
 def _copies(name: str) -> list[Path]:
-    """List the copies that were made before migrations of the file."""
-    return sorted(Path(name).parent.glob(f"{glob.escape(Path(name).name)}.schema-*")) if name else []
+    """List the copies that were made before migrations of the file, without their journals."""
+    paths = _list_beside(name, ".schema-*")
+    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
 
 
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
@@ -105,8 +112,8 @@ def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> 
             db.execute(f"INSERT INTO {table} ({table}) VALUES ('optimize')")
 
 
-def _connect(file: Path | str) -> sqlite3.Connection:
-    db = sqlite3.connect(file, isolation_level=None, timeout=5.0)
+def _connect(uri: str) -> sqlite3.Connection:
+    db = sqlite3.connect(uri, isolation_level=None, timeout=5.0, uri=True)
     db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
     return db
 
@@ -114,8 +121,10 @@ def _connect(file: Path | str) -> sqlite3.Connection:
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
     if copy.exists():  # without its own log SQLite would put the newer file's into the copy
-        command = f"rm -f {name}-wal {name}-shm; mv {copy} {name}"
-        return f"use that version, or end every edgeinfer and take the copy from before: {command}"
+        remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
+        move = shlex.join(["mv", str(copy), name])
+        copying = f"take the copy from before: {remove}; {move}"
+        return f"use that version, or end every edgeinfer and {copying}"
     return "use that version, or move the file aside"
 
 
@@ -138,6 +147,9 @@ STALE_MS = 60_000
 
 #: Copies of before a migration are kept for this long (s).
 _KEEP_COPIES_S = 30 * 24 * 3600.0
+
+#: An unfinished copy that is older (s) will not be finished.
+_COPYING_S = 3600.0
 
 #: Deleted conversations are kept for this long (ms), for undo.
 UNDO_MS = 24 * 3600 * 1000
@@ -242,7 +254,7 @@ class ConversationStore:
                 f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
             ) from error
         with _store_errors(str(file)):
-            db = _connect(file)
+            db = _connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # a killed process loses nothing; a power cut the last moments
@@ -312,29 +324,29 @@ class ConversationStore:
         rows = self._rows(
             f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", conversation_id
         )
-        found = {row[0]: _read(Turn, row) for row in rows}
+        turns = {row[0]: _read(Turn, row) for row in rows}
         # while calls run, an older answer that was killed may be unfinished: only the end streams
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
-        for turn in [turn for turn in found.values() if turn.status == "streaming"]:
+        for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
             content, reasoning = self._journal(turn.id)
-            found[turn.id] = msgspec.structs.replace(
+            turns[turn.id] = msgspec.structs.replace(
                 turn,
                 content=turn.content + content,
                 reasoning=turn.reasoning + reasoning,
                 status="streaming" if turn.id == live_id else "interrupted",
             )
-        return found
+        return turns
 
     def acquire(self, conversation_id: int) -> Lease:
         """Acquire the lease of a conversation, for one answer. Raises UsageError if another has it."""
         try:
-            found = lease.acquire(self._leases, conversation_id)
+            taken = lease.acquire(self._leases, conversation_id)
         except OSError as error:
             raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
-        if found is None:
+        if taken is None:
             raise written_elsewhere()
-        return found
+        return taken
 
     def is_answering(self, conversation_id: int) -> bool:
         """Return whether a process writes an answer of this conversation now."""
@@ -407,13 +419,19 @@ class ConversationStore:
         with self._transaction():
             _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
         gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
+        for path in _list_beside(self.name, ".*.new*"):  # of a process that was killed as it copied
+            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _COPYING_S:
+                    path.unlink()
         for path in _copies(self.name):
-            if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
-                path.unlink(missing_ok=True)
-            elif gone:
-                with _store_errors(str(path)), contextlib.closing(_connect(path)) as copy:
-                    copy.execute("PRAGMA foreign_keys = ON")
-                    _delete(copy, gone)
+            # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
+            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
+                    path.unlink()
+                elif gone:
+                    with contextlib.closing(_connect(f"{path.as_uri()}?mode=rw")) as copy:
+                        copy.execute("PRAGMA foreign_keys = ON")
+                        _delete(copy, gone)
 
     # following what other processes write
 
@@ -479,8 +497,8 @@ class ConversationStore:
 
     def last(self) -> int | None:
         """Return the conversation that was used last, for `--continue`."""
-        found = self.listing(limit=1)
-        return found[0].id if found else None
+        newest = self.listing(limit=1)
+        return newest[0].id if newest else None
 
     def typed(self, limit: int = 200) -> list[str]:
         """Return what the user typed before, newest first, without repeats."""
@@ -565,8 +583,8 @@ def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
 
 def match_query(words: str) -> str:
     """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
-    found = _WORD.findall(words)
-    return " ".join(f'"{w}"' for w in found) + "*" if found else ""
+    terms = _WORD.findall(words)
+    return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 
 def _is_current(path: Path) -> bool:

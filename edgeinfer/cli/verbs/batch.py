@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet, count
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
 
@@ -48,16 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUT.jsonl",
         help="answers, one a line; finished lines are skipped, so a run can be resumed",
     )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="model of requests that name none (default: the configured one)",
+    add_option(
+        parser, "--model MODEL", "model of requests that name none (default: the configured one)"
     )
-    parser.add_argument(
-        "--concurrency",
-        type=count,
-        metavar="N",
-        help="requests run at once (default: chosen automatically)",
+    add_option(
+        parser, "--concurrency N", "requests run at once (default: chosen automatically)", type=count
     )
     add_quiet(parser)
     add_load_options(parser)

@@ -26,6 +26,7 @@ from edgeinfer import __version__
 from edgeinfer.agents import endpoint
 from edgeinfer.bench import MOST_STREAMS, Plan, Row, Sample, Side, Target, markdown, measure, rows
 from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, count, ranged
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table
 from edgeinfer.cli.verbs.launch import free_port, own_command
@@ -97,13 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="models, all in memory at the same time (default: the configured one)",
     )
-    add(
-        "--against",
-        action="append",
-        default=[],
+    add_option(
+        parser,
+        "--against URL[#MODEL]...",
+        "an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
         type=_target,
-        metavar="URL[#MODEL]",
-        help="an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
     )
     for field, flags, kind, text in (
         ("pp", ("-p", "--n-prompt"), _number, "tokens of a prompt, 0: no such test (default: 512)"),
@@ -242,11 +241,11 @@ class _OwnServers:
         if process.returncode:
             raise ServeError(f"`edgeinfer run` failed: {errors}")
         how = "resumed" if ": resumed in " in errors else "cold"
-        found = {f"exec to token, {how}": Sample(ms, "ms")}
+        samples = {f"exec to token, {how}": Sample(ms, "ms")}
         began = time.perf_counter()
         side.target = self.start(model)
         if side.last_prompt:
             asyncio.run(side.turn())
             ms = (time.perf_counter() - began) * 1000
-            found[f"exec to {side.last_turn}, restarted"] = Sample(ms, "ms")
-        return found
+            samples[f"exec to {side.last_turn}, restarted"] = Sample(ms, "ms")
+        return samples

@@ -17,6 +17,7 @@ from edgeinfer.cli.options import (
     add_model,
     add_sampling_options,
 )
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
@@ -35,15 +36,11 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--continue", dest="continue_last", action="store_true", help="continue the last conversation"
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="line by line, for screen readers and dumb terminals"
-    )
-    parser.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
-    parser.add_argument("--tools", action="store_true", help="let the model call the configured tools")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens per answer")
+    add_option(parser, "--continue", "continue the last conversation", dest="continue_last")
+    add_option(parser, "--plain", "line by line, for screen readers and dumb terminals")
+    add_option(parser, "--system TEXT|@FILE", SYSTEM)
+    add_option(parser, "--tools", "let the model call the configured tools")
+    add_option(parser, "--max-tokens N", "at most N tokens per answer", type=int)
     add_sampling_options(parser)
     add_load_options(parser)
     add_launch_options(parser)

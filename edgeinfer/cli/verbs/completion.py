@@ -82,10 +82,10 @@ def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
     if shell in SCRIPTS:
         return CompletionResult(shell=shell, text=SCRIPTS[shell])
     *before, current = options.typed or [""]
-    found = [
+    lines = [
         f"{word}\t{text}" for word, text in _following(before, current) if word.startswith(current)
     ]
-    return CompletionResult(shell=shell, text="\n".join(found))
+    return CompletionResult(shell=shell, text="\n".join(lines))
 
 
 def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
@@ -139,8 +139,8 @@ def _values(action: argparse.Action | None, *, only_here: bool = False) -> Itera
 
         yield from ((name, "") for name in sorted(generations()))
     elif metavar.startswith("ADAPTER"):
-        found = sorted(Path(paths.adapters_path()).glob("*.gguf"))
-        yield from ((path.stem, "") for path in found)
+        adapters = sorted(Path(paths.adapters_path()).glob("*.gguf"))
+        yield from ((path.stem, "") for path in adapters)
 
 
 def _models(*, only_here: bool) -> list[str]:

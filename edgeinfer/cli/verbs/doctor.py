@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from edgeinfer import __version__, error_text
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config, offline
 from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
@@ -78,11 +79,7 @@ class DoctorResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="instead compare every byte of the unpacked program with the build",
-    )
+    add_option(parser, "--verify", "instead compare every byte of the unpacked program with the build")
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
@@ -119,10 +116,10 @@ def _cpu() -> Finding:
         ).split()
     except (OSError, StopIteration):
         return Finding("ok", f"{allowed} threads")
-    found = [feature for feature in CPU_FEATURES if feature in flags]
-    text = f"{allowed} threads; {' '.join(found) or 'no vector extensions'}"
-    fast = "asimddp" if "asimd" in found else "avx2"
-    if fast not in found:
+    features = [feature for feature in CPU_FEATURES if feature in flags]
+    text = f"{allowed} threads; {' '.join(features) or 'no vector extensions'}"
+    fast = "asimddp" if "asimd" in features else "avx2"
+    if fast not in features:
         return Finding("warn", text, f"decoding is slow without {fast}: prefer a model under 1 GB")
     return Finding("ok", text)
 
@@ -185,17 +182,17 @@ def _snapshots() -> Finding:
         return Finding("warn", "they need Linux; launches are cold")
     from edgeinfer.snapshots.criu import probe
 
-    found = probe()
-    if found.tier is None:
-        return Finding("warn", f"launches are cold: {found.reason}", found.fix)
+    probed = probe()
+    if probed.tier is None:
+        return Finding("warn", f"launches are cold: {probed.reason}", probed.fix)
     from edgeinfer.snapshots import registry
 
     failed = registry.list_failures()
     if failed:
         named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
         fix = f"edgeinfer warm {failed[0].model}"
-        return Finding("warn", f"{found.tier}: {found.reason}; {named}", fix)
-    return Finding("ok", f"{found.tier}: {found.reason}")
+        return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", fix)
+    return Finding("ok", f"{probed.tier}: {probed.reason}")
 
 
 def _sandbox() -> Finding:
@@ -243,8 +240,8 @@ def _catalogue() -> Finding:
 
     config: Config = load_config()
     known, pulled = len(load_catalog().models), len(list_pulled())
-    found = len(stores.usable())
-    others = f", {found} of other programs here" if found else ""
+    n_usable = len(stores.usable())
+    others = f", {n_usable} of other programs here" if n_usable else ""
     text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
     try:
         resolve(config.default_model).files()

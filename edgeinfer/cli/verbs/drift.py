@@ -6,6 +6,7 @@ import argparse
 from datetime import date, timedelta
 from typing import TYPE_CHECKING
 
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import UsageError
@@ -50,12 +51,8 @@ def _row(change: Change) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="this model (default: every one)")
-    parser.add_argument(
-        "--until", type=_day, metavar="DAY", help="last day of the week (YYYY-MM-DD; default: today)"
-    )
-    parser.add_argument(
-        "--against", type=_day, metavar="DAY", help="last day of the other (default: 7 days before)"
-    )
+    add_option(parser, "--until DAY", "last day of the week (YYYY-MM-DD; default: today)", type=_day)
+    add_option(parser, "--against DAY", "last day of the other (default: 7 days before)", type=_day)
 
 
 def _day(text: str) -> date:

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.bench import markdown
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_quiet, count
-from edgeinfer.cli.parser import LAUNCH
+from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
@@ -126,10 +126,10 @@ class EvalResult(Result, frozen=True, kw_only=True):
         """Describe the difference of candidate `n` from the first; "" of the first itself."""
         if not n:
             return ""
-        found = self.differences[n - 1]
-        verdict = "better" if found.low > 0 else "no difference shown"
-        verdict = "worse" if found.high < 0 else verdict
-        return f"{found.value:+.0%} ({found.low:+.0%} to {found.high:+.0%}): {verdict}"
+        difference = self.differences[n - 1]
+        verdict = "better" if difference.low > 0 else "no difference shown"
+        verdict = "worse" if difference.high < 0 else verdict
+        return f"{difference.value:+.0%} ({difference.low:+.0%} to {difference.high:+.0%}): {verdict}"
 
     def _notes(self) -> list[str]:
         verdicts = [verdict for item in self.items for verdict in item.verdicts]
@@ -159,24 +159,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="models or GGUF files; the first is the baseline"
     )
-    parser.add_argument(
-        "--system",
-        action="append",
-        default=[],
-        metavar="TEXT|@FILE",
-        help=f"{SYSTEM}; each is a candidate",
+    add_option(parser, "--system TEXT|@FILE...", f"{SYSTEM}; each is a candidate")
+    add_option(
+        parser,
+        "--adapter ADAPTER|FILE[:SCALE]...",
+        "LoRA adapter of the model, or none; each is a candidate",
     )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="ADAPTER|FILE[:SCALE]",
-        help="LoRA adapter of the model, or none; each is a candidate",
-    )
-    parser.add_argument("--judge", metavar="MODEL", help="the model that decides items with `judge`")
-    parser.add_argument(
-        "--max-tokens", type=count, default=512, metavar="N", help="at most N tokens an answer (512)"
-    )
+    add_option(parser, "--judge MODEL", "the model that decides items with `judge`")
+    add_option(parser, "--max-tokens N", "at most N tokens an answer (512)", type=count, default=512)
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
     add_quiet(parser)
     add_load_options(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgeinfer.cli.options import add_yes
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import UsageError
@@ -30,12 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
     )
     add_yes(parser)
-    parser.add_argument(
-        "--conversation",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key",
+    add_option(
+        parser,
+        "--conversation ID...",
+        "a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key",
     )
 
 

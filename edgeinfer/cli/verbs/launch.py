@@ -18,6 +18,7 @@ from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.agents.table import AGENTS, Agent, AgentTarget, find_program, run_agent
 from edgeinfer.cli.options import add_load_option
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.config.config_file import Config
@@ -70,8 +71,8 @@ def _row(agent: KnownAgent) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="list the agents that can be launched")
-    parser.add_argument("--model", metavar="MODEL", help="the model (default: the endpoint's)")
+    add_option(parser, "--list", "list the agents that can be launched")
+    add_option(parser, "--model MODEL", "the model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
     parser.add_argument(
         "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
@@ -203,14 +204,14 @@ def own_command() -> list[str]:
     return [str(script)] if script.is_file() else [sys.executable, "-m", "edgeinfer"]
 
 
-def free_port(wanted: int = 0) -> int:
+def free_port(port: int = 0) -> int:
     """Return this port of 127.0.0.1 if it is free, else another."""
     import socket
 
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind(("127.0.0.1", wanted))
+            trial.bind(("127.0.0.1", port))
         except OSError:
             trial.bind(("127.0.0.1", 0))
         return trial.getsockname()[1]  # type: ignore[no-any-return]

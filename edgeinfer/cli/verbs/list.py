@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import ConfigError
@@ -129,12 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WORD",
         help="list only models whose name, title or purpose has every word",
     )
-    parser.add_argument("--pulled", action="store_true", help="only those on this machine")
-    parser.add_argument(
-        "--fits",
-        action="store_true",
-        help="group by what this machine can hold and how fast it would answer",
-    )
+    add_option(parser, "--pulled", "only those on this machine")
+    add_option(parser, "--fits", "group by what this machine can hold and how fast it would answer")
 
 
 def run(options: argparse.Namespace, host: Host) -> ListResult:
@@ -167,9 +164,9 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     )
 
 
-def _matches(model: ModelRow, wanted: list[str]) -> bool:
+def _matches(model: ModelRow, words: list[str]) -> bool:
     text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
-    return all(word in text for word in wanted)
+    return all(word in text for word in words)
 
 
 def _grouped(models: Sequence[ModelRow], catalog: Catalog, rate: MemoryRate) -> tuple[ModelRow, ...]:

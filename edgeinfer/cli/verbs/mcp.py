@@ -79,11 +79,9 @@ class _Bridge:
         self._writing = threading.Lock()
         #: Where an endpoint is started anew, no client asks for a session: cancels need one.
         self._session = secrets.token_hex(16)
-        self._transport: HttpTransport | None = None
         self._connect()
 
     def _connect(self) -> None:
-        self.close()
         self._remote = own_endpoint(self._options, self._host)
         headers = {"Mcp-Session-Id": self._session}
         if self._remote.key:
@@ -91,18 +89,13 @@ class _Bridge:
         self._transport = HttpTransport(f"{self._remote.url}/mcp", headers, self.write)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def _post(self, message: dict[str, Any]) -> None:
-        assert self._transport is not None
-        self._transport.send(message).result()
+        self._transport.close()
 
     def send(self, message: dict[str, Any]) -> None:
         remote = self._remote
         try:
             try:
-                self._post(message)
+                self._transport.send(message).result()
             except UnansweredError:
                 raise
             except ToolServerError:
@@ -110,8 +103,9 @@ class _Bridge:
                     if self._remote is remote:
                         if endpoint.look_at(remote.url, remote.key) is not None:
                             raise
+                        self.close()
                         self._connect()  # it leaves after some minutes without a request
-                self._post(message)
+                self._transport.send(message).result()
         except UnansweredError:
             pass  # it is cancelled
         except EdgeInferError as error:

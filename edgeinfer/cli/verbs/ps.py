@@ -9,6 +9,7 @@ from datetime import date, timedelta
 from typing import TYPE_CHECKING
 
 from edgeinfer.cli.options import add_everywhere
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
@@ -37,9 +38,9 @@ class PsResult(Result, frozen=True, kw_only=True):
 
 
 def _reports(process: Running) -> list[str]:
-    found = [f"{one.model}: {one.words}" for one in process.replicas]
-    found += [f"{one.model}: layers on GPUs: {one.layers}" for one in process.layers]
-    return found + [f"{last.model}: {last.summary}" for last in process.last_prompts]
+    lines = [f"{one.model}: {one.words}" for one in process.replicas]
+    lines += [f"{one.model}: layers on GPUs: {one.layers}" for one in process.layers]
+    return lines + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 
 
 def _row(process: Running) -> tuple[str, ...]:
@@ -77,10 +78,8 @@ def _usage_row(day: DayOfUse) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     add_everywhere(what)
-    what.add_argument(
-        "--usage",
-        action="store_true",
-        help=f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days",
+    add_option(
+        what, "--usage", f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days"
     )
 
 

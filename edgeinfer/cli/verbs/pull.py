@@ -8,6 +8,7 @@ import sys
 from urllib.parse import quote
 
 from edgeinfer.cli.options import add_model, add_quiet
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
@@ -72,15 +73,15 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
         )
 
 
-def _pull_adapter(wanted: str, options: argparse.Namespace) -> PullAdapterResult:
+def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
         raise UsageError(
-            f"{wanted} is an adapter: its base model is not known",
-            hint=f"name it: `edgeinfer pull {wanted} --base MODEL`",
+            f"{source} is an adapter: its base model is not known",
+            hint=f"name it: `edgeinfer pull {source} --base MODEL`",
         )
     pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
-        return PullAdapterResult(adapter=pull_adapter(wanted, options.base, report, pull_options))
+        return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,28 +91,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of safetensors; default model",
     )
     parser.add_argument("--name", help="store it under this name")
-    parser.add_argument(
-        "--base",
-        default="",
-        metavar="MODEL",
-        help="MODEL is a PEFT LoRA adapter; this is its base model",
+    add_option(
+        parser, "--base MODEL", "MODEL is a PEFT LoRA adapter; this is its base model", default=""
     )
-    parser.add_argument(
-        "--quantize",
-        default="",
-        metavar="TYPE",
-        help="quantize to TYPE while storing (default: unchanged)",
+    add_option(
+        parser, "--quantize TYPE", "quantize to TYPE while storing (default: unchanged)", default=""
     )
-    parser.add_argument(
-        "--sha256", default="", metavar="HEX", help="refuse a file that has another SHA-256"
-    )
-    parser.add_argument(
-        "--in-place", action="store_true", help="point at a local file instead of copying it"
-    )
-    parser.add_argument(
-        "--without-projector", action="store_true", help="do not fetch the vision projector"
-    )
-    parser.add_argument("--again", action="store_true", help="fetch it even if it is already here")
+    add_option(parser, "--sha256 HEX", "refuse a file that has another SHA-256", default="")
+    add_option(parser, "--in-place", "point at a local file instead of copying it")
+    add_option(parser, "--without-projector", "do not fetch the vision projector")
+    add_option(parser, "--again", "fetch it even if it is already here")
     add_quiet(parser)
 
 

@@ -8,6 +8,7 @@ from statistics import median
 import msgspec
 
 from edgeinfer.cli.options import add_quiet
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable, table
 from edgeinfer.cli.verbs.eval import EvalResult
@@ -117,8 +118,8 @@ def _figure(value: float | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
     types = tuple(FILE_TYPES.values())
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument(
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument(
         "type",
         nargs="?",
         metavar="TYPE",
@@ -126,30 +127,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=types,
         help=f"one of {', '.join(types)}",
     )
-    wanted.add_argument(
-        "--compare",
-        metavar="TYPE,…",
-        help="make those not stored, and show size, speed, loss and score of each beside MODEL",
+    add_option(
+        task,
+        "--compare TYPE,…",
+        "make those not stored, and show size, speed, loss and score of each beside MODEL",
     )
-    parser.add_argument(
-        "--set",
+    add_option(
+        parser,
+        "--set SET.jsonl",
+        "with --compare: the items of `edgeinfer eval` to score (default: basics)",
         default="basics",
-        metavar="SET.jsonl",
-        help="with --compare: the items of `edgeinfer eval` to score (default: basics)",
     )
-    parser.add_argument(
-        "--text", default="", metavar="FILE", help="text for the perplexity (default: the shipped one)"
-    )
+    add_option(parser, "--text FILE", "text for the perplexity (default: the shipped one)", default="")
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
-    parser.add_argument(
-        "--imatrix",
+    add_option(
+        parser,
+        "--imatrix FILE",
+        "importance matrix in GGUF form; some types need one, small ones gain most",
         default="",
-        metavar="FILE",
-        help="importance matrix in GGUF form; some types need one, small ones gain most",
     )
-    parser.add_argument(
-        "--no-perplexity", action="store_true", help="do not measure the perplexity of both"
-    )
+    add_option(parser, "--no-perplexity", "do not measure the perplexity of both")
     add_quiet(parser)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.cli.options import add_yes
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import CatalogError, UsageError
@@ -44,20 +45,17 @@ class RmResult(Result, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def _line(one: RemovedModel) -> str:
-    if one.left_in_place:
-        return (
-            f"{one.name} is removed; {', '.join(one.left_in_place)} was used in place and is left alone"
-        )
-    return f"{one.name} is removed: {format_bytes(one.freed_bytes)} freed"
+def _line(removed: RemovedModel) -> str:
+    if removed.left_in_place:
+        paths = ", ".join(removed.left_in_place)
+        return f"{removed.name} is removed; {paths} was used in place and is left alone"
+    return f"{removed.name} is removed: {format_bytes(removed.freed_bytes)} freed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     add_yes(parser)
-    parser.add_argument(
-        "--forget", action="store_true", help="forget the pinned SHA-256 too: the next pull trusts anew"
-    )
+    add_option(parser, "--forget", "forget the pinned SHA-256 too: the next pull trusts anew")
 
 
 def run(options: argparse.Namespace, host: Host) -> RmResult:
@@ -128,10 +126,10 @@ def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Remove
         key = model_key(files.sha256, files.paths)
     except CatalogError:
         key = ""
-    one = remove(text, forget=forget)
+    removed = remove(text, forget=forget)
     if key:
         forget_model(paths.blocks_dir(), key)
-    return one, _without_model(one.name)
+    return removed, _without_model(removed.name)
 
 
 def _without_model(name: str) -> list[str]:

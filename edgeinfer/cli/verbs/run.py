@@ -24,6 +24,7 @@ from edgeinfer.cli.options import (
     add_traces,
     count,
 )
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
@@ -82,39 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
     )
     prompt_form = parser.add_mutually_exclusive_group()
-    prompt_form.add_argument("--system", metavar="TEXT|@FILE", help=SYSTEM)
-    prompt_form.add_argument(
-        "--raw", action="store_true", help="send the prompt unchanged, without a chat template"
-    )
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="at most N tokens (1,500)")
-    parser.add_argument(
-        "--file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="text, document, picture or folder, before the prompt",
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a picture, or a PDF's pages, before the prompt",
-    )
+    add_option(prompt_form, "--system TEXT|@FILE", SYSTEM)
+    add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
+    add_option(parser, "--max-tokens N", "at most N tokens (1,500)", type=count)
+    add_option(parser, "--file FILE...", "text, document, picture or folder, before the prompt")
+    add_option(parser, "--image FILE...", "a picture, or a PDF's pages, before the prompt")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--schema", metavar="FILE|JSON", help="answer in JSON of this schema")
-    shape.add_argument("--grammar", metavar="FILE|GBNF", help="answer by this grammar in GBNF")
+    add_option(shape, "--schema FILE|JSON", "answer in JSON of this schema")
+    add_option(shape, "--grammar FILE|GBNF", "answer by this grammar in GBNF")
     parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
-    parser.add_argument(
-        "--tools", action="store_true", help="let the model call the tools that you allowed"
-    )
+    add_option(parser, "--tools", "let the model call the tools that you allowed")
     sampling = add_sampling_options(parser)
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end at this text"
-    )
+    add_option(sampling, "--stop TEXT...", "end at this text")
     add_load_options(parser)
     launch = add_launch_options(parser)
-    launch.add_argument("--timings", action="store_true", help="timings on stderr")
+    add_option(launch, "--timings", "timings on stderr")
     add_traces(launch)
 
 
@@ -124,15 +107,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     Raises UsageError without a prompt, and what resolving, loading and generating raise.
     """
     model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
-    prompt = _with_stdin(prompt)
-    if not prompt.strip() and not options.file:
-        raise UsageError(
-            "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
-        )
-    attached = [read(Path(path)) for path in options.file]
-    images = [image for path in options.image for image in document_files.pictures_in(Path(path))]
-    images += [file.data for file in attached if file.is_picture]
-    prompt, pictures = join_parts([*images, with_attachments(prompt, attached)])
+    prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
         raise UsageError("a raw prompt has no place for tools", hint="leave out --raw or --tools")
     answer_fields = requesting.answer_fields(options)
@@ -173,6 +148,18 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     if options.timings:
         sys.stderr.write(f"{timings_line(result)}\n")
     return result
+
+
+def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
+    """Return the prompt with its files, and its pictures. Raises UsageError if there is none."""
+    if not text.strip() and not options.file:
+        raise UsageError(
+            "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
+        )
+    attached = [read(Path(path)) for path in options.file]
+    images = [image for path in options.image for image in document_files.pictures_in(Path(path))]
+    images += [file.data for file in attached if file.is_picture]
+    return join_parts([*images, with_attachments(text, attached)])
 
 
 def _cut(usage: Usage, limit: int | None) -> str:
@@ -283,11 +270,11 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         if isinstance(event, TextDelta | ReasoningDelta):
             if repeats:
                 continue  # decoded before the cancellation
-            kept = watch.add(event.text)
-            if kept is not None:
+            n_kept = watch.add(event.text)
+            if n_kept is not None:
                 repeats = True
                 generation.cancel()
-                event = msgspec.structs.replace(event, text=event.text[:kept])
+                event = msgspec.structs.replace(event, text=event.text[:n_kept])
         answer.add(event)
         if stream_to is not None and isinstance(event, TextDelta):
             stream_to.write(without_controls(event.text) if is_terminal else event.text)

@@ -13,7 +13,7 @@ from edgeinfer.cli.options import (
     count,
     ranged,
 )
-from edgeinfer.cli.parser import ENDPOINT
+from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import replica_range
 from edgeinfer.host import Host
@@ -36,66 +36,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the endpoint's options, all of launch scope; None: the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
-    where.add_argument(
-        "--host", metavar="ADDRESS", help="address to bind; one beyond loopback needs an API key"
-    )
-    where.add_argument("--port", type=port_number, metavar="N", help="port to bind; 0 takes a free one")
-    where.add_argument(
+    add_option(where, "--host ADDRESS", "address to bind; one beyond loopback needs an API key")
+    add_option(where, "--port N", "port to bind; 0 takes a free one", type=port_number)
+    add_option(
+        where,
         "--ollama",
-        action="store_true",
+        "also listen on Ollama's port (127.0.0.1:11434), and let clients pull and delete models",
         default=None,
-        help="also listen on Ollama's port (127.0.0.1:11434), and let clients pull and delete models",
     )
-    where.add_argument(
-        "--no-web",
-        dest="web",
-        action="store_false",
-        default=None,
-        help="without the chat page that browsers get at /",
+    without_web = {"dest": "web", "action": "store_false", "default": None}
+    add_option(where, "--no-web", "without the chat page that browsers get at /", **without_web)
+    add_option(
+        where,
+        "--api-key-file FILE",
+        "API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",
     )
-    where.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",
-    )
-    where.add_argument(
+    add_option(
+        where,
         "--any-user",
-        action="store_true",
+        "without an API key: answer every user of this machine, not the own one alone",
         default=None,
-        help="without an API key: answer every user of this machine, not the own one alone",
     )
-    where.add_argument(
-        "--allow-host",
-        action="append",
-        metavar="NAME",
-        help="also accept this Host header; .NAME accepts every name that ends so",
+    add_option(
+        where,
+        "--allow-host NAME...",
+        "also accept this Host header; .NAME accepts every name that ends so",
+        default=None,
     )
-    where.add_argument(
-        "--allow-origin", action="append", metavar="ORIGIN", help="a web page's origin that may call"
-    )
-    where.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM; with --tls-key")
-    where.add_argument("--tls-key", metavar="FILE", help="private key in PEM")
-    where.add_argument(
-        "--keep-alive",
+    add_option(where, "--allow-origin ORIGIN...", "a web page's origin that may call", default=None)
+    add_option(where, "--tls-cert FILE", "certificate chain in PEM; with --tls-key")
+    add_option(where, "--tls-key FILE", "private key in PEM")
+    add_option(
+        where,
+        "--keep-alive S",
+        "seconds an idle model stays loaded; 0 unloads at once, -1 never",
         type=keep_alive_s,
-        metavar="S",
-        help="seconds an idle model stays loaded; 0 unloads at once, -1 never",
     )
-    where.add_argument(
-        "--idle-exit",
-        type=positive_s,
-        metavar="S",
-        help="exit after this many seconds without a request",
+    add_option(
+        where, "--idle-exit S", "exit after this many seconds without a request", type=positive_s
     )
-    where.add_argument(
-        "--replicas",
+    add_option(
+        where,
+        "--replicas N|MIN..MAX",
+        "replicas of the model, each in its own process; as many of a range as requests need",
         type=_replicas,
-        metavar="N|MIN..MAX",
-        help="replicas of the model, each in its own process; as many of a range as requests need",
     )
-    where.add_argument(
-        "--drain", type=positive_s, metavar="S", help="seconds that running requests have after SIGTERM"
-    )
+    add_option(where, "--drain S", "seconds that running requests have after SIGTERM", type=positive_s)
     for flag, limited in (
         ("--max-queue", "requests that may wait; beyond it the answer is 503"),
         ("--max-requests", "requests run at once, over all models"),

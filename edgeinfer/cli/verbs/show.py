@@ -9,6 +9,7 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.cli.options import add_load_option, add_model
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
@@ -48,14 +49,14 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
     """Plan the offload to this machine's GPUs; None if there are none, or offload is off."""
-    wanted = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
-    if not wanted.opens_backends():
+    request = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
+    if not request.opens_backends():
         return None
     answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
-    devices = next((chosen for answer in answers if (chosen := wanted.chosen(answer.devices))), ())
+    devices = next((chosen for answer in answers if (chosen := request.chosen(answer.devices))), ())
     if not devices:
         return None
-    return make_offload(shape, plan, tuple(map(wanted.room, devices)), layers)
+    return make_offload(shape, plan, tuple(map(request.room, devices)), layers)
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,9 +208,7 @@ def _device_rows(devices: Offload | None) -> Rows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "NAME, NAME:QUANT or FILE.gguf (default: the configured one)")
-    parser.add_argument(
-        "--ctx", dest="n_ctx", type=int, metavar="TOKENS", help="estimate memory for this context"
-    )
+    add_option(parser, "--ctx TOKENS", "estimate memory for this context", dest="n_ctx", type=int)
     parser.add_argument("--kv-type", choices=KV_TYPE.choices, help=KV_TYPE.help)
     add_load_option(parser, GPU_LAYERS)
 

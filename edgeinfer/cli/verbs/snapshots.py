@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.cli.options import add_quiet, add_yes
-from edgeinfer.cli.parser import add_action
+from edgeinfer.cli.parser import add_action, add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, confirm, stoppable, table
 from edgeinfer.config.load_options import LOAD_OPTIONS
@@ -153,11 +153,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all",
     )
     _add_name(verify, nargs="*")
-    verify.add_argument("--all", action="store_true", help="every snapshot of this program")
+    add_option(verify, "--all", "every snapshot of this program")
     rm = add("rm", "remove one or more", "my-snapshot")
     _add_name(rm, nargs="+")
     prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
-    prune.add_argument("--all", action="store_true", help="remove every snapshot")
+    add_option(prune, "--all", "remove every snapshot")
     for parser in (rm, prune):
         add_yes(parser)
     _add_transfer(add)
@@ -182,14 +182,12 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     bring.add_argument("--name", default="", help="which one of a folder that holds several")
-    bring.add_argument(
-        "--trust", metavar="FINGERPRINT", default="", help="trust this key from now on, as `trust` does"
-    )
+    add_option(bring, "--trust FINGERPRINT", "trust this key from now on, as `trust` does", default="")
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
-    trust.add_argument("--remove", action="store_true", help="stop trusting FINGERPRINT")
+    add_option(trust, "--remove", "stop trusting FINGERPRINT")
 
 
 def _add_take(parser: argparse.ArgumentParser) -> None:
@@ -255,11 +253,13 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     if failed:
         raise RestoreError("; ".join(failed), hint=_NOT_RESUMED)
     details = [registry.read_details(folder) for folder in folders]
-    read = {path for one in details for path in one.sources} | {
-        f"{folder}/{name}" for folder, one in zip(folders, details, strict=True) for name in one.digests
+    read = {path for snapshot in details for path in snapshot.sources} | {
+        f"{folder}/{name}"
+        for folder, snapshot in zip(folders, details, strict=True)
+        for name in snapshot.digests
     }
     return SnapshotsVerifyResult(
-        name=", ".join(one.name for one in details),
+        name=", ".join(snapshot.name for snapshot in details),
         files=len(read),
         read_bytes=sum(map(os.path.getsize, read)),
         stale=tuple(stale),

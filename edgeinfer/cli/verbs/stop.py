@@ -9,6 +9,7 @@ import select
 import signal
 
 from edgeinfer.cli.options import add_everywhere
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
@@ -32,7 +33,7 @@ class StopResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
-    parser.add_argument("--all", action="store_true", help="end all of them")
+    add_option(parser, "--all", "end all of them")
     add_everywhere(parser)
 
 
@@ -53,13 +54,13 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
 
 
 def _named(name: str, running: list[Running]) -> list[Running]:
-    found = [r for r in running if name == str(r.pid) or name in r.arguments]
-    if not found:
+    matches = [r for r in running if name == str(r.pid) or name in r.arguments]
+    if not matches:
         raise UsageError(
             f"nothing running here is called {name}",
             hint="`edgeinfer ps --everywhere` shows what runs, here and in other homes",
         )
-    return found
+    return matches
 
 
 def _end(pid: int) -> bool:

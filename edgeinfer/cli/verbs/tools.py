@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.host import Host
@@ -45,7 +46,7 @@ class ToolsResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="start every server and ask for its tools")
+    add_option(parser, "--check", "start every server and ask for its tools")
 
 
 def run(options: argparse.Namespace, host: Host) -> ToolsResult:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgeinfer import __version__
 from edgeinfer.cli.options import add_quiet
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.host import Host
@@ -33,10 +34,8 @@ class UpdateResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--check", action="store_true", help="only say what is published")
-    which.add_argument(
-        "--back", action="store_true", help="return to the version before, with its snapshots"
-    )
+    add_option(which, "--check", "only say what is published")
+    add_option(which, "--back", "return to the version before, with its snapshots")
     add_quiet(parser)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer import __version__
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import ShippingError
@@ -55,9 +56,7 @@ class LicensesResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--licenses", action="store_true", help="instead list the parts of this program by licence"
-    )
+    add_option(parser, "--licenses", "instead list the parts of this program by licence")
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgeinfer import requesting
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
@@ -56,17 +57,11 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT|@FILE", default="", help=SYSTEM)
-    parser.add_argument(
-        "--preload",
-        action="store_true",
-        help="no snapshot: read the model's files into memory before they are needed",
+    add_option(parser, "--system TEXT|@FILE", SYSTEM, default="")
+    add_option(
+        parser, "--preload", "no snapshot: read the model's files into memory before they are needed"
     )
-    parser.add_argument(
-        "--tools",
-        action="store_true",
-        help="prefill the configured tools, for `chat --tools` and `run`",
-    )
+    add_option(parser, "--tools", "prefill the configured tools, for `chat --tools` and `run`")
     parser.add_argument("--name", default="", help="name of this snapshot")
     add_attached_options(parser)
     parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)

@@ -8,6 +8,7 @@ import sys
 
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.options import add_model
+from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
@@ -27,7 +28,7 @@ class WebResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "model of a new conversation, if an endpoint is started for it")
-    parser.add_argument("--no-open", action="store_true", help="only print the address")
+    add_option(parser, "--no-open", "only print the address")
 
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:

@@ -86,8 +86,8 @@ def count_heads(config: Values) -> Heads:
     width = needed(config, "embedding_length")
     head_dim = config.get("head_dim")
     head_dim = width // n_head if head_dim is None else int(head_dim)
-    given = config.get("num_key_value_heads")
-    n_head_kv = n_head if given is None else int(given)
+    n_kv = config.get("num_key_value_heads")
+    n_head_kv = n_head if n_kv is None else int(n_kv)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
         raise ConversionError(
             f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"

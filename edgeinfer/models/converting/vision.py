@@ -193,8 +193,10 @@ class _TowerConversion(Conversion):
     def __init__(self, checkpoint: ModelCheckpoint, tower: Tower, type_name: str) -> None:
         self.checkpoint, self.tower = checkpoint, tower
         self.type_name = type_name
-        given = checkpoint.whole_config["vision_config"]
-        self.vision = tower.defaults | {_WORDS.get(key, key): value for key, value in given.items()}
+        vision_config = checkpoint.whole_config["vision_config"]
+        self.vision = tower.defaults | {
+            _WORDS.get(key, key): value for key, value in vision_config.items()
+        }
         n_layer = min(int(self.vision["num_hidden_layers"]), 512)
         self.table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, n_layer)
         self.heads, self.made = Heads(1, 1, 1), {}

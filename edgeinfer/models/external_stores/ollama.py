@@ -56,8 +56,8 @@ class OllamaStore(ExternalStore):
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
         """Return the configured folder, this user's and the service's."""
-        told = environment.get("OLLAMA_MODELS", "")
-        return [Path(told)] * bool(told) + [Path.home() / ".ollama/models", Path(_SERVICE)]
+        folder = environment.get("OLLAMA_MODELS", "")
+        return [Path(folder)] * bool(folder) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
     def search(self, root: Path) -> Iterator[ExternalModel]:
         for registry in folders(root / "manifests"):
@@ -96,16 +96,16 @@ def _name(manifest: Path) -> str:
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     try:
-        found = msgspec.json.decode(raw, type=_Manifest).layers
+        layers = msgspec.json.decode(raw, type=_Manifest).layers
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableError(f"its manifest {manifest} can't be understood: {error}") from error
-    kinds = [layer.mediaType.removeprefix(_KIND) for layer in found]
+    kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
         raise UnusableError(
             f"its manifest names {kinds.count('model')} GGUF files, not one",
             hint="only models that Ollama keeps as one GGUF can be used",
         )
-    return dict(zip(kinds, found, strict=True))
+    return dict(zip(kinds, layers, strict=True))
 
 
 def _blob(root: Path, layer: _Layer) -> ExternalFile:
@@ -170,11 +170,11 @@ def _text(path: str) -> str:
 
 def _read_parameters(settings: OllamaSettings, text: str) -> None:
     try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
+        parameters = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
         settings.unused.append("params: it can't be read")
         return
-    for key, value in given.items():
+    for key, value in parameters.items():
         option = BY_FIELD.get(key)
         if key == "stop":
             stops = value if isinstance(value, list) else [value]

@@ -76,9 +76,9 @@ def verify(file: ExternalFile, progress: OnRead) -> None:
     now = _look(file)
     if _VERIFIED.read().get(file.path) == now:
         return
-    found = sha256_of(Path(file.path), lambda done: progress(done, now.size_bytes))
-    if found != file.sha256:
-        raise ChecksumError(f"{file.path} has SHA-256 {found}, not {file.sha256} as its name says")
+    digest = sha256_of(Path(file.path), lambda done: progress(done, now.size_bytes))
+    if digest != file.sha256:
+        raise ChecksumError(f"{file.path} has SHA-256 {digest}, not {file.sha256} as its name says")
     if _look(file) == now:
         _VERIFIED.put(file.path, now)
 
@@ -127,8 +127,8 @@ class ExternalStore(ABC):
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder by name; empty if absent. Raises UnusableError if it is not readable."""
     try:
-        with os.scandir(folder) as found:
-            return sorted(islice(found, MAX_ENTRIES), key=lambda entry: entry.name)
+        with os.scandir(folder) as scan:
+            return sorted(islice(scan, MAX_ENTRIES), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

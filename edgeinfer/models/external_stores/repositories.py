@@ -156,10 +156,10 @@ class LmStudioFolder(_RepositoryStore):
         home = Path.home() / ".lmstudio"
         try:
             content = small_file(home / "settings.json", Path(os.path.realpath(home)))
-            told = msgspec.json.decode(content, type=_Settings).downloadsFolder
+            folder = msgspec.json.decode(content, type=_Settings).downloadsFolder
         except (UnusableError, msgspec.MsgspecError, RecursionError):
-            told = ""
-        return [Path(told)] * (told.startswith("/") and "\0" not in told) + [home / "models"]
+            folder = ""
+        return [Path(folder)] * (folder.startswith("/") and "\0" not in folder) + [home / "models"]
 
     def search(self, root: Path) -> Iterator[ExternalModel]:
         for publisher in folders(root):

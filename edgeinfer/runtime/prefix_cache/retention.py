@@ -23,6 +23,7 @@ import hashlib
 import os
 import re
 import struct
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -57,8 +58,8 @@ class CacheLimits:
         """Return how many bytes all blocks below `root` may have now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
-        wanted = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
-        return min(wanted, by_disk)
+        limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
+        return min(limit, by_disk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class BlockFile:
 def list_blocks(root: Path) -> list[BlockFile]:
     """List every block below `root`, least recently used first. Removes files of killed writers."""
     now_ns = time.time_ns()
-    found = []
+    blocks = []
     for folder, _, files in os.walk(root):
         for name in files:
             path = Path(folder, name)
@@ -85,10 +86,10 @@ def list_blocks(root: Path) -> list[BlockFile]:
                 if info.st_mtime_ns > now_ns:
                     _stamp(path, now_ns)
                 used_ns = min(info.st_mtime_ns, now_ns)
-                found.append(BlockFile(path, info.st_blocks * 512, used_ns))
+                blocks.append(BlockFile(path, info.st_blocks * 512, used_ns))
             elif name.endswith(".new") and abs(now_ns - info.st_mtime_ns) > _STALE_S * 1e9:
                 path.unlink(missing_ok=True)
-    return sorted(found, key=lambda block: block.used_ns)
+    return sorted(blocks, key=lambda block: block.used_ns)
 
 
 def _stamp(path: Path, used_ns: int) -> None:
@@ -98,18 +99,14 @@ def _stamp(path: Path, used_ns: int) -> None:
 
 def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
     """Count a new block: (blocks evicted for it, whether it fits). Raises OSError."""
-    counted, written = _read_used(root)
-    allowed = limits.allowed(root, max(0, counted) + written)
-    removed = 0
-    is_due = counted < 0 or written + n_bytes > allowed // _RECOUNT_SHARE
-    if is_due or counted + written + n_bytes > allowed:
-        removed, counted = prune(root, limits, n_bytes)
-        written = 0
+    used, written = _read_used(root)
+    allowed, removed = limits.allowed(root, used), 0
+    if written + n_bytes > allowed // _RECOUNT_SHARE or used + n_bytes > allowed:
+        removed, used = prune(root, limits, n_bytes)
         with new_file(root / _USED, 0o600) as file:
-            file.write(struct.pack("q", counted))
-        allowed = limits.allowed(root, counted)
-    if counted + written + n_bytes > allowed:
-        return removed, False
+            file.write(struct.pack("q", used))
+        if used + n_bytes > limits.allowed(root, used):
+            return removed, False
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(root / _USED, flags), "wb", buffering=0) as file:
         file.write(struct.pack("q", n_bytes))
@@ -117,13 +114,13 @@ def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]
 
 
 def _read_used(root: Path) -> tuple[int, int]:
-    """Return the bytes at the last count, -1 if there was none, and those written since."""
+    """Return the bytes of all blocks, and of those since the last count: too many if there is none."""
     try:
         with open(open_own(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())
-        return counted, sum(written)
+        return counted + sum(written), sum(written)
     except (OSError, ValueError):
-        return -1, 0
+        return 0, sys.maxsize
 
 
 def forget_sum(root: Path) -> None:
@@ -139,8 +136,8 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
     if used + extra_bytes <= allowed:
         return 0, used
     removed = 0
-    kept = retained_names(root)
-    for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in kept):
+    retained = retained_names(root)
+    for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in retained):
         if used + extra_bytes <= allowed * _PRUNE_TO:
             break
         block.path.unlink(missing_ok=True)
@@ -201,17 +198,17 @@ def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) ->
     A partial block also counts behind the last recorded one: a working directory may be named at a
     block's end. Raises OSError.
     """
-    for path, one in _all(folder):
-        ends = one.shared[-1:] + (one.behind[:1] if is_tail else ())
-        if one.sessions >= _SEVERAL and parent in ends and one.behind[:1] != (name,):
-            behind = (name, *(other for other in one.behind if other != name))
-            _write(path, _Noted(one.sessions, one.shared, behind[:_BEHIND]))
+    for path, noted in _all(folder):
+        ends = noted.shared[-1:] + (noted.behind[:1] if is_tail else ())
+        if noted.sessions >= _SEVERAL and parent in ends and noted.behind[:1] != (name,):
+            behind = (name, *(other for other in noted.behind if other != name))
+            _write(path, _Noted(noted.sessions, noted.shared, behind[:_BEHIND]))
 
 
 def retained_names(root: Path) -> set[str]:
     """List all blocks below `root` that at least two sessions of an agent share."""
     noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
-    return {name for one in noted if one.sessions >= _SEVERAL for name in one.shared}
+    return {name for note in noted if note.sessions >= _SEVERAL for name in note.shared}
 
 
 def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
@@ -224,7 +221,7 @@ def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
     """List the blocks behind `parent` in which sessions part, if `parent` is their last shared one."""
-    return next((one.behind for _, one in _all(folder) if one.shared[-1:] == (parent,)), ())
+    return next((noted.behind for _, noted in _all(folder) if noted.shared[-1:] == (parent,)), ())
 
 
 def _path(folder: Path, agent: str, salt: str) -> Path:

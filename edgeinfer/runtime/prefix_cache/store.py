@@ -316,9 +316,9 @@ class ModelBlocks:
             self._checked = ""
         return self._checked
 
-    def note_check(self, found: str) -> None:
+    def note_check(self, outcome: str) -> None:
         """Save the result of the check. A full disk only means another check."""
-        self._checked = found
+        self._checked = outcome
         self._try(self._write_check)
 
     def _write_check(self) -> None:

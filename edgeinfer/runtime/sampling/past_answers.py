@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -45,6 +44,8 @@ CONTEXT_TOKENS = 8
 LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4
+#: Where each table begins, and of how many tokens it has the hashes.
+_TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
 #: Words of a page, which the kernel writes whole even if the process is killed.
 _PAGE = 1024
@@ -101,10 +102,10 @@ class AnswerFile:
         tokens agree; (0, 0) for none.
         """
         end = text[-max(_GRAMS) :].tolist()
-        for number, n in enumerate(_GRAMS):
+        for table, n in _TABLES:
             if len(end) < n:
                 continue
-            place = self._word(1 + number * RING + _hash(end[-n:]))
+            place = self._word(table + _hash(end[-n:]))
             if not n <= place < RING:
                 continue
             first = max(0, place - LONGEST)
@@ -118,16 +119,16 @@ class AnswerFile:
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
         with self._locked():
             at = self._word(0)
-            at = at if 0 <= at <= RING - len(entry) else 0
+            if not 0 <= at <= RING - len(entry):
+                at = 0
             self._erase(at, self._end_of_answer(at + len(entry)))
             self._write(_RING_AT + at, entry)
-            for number, n in enumerate(_GRAMS):
-                if len(tokens) < n:
-                    continue
-                words = entry[1:-1].astype(np.uint64)
-                keys = _hash(words[i : len(words) - n + 1 + i] for i in range(n))
+            words = entry[1:-1].astype(np.uint64)
+            for table, n in _TABLES:
+                n_keys = max(0, len(words) - n + 1)
+                keys = _hash(words[i : n_keys + i] for i in range(n))
                 for i, key in enumerate(keys.tolist()):
-                    self._write(1 + number * RING + key, np.int32(at + 1 + n + i))
+                    self._write(table + key, np.int32(at + 1 + n + i))
             self._write(0, np.int32(at + len(entry) - 1))  # the next answer overwrites the end
 
     def forget(self, owners: Iterable[int]) -> int:
@@ -165,17 +166,16 @@ class AnswerFile:
     def _drop_old_hashes(self) -> None:
         """Drop the entries of tables that the ring no longer bears out: hashes of a text tell of it."""
         ring = self.ring
-        for number, n in enumerate(_GRAMS):
-            table = self._read(1 + number * RING, RING).copy()
-            keys = np.flatnonzero(table)
-            ends = np.clip(table[keys], n, RING)
+        for table, n in _TABLES:
+            places = self._read(table, RING).copy()
+            keys = np.flatnonzero(places)
+            ends = np.clip(places[keys], n, RING)
             grams = [ring[ends - n + i] for i in range(n)]
             hashes = _hash(gram.astype(np.uint64) for gram in grams)
             old = keys[(np.min(grams, axis=0) < 0) | (hashes != keys)]
-            table[old] = 0
-            for page in np.unique(old // _PAGE).tolist():
-                words = table[page * _PAGE : (page + 1) * _PAGE]
-                self._write(1 + number * RING + page * _PAGE, words)
+            places[old] = 0
+            for page in np.unique(old // _PAGE * _PAGE).tolist():
+                self._write(table + page, places[page : page + _PAGE])
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -186,17 +186,14 @@ class AnswerFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _word(self, word: int) -> int:
-        return int.from_bytes(self._read_bytes(word, 1), sys.byteorder, signed=True)
+        return int(self._read(word, 1).sum())
 
     def _read(self, word: int, n: int) -> Tokens:
-        raw = self._read_bytes(word, n)
-        return np.frombuffer(raw, np.int32, len(raw) // _WORD)
-
-    def _read_bytes(self, word: int, n: int) -> bytes:
         try:
-            return os.pread(self._descriptor, n * _WORD, word * _WORD)
+            raw = os.pread(self._descriptor, n * _WORD, word * _WORD)
         except OSError:
-            return b""
+            raw = b""
+        return np.frombuffer(raw, np.int32, len(raw) // _WORD)
 
     def _write(self, word: int, values: Tokens | np.int32) -> None:
         os.pwrite(self._descriptor, values.tobytes(), word * _WORD)
@@ -224,18 +221,18 @@ class PastAnswers:
             self._open(salt).add(owner_number(self._secret, conversation), tokens)
 
     def _open(self, salt: str) -> AnswerFile:
-        found = self._files.pop(salt, None)
-        if found is None or found.is_deleted:
+        file = self._files.pop(salt, None)
+        if file is None or file.is_deleted:
             paths.private_dir(self._folder.parent)
             paths.private_dir(self._folder)
             path = self._folder / _keyed(self._secret, salt).hex()
             if not path.exists():
                 self._prune()
-            found = AnswerFile(path)
-        self._files[salt] = found
+            file = AnswerFile(path)
+        self._files[salt] = file
         if len(self._files) > MAX_FILES:
             self._files.popitem(last=False)
-        return found
+        return file
 
     def _prune(self) -> None:
         files = sorted(self._folder.iterdir(), key=lambda path: path.lstat().st_mtime)

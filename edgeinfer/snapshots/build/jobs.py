@@ -52,38 +52,53 @@ _BUILDER = "edgeinfer.snapshots.build.builder"
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
     """Build, publish, and remove the snapshot of that name before; its processes go on.
 
+    A background build of it is ended: at idle priority it would hold up a busy machine's for minutes.
     Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and
     what loading raises.
     """
-    found, name = criu.available(), inputs.name
+    probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
-    with locked(build_lock(root, name), lambda: progress(WAITING, None)):
+    lock = build_lock(root, name)
+
+    def on_busy() -> None:
+        if not _end_background(lock):
+            progress(WAITING, None)
+
+    with locked(lock, on_busy):
         sweep(root)
         registry.make_room(root, config, name, _NEED_BYTES)
         refuse_full(root, name, _NEED_BYTES, config)
-        stamps = inputs.stamps or stamps_of(inputs.files, inputs.options)
-        request = BuildRequest(
-            inputs=msgspec.structs.replace(inputs, stamps=stamps),
-            depends_on=inputs.depends_on,
-            criu=found.criu,
-            version=found.version,
-            tier=found.tier or "",
-        )
-        folder = root / format.folder_name(name, time.time_ns(), fingerprint.program_tag())
-        folder.mkdir(mode=0o700)
-        try:
-            with locked(folder / format.LOCK):
-                details = run_builder(folder, request, progress)
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, EdgeInferError):
-                registry.record_failure(name, inputs.model, request.depends_on, error)
-            raise
+        details = _build_in_new_folder(root, inputs, probed, progress)
         registry.forget_failure(name)
         registry.drop_older(root, name)
     registry.make_room(root, config, name)
     return details
+
+
+def _build_in_new_folder(
+    root: Path, inputs: SnapshotInputs, probed: criu.Probe, progress: Progress
+) -> Details:
+    """Run a builder in a new folder; if it fails, delete the folder and record the failure."""
+    request = BuildRequest(
+        inputs=msgspec.structs.replace(
+            inputs, stamps=inputs.stamps or stamps_of(inputs.files, inputs.options)
+        ),
+        depends_on=inputs.depends_on,
+        criu=probed.criu,
+        version=probed.version,
+        tier=probed.tier or "",
+    )
+    folder = root / format.folder_name(inputs.name, time.time_ns(), fingerprint.program_tag())
+    folder.mkdir(mode=0o700)
+    try:
+        with locked(folder / format.LOCK):
+            return run_builder(folder, request, progress)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, EdgeInferError):
+            registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
+        raise
 
 
 def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig) -> None:
@@ -99,13 +114,27 @@ def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig)
 def being_built() -> list[str]:
     """List the names of this program's builds in any process."""
     end = f"-{fingerprint.program_tag()}.lock"
-    found = sorted(paths.snapshots_dir().glob(f".*{end}"))
-    return [path.name[1 : -len(end)] for path in found if is_locked(path)]
+    locks = sorted(paths.snapshots_dir().glob(f".*{end}"))
+    return [path.name[1 : -len(end)] for path in locks if is_locked(path)]
 
 
 def build_lock(root: Path, name: str) -> Path:
     """Return the file that this program locks while it builds a name."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
+
+
+def _end_background(lock: Path) -> bool:
+    """End the background build that holds a lock; return False if another process holds it."""
+    with contextlib.suppress(OSError):
+        holder = f":{lock.stat().st_ino}"  # without the device: Btrfs shows another one
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, pid, file, *_ = line.split()
+            command = Path(f"/proc/{pid}/cmdline")
+            is_holder = kind == "FLOCK" and file.endswith(holder)
+            if is_holder and builds.JOBS.encode() in command.read_bytes():
+                os.kill(int(pid), signal.SIGTERM)
+                return True
+    return False
 
 
 def sweep(root: Path) -> None:
@@ -164,9 +193,9 @@ def _listen(
 
 
 def take(
-    found: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
+    description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
 ) -> tuple[Details, bool]:
-    """Build the snapshot of `found`, under the name it was resumed from unless one is given.
+    """Build the snapshot of `description`, under the name it was resumed from unless one is given.
 
     Returns the snapshot, and False if it existed already and nothing has changed since. The build runs
     at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than the one
@@ -175,22 +204,22 @@ def take(
     process.step_back()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
     with locked(lock, lambda: progress("wait for another build", None)):
-        _refuse_changed(found)
-        inputs = msgspec.structs.replace(found, given_name=given_name or found.given_name)
+        _refuse_changed(description)
+        inputs = msgspec.structs.replace(description, given_name=given_name or description.given_name)
         there = _already_there(inputs)
         return (there, False) if there else (build(inputs, config, progress), True)
 
 
-def _refuse_changed(found: ProcessDescription) -> None:
-    now = stamps_of(found.files, found.options)
-    for path, before in found.stamps.items():
+def _refuse_changed(description: ProcessDescription) -> None:
+    now = stamps_of(description.files, description.options)
+    for path, before in description.stamps.items():
         if now.get(path) != before:
             raise SnapshotStaleError(
                 f"{path} {'was changed' if path in now else 'is gone'} since it was loaded: a snapshot "
                 "would be of another model than the one that runs",
                 key=path,
-                hint=f"start the process again, or `edgeinfer warm {found.model}` for the file that is "
-                "there",
+                hint=f"start the process again, or `edgeinfer warm {description.model}` for the file "
+                "that is there",
             )
 
 
@@ -204,9 +233,9 @@ def _already_there(inputs: SnapshotInputs) -> Details | None:
         details = registry.read_details(Path(folders[0]))
     except EdgeInferError:
         return None
-    wanted = snapshot_options(inputs.as_loaded)
+    requested = snapshot_options(inputs.as_loaded)
     is_same = details.depends_on == inputs.depends_on and not differing(
-        wanted, details.requested, details.actual
+        requested, details.requested, details.actual
     )
     return details if is_same and registry.state_of(Path(folders[0]))[0] else None
 
@@ -215,9 +244,9 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
     """Return why the snapshot of `inputs` should not be built, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
-    found = criu.probe()
-    if found.tier is None:
-        return found.reason
+    probed = criu.probe()
+    if probed.tier is None:
+        return probed.reason
     if is_locked(build_lock(paths.snapshots_dir(), inputs.name)):
         return "another process is building it"
     for failed in registry.list_failures():

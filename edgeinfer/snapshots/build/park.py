@@ -74,11 +74,11 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
 def import_everything() -> None:
     """Import what chat, run and serve need and is there."""
-    found = [*LAZY_MODULES]
+    names = [*LAZY_MODULES]
     for package in (f"edgeinfer.{name}" for name in OWN_PACKAGES):
         modules = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
-        found += [module.name for module in modules if not module.name.endswith("__main__")]
-    for name in found:
+        names += [module.name for module in modules if not module.name.endswith("__main__")]
+    for name in names:
         with contextlib.suppress(ImportError):  # it needs an extra
             importlib.import_module(name)
     widgets = sys.modules.get(_WIDGETS)

@@ -152,9 +152,9 @@ class AppHost(Host):
         if self._hint and self.start.how == "cold":
             sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
 
-    def _describe(self, engine: LlamaEngine, found: ProcessDescription) -> None:
-        found = found.resumed_from(self.start.snapshot)
-        self._publish(msgspec.structs.replace(found, is_worker=self._is_worker))
+    def _describe(self, engine: LlamaEngine, description: ProcessDescription) -> None:
+        description = description.resumed_from(self.start.snapshot)
+        self._publish(msgspec.structs.replace(description, is_worker=self._is_worker))
         engine.on_new_adapters = self._has_adapters
 
     def _has_adapters(self, adapters: tuple[Adapter, ...]) -> None:
@@ -166,11 +166,11 @@ class AppHost(Host):
         self._url = url
         self._publish(self._description)
 
-    def _publish(self, found: ProcessDescription | None) -> None:
+    def _publish(self, description: ProcessDescription | None) -> None:
         """Publish the loaded model for `ps` and `snapshots take`."""
-        self._description = found
-        if found is not None:
-            self._note.write(msgspec.structs.replace(found, url=self._url))
+        self._description = description
+        if description is not None:
+            self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""

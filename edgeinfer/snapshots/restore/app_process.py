@@ -152,8 +152,8 @@ def _run_role(
     if request.role == "facts":
         from edgeinfer.snapshots.restore import checks  # 1 ms; a test's or a verification's process
 
-        found = msgspec.json.encode(checks.gather(loaded))
-        messages.send(link, messages.Payload(content=found))
+        facts = msgspec.json.encode(checks.gather(loaded))
+        messages.send(link, messages.Payload(content=facts))
         return 0
     raise ValueError(f"a launch request with the role {request.role!r}")
 
@@ -174,7 +174,7 @@ def _trace_imports(before: set[str]) -> None:
 
 def droppable_ranges(smaps: str) -> list[Range]:
     """Find the memory where glibc >= 2.41 keeps getrandom's vDSO state (flag `dp`)."""
-    found: list[Range] = []
+    ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
         head = line.split(None, 1)[0]
@@ -182,8 +182,8 @@ def droppable_ranges(smaps: str) -> list[Range]:
             low, high = head.split("-")
             current = Range(int(low, 16), int(high, 16))
         elif head == "VmFlags:" and "dp" in line.split()[1:]:
-            found.append(current)
-    return found
+            ranges.append(current)
+    return ranges
 
 
 def read_droppable_ranges() -> list[Range]:

@@ -94,10 +94,10 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 def layers(description: SnapshotDescription) -> list[Descriptor]:
     """Return a layer for each file; equal files share one."""
     typed = [
-        *((one, MODEL_TYPE) for one in description.files),
-        *((one, ADAPTER_TYPE) for one in description.adapters),
+        *((file, MODEL_TYPE) for file in description.files),
+        *((file, ADAPTER_TYPE) for file in description.adapters),
     ]
-    found = {one.digest: Descriptor(media_type, one.digest, one.size) for one, media_type in typed}
+    found = {file.digest: Descriptor(media_type, file.digest, file.size) for file, media_type in typed}
     return list(found.values())
 
 

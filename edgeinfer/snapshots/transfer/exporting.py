@@ -138,9 +138,9 @@ def _projector(manifest: format.Manifest, paths: dict[str, str]) -> Blob | None:
     path = resolve(manifest.model).files().projector
     if path not in manifest.files:
         return None
-    found = Blob(size=os.path.getsize(path), sha256=sha256_of(Path(path)))
-    paths[found.digest] = path
-    return found
+    blob = Blob(size=os.path.getsize(path), sha256=sha256_of(Path(path)))
+    paths[blob.digest] = path
+    return blob
 
 
 def _adapters(manifest: format.Manifest, paths: dict[str, str]) -> tuple[AdapterFile, ...]:

@@ -206,8 +206,8 @@ class Placing:
                 os.link(known, place)
 
 
-def _is(path: Path, wanted: AdapterFile) -> bool:
-    return path.is_file() and path.stat().st_size == wanted.size and sha256_of(path) == wanted.sha256
+def _is(path: Path, file: AdapterFile) -> bool:
+    return path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256
 
 
 def _digests(here: store.PulledModel) -> list[str]:

@@ -55,9 +55,9 @@ class Layout:
         Raises SnapshotMissingError for none or several, SnapshotCorruptError.
         """
         index = self._index()
-        found = [one for one in index if name in ("", one.annotations.get(_NAME, ""))]
+        found = [entry for entry in index if name in ("", entry.annotations.get(_NAME, ""))]
         if len(found) != 1:
-            names = sorted(one.annotations.get(_NAME, "?") for one in index)
+            names = sorted(entry.annotations.get(_NAME, "?") for entry in index)
             typed = shlex.join(["edgeinfer", "snapshots", "import", str(self), "--name", *names[:1]])
             raise SnapshotMissingError(
                 f"{self} holds {', '.join(names) or 'nothing'}" + (f", not {name}" if name else ""),

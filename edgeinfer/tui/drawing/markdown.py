@@ -245,17 +245,17 @@ def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
 
 def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
     columns = len(rows[0])
-    wanted = [
+    widths = [
         max(1, *(cell_len(row[i].text) if i < len(row) else 0 for row in rows)) for i in range(columns)
     ]
     room = width - len(_GAP) * (columns - 1)
-    while sum(wanted) > room and max(wanted) > 4:
-        excess, widest = sum(wanted) - room, max(wanted)
-        second = max((w for w in wanted if w < widest), default=4)
-        share = wanted.count(widest)
+    while sum(widths) > room and max(widths) > 4:
+        excess, widest = sum(widths) - room, max(widths)
+        second = max((w for w in widths if w < widest), default=4)
+        share = widths.count(widest)
         cut = max(1, min(widest - max(second, 4), -(-excess // share)))
-        wanted = [w - cut if w == widest else w for w in wanted]
-    return wanted
+        widths = [w - cut if w == widest else w for w in widths]
+    return widths
 
 
 def _row(

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
+_OFFLINE = (
+    "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is here: "
+    "`edgeinfer pull FILE.gguf`."
+)
+_OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
 #: A narrower list shows names and sizes alone.
 _ROOM_FOR_ALL = 56
 
@@ -85,14 +90,9 @@ class ModelScreen(ListScreen[str | None]):
         self.offered = {choice.name: choice for choice in choices}
         chosen = self.chosen.name if self.chosen else self.wanted
         if self.first and offline(self.launch.host.config):
-            self.query_one(".first", Static).update(
-                "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is "
-                "here: `edgeinfer pull FILE.gguf`."
-            )
+            self.query_one(".first", Static).update(_OFFLINE)
         elif choices:
-            self.query_one(".first", Static).update(
-                "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-            )
+            self.query_one(".first", Static).update(_OFFERED)
             chosen = choices[0].name
         elif self.first and not self.rows:
             chosen = self._found_elsewhere(rows) or chosen
@@ -124,10 +124,10 @@ class ModelScreen(ListScreen[str | None]):
         return _row(row, row.name == self.wanted and not self.first, room, note)
 
     def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
-        found = [row for row in rows if row.store]
-        if not found:
+        elsewhere = [row for row in rows if row.store]
+        if not elsewhere:
             return ""
-        best = next((row for row in found if row.fits is not False), found[0])
+        best = next((row for row in elsewhere if row.fits is not False), elsewhere[0])
         self.query_one(".first", Static).update(
             f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
             f"{self.wanted} would be fetched."
@@ -162,7 +162,7 @@ class ModelScreen(ListScreen[str | None]):
         if chosen is None or self._working:
             return
         if not chosen.pulled:
-            self.notify(f"Pull {chosen.name} first: Enter.", markup=False)
+            self.notify(f"Pull {chosen.name} first: Enter.")
             return
         self._begin(f"warming {chosen.name}")
         self._warm(chosen.name)
@@ -199,7 +199,7 @@ class ModelScreen(ListScreen[str | None]):
             return
         app.call_from_thread(self._ended, None)
         if note:
-            app.call_from_thread(self.notify, note, markup=False)
+            app.call_from_thread(self.notify, note)
         app.call_from_thread(self.dismiss, name)
 
     @work(thread=True, group="pull")
@@ -220,7 +220,7 @@ class ModelScreen(ListScreen[str | None]):
         else:
             app.call_from_thread(self._ended, None)
             note = f"{name} is warm: it starts in a tenth of a second."
-            app.call_from_thread(self.notify, note, markup=False)
+            app.call_from_thread(self.notify, note)
             app.call_from_thread(self._read)
 
     def _progress(self, words: str) -> None:

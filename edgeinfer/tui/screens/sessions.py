@@ -96,7 +96,7 @@ class SessionScreen(ListScreen[int | None]):
         return True
 
     def _show_error(self, error: EdgeInferError) -> None:
-        self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error", markup=False)
+        self.notify(f"{error.message}\n{hint(error)}".strip(), severity="error")
 
 
 def _row(summary: Summary, now_ms: int, room: int) -> Content:
@@ -113,8 +113,8 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
 def _snippet(text: str) -> Content:
     parts: list[tuple[str, str]] = []
     for index, piece in enumerate(text.split(MARK)):
-        found, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
-        parts += [(clean(found), "$accent"), (clean(rest), "dim")]
+        match, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
+        parts += [(clean(match), "$accent"), (clean(rest), "dim")]
     return Content.assemble(*parts)
 
 
