@@ -11,32 +11,32 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: $(shell sed -n 's/^\([a-z][a-z0-9-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
-help:            ## these lines
+help:            ## list the targets
 	@grep -hE '^[a-z0-9-]+: .*##|^[a-z0-9-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 setup:           ## what a first answer needs: virtual environment, llama.cpp for this processor, CRIU
 	@tools/setup.sh
 
-full:            ## that, all CPU variants, the Vulkan backend, the picture encoder, the packages of tests and benchmarks
+full:            ## setup, and all CPU variants, the Vulkan backend, the picture encoder, packages of tests and benchmarks
 	@tools/setup.sh full
 
 gpu:             ## what a first answer needs, and the Vulkan backend
 	@tools/setup.sh gpu
 
-run: setup       ## the default model: the chat in a terminal, else the answer to PROMPT= on stdout
+run: setup       ## the default model: the chat in a terminal, otherwise the answer to PROMPT= on stdout
 	@$(BIN)/edgeinfer pull $(MODEL) >&2
 	@if [ -t 0 ] && [ -t 1 ]; then exec $(BIN)/edgeinfer chat $(MODEL); \
 	 else exec $(BIN)/edgeinfer run $(MODEL) "$(PROMPT)" --timings </dev/null; fi
 
-test:            ## the tests of what `make run` built: under ten minutes on 2 cores
+test:            ## tests that need only what `make run` builds: under ten minutes on 2 cores
 	@tools/setup.sh test
 	$(PYTEST) $(BESIDE) --needs none $(ARGS)
 
-test-all:        ## every test: compiles all variants, Vulkan and an arm64 compiler first, and builds the shipped file
+test-all:        ## every test: compiles all CPU variants and Vulkan, downloads an arm64 compiler, builds the shipped file
 	@tools/setup.sh test-all
 	$(PYTEST) $(BESIDE) $(ARGS)
 
-test-fast:       ## what needs no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
+test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@tools/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
 

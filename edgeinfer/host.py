@@ -215,7 +215,7 @@ class Host:
     def listens_at(self, url: str) -> None:
         """Publish the URL of this process's endpoint, for `edgeinfer ps`, and name it on a terminal."""
         if sys.stderr.isatty():
-            sys.stderr.write(f"chat: edgeinfer web · API: {url}/v1 · Ctrl+C ends\n")
+            sys.stderr.write(f"chat: edgeinfer web · API: {url}/v1 · Ctrl+C stops it\n")
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Take a snapshot of a loaded `model`, called `name` if that is not "", and wait for it.

@@ -3,16 +3,16 @@
 #
 #   lint              .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and what the project imports.
 #                     Compiles nothing and needs only Python
-#   run (the default) that, llama.cpp compiled for this machine's processor, our own C++ (native/build.sh), and CRIU >= 4.1 in
-#                     .venv/criu where the system's does not do: what a first answer needs
+#   run (the default) `lint`, llama.cpp compiled for this processor, our own C++ (native/build.sh), and CRIU >= 4.1 in .venv/criu
+#                     if the system's is too old or does not work: what a first answer needs
 #   test              `run`, the packages of requirements/dev.txt and the two real models of the tests; tmux, curl and Chromium
-#                     through apt if root asks (Chromium while the tests run already)
+#                     through apt if run as root (Chromium in the background, while tests run)
 #   gpu               `run`, and ggml's Vulkan backend in .venv/lib/edgeinfer/backends (6 minutes of one core)
-#   full              `test` without its programs, but with all CPU variants of llama.cpp, of which ggml takes this machine's at
+#   full              `run`, requirements/dev.txt, and all CPU variants of llama.cpp, from which ggml chooses at
 #                     run time, all levels of our C++, the Vulkan backend, and libmtmd, which encodes pictures
 #                     (native/mtmd.sh): what the shipped file needs (docs/decisions/001-one-build.md)
-#   test-all          `full` and tools/test_parts.sh: what the tests marked `needs` need
-#   bench             `full`; llama-server and llama-bench, to compare with
+#   test-all          `full`, the two models, and tools/test_parts.sh: everything for the tests marked `needs`
+#   bench             `full`, the two models, and llama-server and llama-bench for comparison
 #
 # Each build of llama.cpp is a wheel in the build cache; `run` and `test` take the full one if it is there. The builds do not
 # mix: a snapshot names the libraries it maps by build id, size and time, and the prefix cache's keys name llama.cpp's build
@@ -34,14 +34,14 @@ check_machine() {
   local missing=() tool
   for tool in gcc g++ cmake make; do command -v $tool >/dev/null || missing+=($tool); done
   [ ${#missing[@]} = 0 ] || die "${missing[*]} missing: llama.cpp cannot be compiled" "apt-get install build-essential cmake"
-  mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || die "$cache cannot be written" "EDGEINFER_BUILD_CACHE=FOLDER makes another the build cache"
+  mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || die "$cache cannot be written" "EDGEINFER_BUILD_CACHE=FOLDER sets another build cache"
   [ -x .venv/bin/edgeinfer ] || has_room . 1500 # measured: 0.9 GB in .venv, 0.4 GB while llama.cpp compiles
   ls "$cache"/wheels/*/*.whl >/dev/null 2>&1 || has_room "$cache" 1000
 }
 
 has_room() {  # FOLDER MB
   local free; free=$(df -Pm "$1" | awk 'END { print $4 }')
-  [ "$free" -ge "$2" ] || die "$free MB are free in $(realpath "$1"), the set-up needs $2" "free some, or move the checkout or EDGEINFER_BUILD_CACHE"
+  [ "$free" -ge "$2" ] || die "$free MB are free in $(realpath "$1"), the set-up needs $2" "free some space, or use another disk for the checkout or EDGEINFER_BUILD_CACHE"
 }
 
 find_python() {  # prefer the system's: an ordinary user can run it too, wherever this checkout lies
@@ -59,7 +59,7 @@ make_venv() {
   rm -rf .venv && "$py" -m venv .venv
 }
 
-pip() {  # quiet, or its last words
+pip() {  # runs quietly; on failure prints the last error line
   local output; output=$(.venv/bin/pip "$@" 2>&1) && return
   die "pip: $(grep -v '^WARNING' <<<"$output" | grep -iE 'error|no space|denied' | tail -1 || tail -1 <<<"$output")" \
     "is the network there? HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror; then run it again"
@@ -72,7 +72,7 @@ install_packages() {  # tools|dev
   case $(cat .venv/.packages 2>/dev/null) in "dev $want" | "$1 $want") return ;; esac
   say "installing the packages of requirements/$1.txt"
   rm -f .venv/.packages
-  pip install -q --upgrade pip  # what older ones write as `edgeinfer` imports `re`: 3 ms a start
+  pip install -q --upgrade pip  # scripts written by older pips import `re`: 3 ms a start
   pip install -q --no-deps --no-compile --require-hashes -r "requirements/$1.txt"
   printf '%s' "$1 $want" > .venv/.packages
 }
@@ -87,8 +87,8 @@ install() {  # again only when pyproject.toml, the packages or the wheel changed
   printf '%s' "$want" > $stamp
 }
 
-# --- llama.cpp: a wheel in the cache, named by what went into it; other places of the sources give the same bytes -----------
-# without llama.cpp's common/, a third of all compiling, which nothing here calls
+# --- llama.cpp: a wheel in the cache, named by a hash of its inputs; the path of the sources does not change the bytes -----------
+# LLAMA_BUILD_COMMON=OFF saves a third of the compile time; nothing here calls llama.cpp's common/
 flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF"
 [ "$(uname -s)" = Linux ] || flags="-DLLAVA_BUILD=OFF"
 key=$(printf '%s' "$llama $flags $(uname -sm) $(ldd --version 2>/dev/null | head -1)" | cksum | cut -d' ' -f1)
@@ -140,9 +140,9 @@ compile_wheel() {  # FOLDER SOURCE: sets `log`
   say "compiled in $((SECONDS - started)) s; the wheel stays in the build cache"
 }
 
-# --- what makes it better: without these it still answers -----------------------------------------------------------------
+# --- optional parts: without them it still answers -----------------------------------------------------------------
 install_native() {
-  native/build.sh "${levels[@]}" >&2 || say "our own C++ did not compile: llama.cpp's kernels serve, and a GPU that is lost ends the process"
+  native/build.sh "${levels[@]}" >&2 || say "our own C++ did not compile: llama.cpp's kernels are used, and a lost GPU ends the process"
 }
 
 install_vulkan() {
@@ -169,7 +169,7 @@ criu_works() {  # a version the design needs (snapshots/criu.py), and able to ru
 
 install_mtmd() {
   [ "$(uname -s)" = Linux ] || return 0
-  native/mtmd.sh "$cache/mtmd" >&2 || say "libmtmd did not compile: models read no pictures"
+  native/mtmd.sh "$cache/mtmd" >&2 || say "libmtmd did not compile: models cannot read pictures"
 }
 
 pull_models() {
@@ -185,7 +185,7 @@ case $mode in
   run | gpu) variants=one packages=tools levels=(here) ;;
   test) variants=one levels=(here) ;;
   full | test-all | bench) ;;
-  *) die "no such set: $mode" "setup.sh [lint|run|test|gpu|full|test-all|bench]" ;;
+  *) die "unknown argument: $mode" "setup.sh [lint|run|test|gpu|full|test-all|bench]" ;;
 esac
 check_machine; make_venv
 exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# test_parts.sh test|test-all: other programs that tests drive. Called by setup.sh; what cannot be had is said, and its tests are skipped.
+# test_parts.sh test|test-all: installs programs that tests use. Called by setup.sh. A program that cannot be installed is reported,
+# and its tests are skipped.
 #
-#   test      tmux and curl through apt if root asks; Chromium too, but in the background, holding
+#   test      tmux and curl through apt if run as root; Chromium too, but in the background, holding
 #             test-programs.lock in the build cache: the tests that need it wait for that lock
 #   test-all  also qemu-user, zsh, fish, node (for axe-core), glibc 2.31, which the shipped file is tested on, a compiler for
 #             arm64, docker-registry, Mesa's software GPU; for root podman and Debian 13's systemd
@@ -26,7 +27,7 @@ install_missing() {
   say "tests that need ${missing[*]} are skipped: apt-get install ${missing[*]}"
 }
 
-fetch() {  # FILE WHAT COMMAND...: runs COMMAND where FILE is missing
+fetch() {  # FILE WHAT COMMAND...: runs COMMAND if FILE is missing
   [ -e "$cache/$1" ] || ! command -v apt-get >/dev/null || "${@:3}" >&2 || say "could not get $2: its tests are skipped"
 }
 

@@ -51,7 +51,7 @@ def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """List mentions that look like a path (`@docs/a`, `@a.txt`) where there is nothing: text, then."""
+    """List mentions that look like a path (`@docs/a`) but name no file; they are sent as text."""
     paths = [name for name in names_in(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 

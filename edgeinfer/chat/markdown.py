@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Block = list[Token]
 
-#: Other links are shown as text: a terminal or a browser would hand them to programs.
+#: Links with these schemes are links; others are shown as text, because opening them starts programs.
 _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
 #: `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` without a blank inside the dollars or a digit after them.
 _FORMULA = re.compile(

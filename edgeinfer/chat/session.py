@@ -195,7 +195,7 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window of the conversation, not another one, has its draft."""
+        """Return whether this process, not another window, holds the conversation's unsent text."""
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -528,7 +528,7 @@ class ChatSession:
 
 
 def memory_store() -> ConversationStore:
-    """Return a store that ends with the process."""
+    """Return a store in memory only; it is lost when the process ends."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db, "memory")
     return ConversationStore(db, "")

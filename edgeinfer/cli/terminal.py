@@ -17,7 +17,7 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
-    """Ask on a terminal. Without one, refuse what `needs_yes`, and do anything else unasked.
+    """Ask for confirmation on a terminal. Without one, refuse if `needs_yes`, otherwise go on.
 
     Raises InterruptedByUser on a no, UsageError when it refuses.
     """

@@ -61,7 +61,7 @@ _SamplingKeys = msgspec.defstruct(
 )
 
 
-#: Keys of samplers that are gone since 0.2: a file that has them is read without them.
+#: Sampler keys that were removed after 0.2; they are ignored in models.toml.
 _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-eta"})
 
 

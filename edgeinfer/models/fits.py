@@ -59,7 +59,7 @@ _OPEN_LICENCES = ("Apache-2.0", "MIT", "BSD-3-Clause", "OpenMDW-1.0")
 
 
 def is_restricted(licence: str) -> bool:
-    """Return whether a known licence is not an open-source one: some uses need leave."""
+    """Return whether a licence is known and not open-source: some uses need permission."""
     return bool(licence) and licence not in _OPEN_LICENCES
 
 
@@ -86,7 +86,7 @@ def fit(
 
 
 def speed_of(size_bytes: int, share: float, rate: MemoryRate) -> float:
-    """Estimate a model's tokens a second, each of which reads `share`; 0 if its size is unknown."""
+    """Estimate decode tokens/s; each token reads `share` of the weights. 0 if the size is unknown."""
     return fit(size_bytes, "chat", share, rate, 0).tokens_per_s if size_bytes else 0.0
 
 

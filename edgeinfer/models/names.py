@@ -90,7 +90,7 @@ def is_path(text: str) -> bool:
 
 
 def path_hint(text: str) -> str | None:
-    """Return how to name a file of this folder that `is_path` does not take for one, or None."""
+    """Return a hint for a file of this folder whose name `is_path` does not accept, or None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 

@@ -115,7 +115,7 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
     for event, element in ElementTree.iterparse(xml, ("start", "end")):
         depth += 1 if event == "start" else -1
         if depth > _MOST_DEPTH:
-            raise ValueError(f"its elements lie in each other more than {_MOST_DEPTH} deep")
+            raise ValueError(f"its elements are nested more than {_MOST_DEPTH} deep")
         if event == "start":
             continue
         if element.tag == f"{_WORD}t":

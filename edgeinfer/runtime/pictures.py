@@ -160,7 +160,7 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
     encoded = text[uri.end() if uri else 0 :]
     with suppress(ValueError):
         return base64.b64decode(encoded, validate=True)
-    plain = "".join(encoded.split()).rstrip("=")  # with line breaks, without padding, for URLs
+    plain = "".join(encoded.split()).rstrip("=")  # line breaks, no padding, URL-safe
     plain = plain.replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)

@@ -222,12 +222,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pictures) + sum(len(turn.pictures) for turn in self.messages)
 
 
-#: Tokens of an answer in a chat and of `run` unless told otherwise; of one with reasoning.
+#: Default limit (tokens) of an answer in the chat and `run`, without and with reasoning.
 _ANSWER_TOKENS, _REASONED_ANSWER_TOKENS = 1_500, 8_000
 
 
 def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateRequest:
-    """Return a person's request with a limit, if it has none; a call or JSON cut short is of no use."""
+    """Set `max_tokens` of a chat request that has none, except with tools or a constraint."""
     if request.max_tokens is not None or request.constraint is not None or request.tools:
         return request
     limit = _REASONED_ANSWER_TOKENS if can_think else _ANSWER_TOKENS

@@ -37,7 +37,7 @@ Rows = npt.NDArray[np.float32]
 #: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Pixels of pictures that wait to be encoded (bytes); the files of others are decoded again then.
+#: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again when encoded.
 _PIXEL_BYTES = 48 << 20
 #: Files whose size, and so whose tokens, are kept.
 _KNOWN_FILES = 256

@@ -1,6 +1,6 @@
-"""Whom requests are from, and what askers share: memory, threads, and places in an engine.
+"""The clients of the endpoint, and what they share: memory, threads, and slots of an engine.
 
-No API key has any of it for itself alone.
+No API key can take all of any of these.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class BodyBudget:
     def take(self, asker: str, n_bytes: int) -> None:
         """Raises Problem 429 and 503 with Retry-After beyond the limits."""
         if self.total + n_bytes > self._most:
-            raise unavailable("The bodies of all requests are too large together.", "queue_full", 1)
+            raise unavailable("All running requests have too many bytes together.", "queue_full", 1)
         if asker and self._by_asker[asker] + n_bytes > self._most_of_asker:
-            raise too_many("The bodies of this key's requests are too large together.", 1)
+            raise too_many("The running requests of this API key have too many bytes together.", 1)
         self._by_asker[asker] += n_bytes
 
     def give_back(self, asker: str, n_bytes: int) -> None:
@@ -64,7 +64,7 @@ class BodyBudget:
 
 
 class RoundRobin(Generic[T]):
-    """Waiting items of askers, who take turns."""
+    """A queue of items that is served round-robin over clients."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
@@ -138,28 +138,28 @@ class FairPool:
         self._fill()
 
     def is_stuck(self, after_s: float) -> bool:
-        """Return whether every thread works longer than `after_s`."""
+        """Return whether every thread has been busy for more than `after_s`."""
         with self._lock:
             begun = [since for _, since in self._running.values()]
         return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
 
     def close(self) -> None:
-        """Begin nothing more; what runs finishes."""
+        """Start no more work; running work finishes."""
         with self._lock:
             self._waiting = RoundRobin()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-#: Generations beyond those that an engine decodes: it finds the next one in its queue.
+#: Generations that are submitted beyond the engine's slots, so that its queue is not empty.
 _AHEAD = 2
-#: An engine that decodes so many at once keeps a place for other keys.
+#: From this many slots on, one stays free for other keys.
 _SHARED_FROM = 4
 
 
 class Places:
-    """Places in one model's engine, given to the waiting askers in turn. Lives on one event loop.
+    """Slots of one model's engine, given to waiting clients in turn. Lives on one event loop.
 
-    An engine answers in the order of arrival: of a key's many requests it gets a few at a time.
+    An engine answers in order of arrival, so only a few of a key's requests are submitted at a time.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Places:
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, asker: str, n: int) -> None:
-        """Wait for `n` places of `asker`, who gives them back; "" takes and gives back none."""
+        """Wait for `n` slots for `asker`; the caller must `give_back` them. A client "" needs none."""
         if not asker:
             return
         future = asyncio.get_running_loop().create_future()

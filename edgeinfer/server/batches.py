@@ -219,8 +219,8 @@ class Folder:
     def _check_room(self, size: int = 0) -> None:
         n_files = self._count()
         if self._used_bytes + size > MOST_BYTES or n_files >= MOST_FILES:
-            message = f"All files together may be {MOST_FILES} and have {MOST_BYTES} bytes: "
-            message += "DELETE some under /v1/files."
+            message = f"At most {MOST_FILES} files with {MOST_BYTES >> 20} MiB in all: "
+            message += "delete some with DELETE /v1/files/ID."
             raise Problem(413, message, param="file", code="request_too_large")
 
     def _count(self) -> int:
@@ -247,7 +247,7 @@ class Folder:
             if self._used_bytes + len(line) > MOST_BYTES:
                 self._count()  # some may have been deleted
             if self._used_bytes + len(line) > MOST_BYTES:
-                raise OSError(errno.EFBIG, "the answers are too many")
+                raise OSError(errno.EFBIG, "the answers exceed the size limit of files")
             self._used_bytes += len(line)
             file.write(line)
 

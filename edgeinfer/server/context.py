@@ -87,7 +87,7 @@ class RequestContext:
 
     @property
     def key(self) -> str:
-        """Return the asker's name; what one asker has is kept apart by it."""
+        """Return the name of the client, by which its files, answers and caches are separated."""
         return self.asker.name
 
     @property

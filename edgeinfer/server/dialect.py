@@ -41,7 +41,7 @@ Handler = Callable[..., Awaitable[Any]]
 Envelope = Callable[[Problem, str], bytes]
 
 
-#: The longest body of a route that needs no key.
+#: The longest body (bytes) of a route that needs no key.
 _OPEN_BODY_BYTES = 8 << 10
 
 

@@ -225,9 +225,9 @@ class Preparation:
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
     def turn(self, asker: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
-        """Wait for the asker's turn at making requests like this one ready.
+        """Return a context manager that waits for the client's turn to prepare a request of this kind.
 
-        Those behind it hold no place in the engine meanwhile. "" need not wait.
+        Waiting requests hold no slot of the engine. A client "" does not wait.
         """
         if not asker:
             return nullcontext()

@@ -120,7 +120,7 @@ async def mcp(context: RequestContext) -> Response:
     raw = await read_body(context.request)
     version = context.headers.get("mcp-protocol-version", "")
     if version and version not in VERSIONS:
-        return _failure(None, _INVALID, f"version {version} is not spoken here", 400)
+        return _failure(None, _INVALID, f"protocol version {version} is not supported", 400)
     if not raw.lstrip().startswith(b"["):
         return _answer(context, raw)
     try:
@@ -128,7 +128,7 @@ async def mcp(context: RequestContext) -> Response:
     except (msgspec.MsgspecError, RecursionError) as error:
         return _failure(None, _INVALID, f"not a batch: {error}", 400)
     if version > _LAST_WITH_BATCHES:
-        return _failure(None, _INVALID, f"version {version} has no batches", 400)
+        return _failure(None, _INVALID, f"protocol version {version} has no batches", 400)
     return await _answer_batch(context, batch)
 
 
@@ -371,7 +371,7 @@ def _read_document(typed: str) -> Attachment:
         raise InvalidRequestError(f"{typed} is not an absolute path", param="path")
     if any(name.startswith(".") for name in real.parts):
         raise InvalidRequestError(
-            f"{typed} is hidden, or in a hidden folder: an agent that asks may not be yours to trust",
+            f"{typed} is hidden, or in a hidden folder, and is not read for other programs",
             hint="copy it into another folder",
             param="path",
         )

@@ -106,7 +106,8 @@ def locked() -> Iterator[Path]:
 def newest(channel: Channel, folder: Path) -> Release:
     """Fetch the manifest, and note when it was issued.
 
-    Raises ReleaseUntrustedError for a wrong signature and a manifest of another time, DownloadError.
+    Raises ReleaseUntrustedError for a wrong signature, or a manifest that is expired, older than the
+    last one or issued in the future; DownloadError.
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
@@ -116,11 +117,11 @@ def newest(channel: Channel, folder: Path) -> Release:
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _seen(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than it did before")
-    if release.issued_s > time.time() + _CLOCK_S:  # noted, it would have all later ones refused
+    if release.issued_s > time.time() + _CLOCK_S:  # recording it would lock out later ones
         day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
         raise ReleaseUntrustedError(
             f"the release's manifest was issued on {day}, in the future",
-            hint="check this machine's clock; otherwise wait for the publisher's next one",
+            hint="check this machine's clock; if it is right, wait for the next release",
         )
     if release.expires_s < time.time():
         day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))

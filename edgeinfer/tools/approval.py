@@ -1,4 +1,4 @@
-"""Who may call what: patterns of the configuration, and what the user allowed while chatting.
+"""Approval of tool calls: patterns of the configuration, and what the user allowed in the chat.
 
 A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)` with `*` for any text and a backslash
 before a character that stands for itself. `allow` matches a call as it is spelled, `deny` in every
@@ -32,10 +32,10 @@ _ATOM = re.compile(r"\\?.", re.DOTALL)
 #: Characters that a proposed pattern escapes in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Arguments that are run, and what ends or nests a command in one: `*` does not stand for it.
+#: Arguments that hold a command, and characters that could add a second one: `*` matches none of them.
 _COMMANDS = {"command", "cmd", "code", "script"}
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Arguments whose folder is proposed, and in which `*` stands for no hidden name.
+#: Arguments that hold a path: `p` proposes its folder, and `*` matches no hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -83,7 +83,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
     @property
     def names_tool(self) -> bool:
-        """Return whether server and tool stand there without `*`."""
+        """Return whether the names of server and tool have no `*`."""
         return not _has_wildcard(self.server + self.tool)
 
 
@@ -94,7 +94,7 @@ def parse(text: str) -> Pattern:
     pairs = _ARGUMENT.findall(inner or "")
     if match is None or sum(len(m[0]) for m in _ARGUMENT.finditer(inner or "")) != len(inner or ""):
         raise ConfigError(
-            f"{text!r} is no pattern of tool calls",
+            f"{text!r} is not a pattern of tool calls",
             hint="e.g. `files.*` or `files.write(path=notes/*)`",
         )
     arguments = tuple((_unescape(name), value) for name, value in pairs)
@@ -192,7 +192,7 @@ def argument_text(value: Any) -> str:
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
     """Propose a pattern for calls like this one: paths by folder, addresses by host, all else exactly.
 
-    Return "" if that would be long. What is written to a file is free.
+    Return "" if the pattern would be long. A pattern for a built-in file tool leaves the content open.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments
@@ -226,7 +226,7 @@ def parse_decision(text: str) -> Decision:
 
 
 class Approvals:
-    """The policy, and what the user allowed. `conversation` keys what holds there alone."""
+    """The configured policy, and what the user allowed: for all conversations, or for one key only."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]

@@ -1,4 +1,4 @@
-"""What the built-in tools share: they are called as an MCP server's are."""
+"""The base class of built-in tools, which are called like those of an MCP server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgeinfer.tools.uses import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
-#: Where programs are looked for: in the user's PATH a command of the sandbox may have put some.
+#: PATH for programs that tools start. A sandboxed command may have added programs to the user's PATH.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
-#: What other programs run by themselves if a folder has it: at a prompt, a commit, or as it is opened.
+#: Files whose content other programs execute automatically: a shell prompt, git, or an editor.
 SELF_RUNNING = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
 """.split()
@@ -28,14 +28,14 @@ def holds_home(folder: Path) -> str:
     """Return why a folder that holds the home folder has no tools, or ""."""
     with suppress(RuntimeError):  # this user has none
         if Path.home().resolve().is_relative_to(folder):
-            return f"{folder} holds your home folder: start in a project's"
+            return f"{folder} holds your home folder: start in a project folder"
     return ""
 
 
 def runs_by_itself(path: str) -> str:
     """Return the warning for a path that other programs run by themselves, or ""."""
     name = next((name for name in path.split("/") if name.lower() in SELF_RUNNING), "")
-    return f"other programs run by themselves what is in {name}" if name else ""
+    return f"other programs execute files in {name} automatically" if name else ""
 
 
 def tool_info(
@@ -103,7 +103,7 @@ class Builtin:
             return CallResult(reason or type(error).__name__, is_error=True)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: a built-in server has no process."""
 
 
 def _wrong(schema: dict[str, Any], arguments: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
 #: Pairs of equal lines that are compared for a diff, which takes about 3 s.
 _MAX_PAIRS = 10_000_000
-#: Seconds of a search, and the open files that one grep is given.
+#: Time limit (s) of a search, and files for one run of grep.
 _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -132,7 +132,7 @@ class BuiltinFiles(Builtin):
         if path.startswith("/") or ".." in (*folders, name):
             raise RefusedError(f"{path} is outside of the folder")
         if self._is_own(path):
-            raise RefusedError(f"{path} is edgeinfer's own")
+            raise RefusedError(f"{path} is in a folder of edgeinfer's own data")
         holder = os.open(self._folder, _FOLDER)
         try:
             for folder in folders:
@@ -243,7 +243,7 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop)
     """
     program = shutil.which("grep", path=FIXED_PATH)
     if program is None:
-        raise RefusedError("there is no grep in /usr/bin")
+        raise RefusedError("grep is not installed (looked in /usr/local/bin, /usr/bin and /bin)")
     files = [f"/dev/fd/{descriptor}" for descriptor in opened]
     command = [program, "-nHIsEZ", f"-m{_MAX_FOUND}", "-e", pattern, "--", *files]
     try:
@@ -283,7 +283,7 @@ def _named_line(line: str, opened: dict[int, str]) -> str:
 
 
 def _rows(text: str) -> list[str]:
-    """Divide at newlines only: a diff must not hide other ends of lines."""
+    """Split at newlines only: a diff must show other line separators (CR, U+2028) as characters."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 

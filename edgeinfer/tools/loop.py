@@ -1,6 +1,6 @@
-"""From the calls of an answer to their results: approval, parallel calls, words for the model.
+"""Run the tool calls of an answer: approval, parallel calls, results as messages for the model.
 
-No front end: it gives a `CallFront` things to show, and asks it for decisions.
+A front end (`CallFront`) shows the calls and decides about them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
-#: What a card shows at once in a terminal.
+#: Size of one page of a card in a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_NO_MORE = "there were enough calls: answer with what you have, without another call"
+_NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
 _REPEATED = "the same call was made before: answer with its result, which stands above"
 
 #: The calls of each answer since a question.
@@ -83,7 +83,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         lines += [escape_hidden(self.diff)] if self.diff else []
         lines += [f"  ! {escape_hidden(self.warning)}"] if self.warning else []
         always = f" · p always {escape_hidden(self.pattern)}" if self.pattern else ""
-        return "\n".join([*lines, f"y once · a always in this conversation{always} · n REASON"])
+        return "\n".join([*lines, f"y once · a always in this conversation{always} · n REASON refuses"])
 
     def ask(self, ask: Callable[[str], str | None]) -> Decision:
         """Show the card by `ask`, which returns what the user types, or None to stop.
@@ -92,7 +92,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         """
         *pages, last = _pages(self.text())
         for number, page in enumerate(pages, 1):
-            typed = ask(f"{page}… page {number} of {len(pages) + 1} · m shows the next · n REASON")
+            typed = ask(f"{page}… page {number} of {len(pages) + 1} · m next page · n REASON refuses")
             if typed is None or (
                 typed.strip().lower() not in ("", "m") and parse_decision(typed).choice == "no"
             ):
@@ -127,7 +127,7 @@ class CallFront(Protocol):
         """Ask the user; wait for the decision."""
 
     def show_use(self, use: ToolUse, words: str) -> None:
-        """Show how a call goes on: progress in words, or its end (`words` is "" then)."""
+        """Show the progress of a call as text, or its end (`words` is "" then)."""
 
 
 class ChatTools:
@@ -149,7 +149,7 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Ask servers whose tools are not known; return what is to be said. Blocks: any thread."""
+        """Ask servers whose tools are not known; return notices for the user. Blocks. Any thread."""
         self.toolbox.prepare(refresh=refresh)
         self._tools = self.toolbox.tools()
         return self.notices()
@@ -223,7 +223,7 @@ class ChatTools:
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server has a tool."
 
     def notices(self) -> list[str]:
-        """Return what is to be said since the last time; requests get the tools as they are now."""
+        """Return the notices since the last call; requests get the current tools from now on."""
         notices, self.toolbox.notices = self.toolbox.notices, []
         if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
@@ -314,7 +314,7 @@ class ChatTools:
             arguments = msgspec.json.decode(use.arguments or "{}", type=dict[str, Any])
             return self._judge(use, arguments, front, stop, conversation)
         except (msgspec.MsgspecError, RecursionError) as error:
-            return use.ended("failed", f"the arguments are no JSON object: {error}")
+            return use.ended("failed", f"the arguments are not a JSON object: {error}")
         except StoppedError:
             return use.ended("stopped", "the user stopped the call")
         except EdgeInferError as error:
@@ -379,7 +379,7 @@ class ChatTools:
             try:
                 self._approvals.allow_always(card.pattern)
             except ConfigError as error:
-                self.toolbox.notices.append(f"the pattern holds in this chat alone: {error.message}")
+                self.toolbox.notices.append(f"the pattern holds only in this chat: {error.message}")
 
     def _level(self, bound: BoundTool, arguments: _Arguments, conversation: object) -> Level:
         return self._approvals.level(

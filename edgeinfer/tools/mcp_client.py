@@ -34,10 +34,10 @@ from edgeinfer.tools.uses import Progress, Stop, StoppedError, safe_text
 
 #: The newest version first; a server answers with one that it speaks.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Pages of a list that are read; entries and bytes in all.
+#: Limits of a list: pages read, entries and bytes in all.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
-#: Bytes of a notice's list of names.
+#: Longest list of names in a notice (bytes).
 _MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
@@ -107,7 +107,7 @@ class McpClient:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self.lost = ""
-        #: What has been left out of its lists.
+        #: Messages about tools and list entries that were left out.
         self.notices: list[str] = []
         self.list_changed = False
         self.capabilities: dict[str, Any] = {}
@@ -193,7 +193,7 @@ class McpClient:
         return "\n\n".join(map(_item_text, _dicts(contents)))
 
     def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
-        """Return the entries of a list, as far as its limits and one answer's time go."""
+        """Return the entries of a list, up to its size limits and within one timeout."""
         entries: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         end_s, left_bytes = time.monotonic() + self._timeout_s, _MAX_LIST_BYTES
@@ -211,7 +211,7 @@ class McpClient:
             if left_bytes < 0 or len(entries) == _MAX_ENTRIES:
                 break
             cursor = {"cursor": page["nextCursor"]}
-        self.notices.append(f"{kind} of {self.spec.name}: the list is too long, its first are taken")
+        self.notices.append(f"{kind} of {self.spec.name}: too long or slow, cut")
         return entries
 
     # JSON-RPC
@@ -284,12 +284,12 @@ class McpClient:
             raise self._error(f"{method}: {answer!r}") from answer
         failure = answer.get("error")
         if isinstance(failure, dict):
-            text = str(failure.get("message") or "an error without a message")
+            text = str(failure.get("message") or "the server reports an error without a message")
             data = failure.get("data")
             raise self._error(text if data is None else f"{text}: {_json(data)}")
         result = answer.get("result")
         if not isinstance(result, dict):
-            raise self._error(f"{method}: an answer without a result")
+            raise self._error(f"{method}: the response has no result")
         return result
 
     def _error(self, text: str, hint: str | None = None) -> ToolServerError:
@@ -339,7 +339,7 @@ class McpClient:
                 pending.on_progress(str(params.get("message") or share))
 
     def _answer(self, method: Any) -> dict[str, Any]:
-        """Return the answer to a request of the server's own."""
+        """Return the response to a request that the server sent."""
         if method == "ping":
             return {"result": {}}
         if method == "roots/list":

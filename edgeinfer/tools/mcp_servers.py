@@ -22,7 +22,7 @@ _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 #: The variables that a server may see without being named.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-#: Ends of files that an interpreter may be given.
+#: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
 #: Strings stay; comments go, then commas before a closing bracket.
 _JSONC = (
@@ -121,7 +121,7 @@ def _is_disabled(entry: Any) -> bool:
 
 
 def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
-    """Raises ConfigError for an entry from which nothing can be started."""
+    """Convert an entry to a `ServerSpec`. Raises ConfigError if it is invalid."""
     try:
         entry = msgspec.convert(value, _Entry)
     except msgspec.ValidationError as error:
@@ -129,11 +129,11 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
     url = entry.url or entry.server_url
     command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
     if not name:
-        raise ConfigError(f"{label}: a name has letters or digits")
+        raise ConfigError(f"{label}: its name needs a letter or a digit")
     if bool(command) == bool(url):
         raise ConfigError(f"{label}: give either `command` or `url`")
     if url and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{label}: {url} is not an address", hint="https://…")
+        raise ConfigError(f"{label}: {url} is not an http or https URL", hint="https://…")
     env = {**(entry.env or {}), **{name: f"${{env:{name}}}" for name in entry.pass_env or ()}}
     filled = [_fill(label, word, folder) for word in (*command, *(entry.args or ()))]
     return ServerSpec(
@@ -155,7 +155,7 @@ def _fill(label: str, text: Any, folder: Path) -> str:
         kind, name, default = match.groups()
         if kind == "input":
             raise ConfigError(
-                f"{label}: only VS Code asks for {match[0]}",
+                f"{label}: {match[0]} (a prompt of VS Code) is not supported",
                 hint=f"write ${{env:{name}}} and set that variable",
             )
         if not kind and name in ("workspaceFolder", "cwd"):
@@ -184,7 +184,7 @@ def plan_start(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
-    """Return what `plan_start` does, so that no program or module below `folder` runs.
+    """Like `plan_start`, but such that no program or module below `folder` runs.
 
     Commands of `shell` and `python` may have written it. Raises ToolServerError.
     """

@@ -28,17 +28,17 @@ from edgeinfer.platform.process import start_dying
 if TYPE_CHECKING:
     import httpx2
 
-#: Bytes of one message; a server that sends more is ended.
+#: Largest message (bytes); a server that sends a larger one is ended.
 MAX_MESSAGE = 16 << 20
 #: The longest wait (s) for an answer, whatever progress the server reports.
 MAX_ANSWER_S = 3600.0
-#: Seconds for a child to end by itself, then by SIGTERM, then by SIGKILL; for HTTP's farewell.
+#: Time (s) for a child to end by itself, after SIGTERM, and after SIGKILL; for HTTP's DELETE.
 _CLOSE_S = 0.5
-#: Messages that wait to be written: a server that reads nothing loses its own requests' answers.
+#: Most queued messages to a server; further ones fail.
 _MAX_UNSENT = 1000
 #: Seconds that a notification, or an answer to a server's own request, may take over HTTP.
 _NOTIFY_S = 10.0
-#: Seconds for a stream's last notifications, once the answer has come.
+#: Time (s) to read further notifications of a stream after the response.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
 #: What Popen raises: also for a NUL, and for `=` in a variable's name.
@@ -181,7 +181,7 @@ class StdioTransport:
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Have a message written. The future fails with ToolServerError if the child reads nothing."""
+        """Queue a message. The future fails with ToolServerError if the child reads nothing."""
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
@@ -272,7 +272,7 @@ class HttpTransport:
         return ""
 
     def send(self, message: Message) -> Future[None]:
-        """Post a message, and hand on all that answers it. The future fails with ToolServerError."""
+        """Post a message; pass responses to `received`. The future fails with ToolServerError."""
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
@@ -307,7 +307,7 @@ class HttpTransport:
         except TimeoutError as error:
             raise ToolServerError(f"{self._url}: no answer within {MAX_ANSWER_S:g} s") from error
         if not is_answered:
-            raise UnansweredError(f"{self._url}: {message['method']} has no answer in what it sent")
+            raise UnansweredError(f"{self._url}: no response to {message['method']}")
 
     async def _post(self, message: Message) -> bool:
         """Post a message; return whether its answer came. Raises ToolServerError."""
@@ -331,7 +331,7 @@ class HttpTransport:
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ToolServerError(f"{self._url}: {str(error) or type(error).__name__}") from error
-        raise ToolServerError(f"{self._url} redirects again and again", hint="correct `url`")
+        raise ToolServerError(f"{self._url}: too many redirects", hint="correct `url`")
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
@@ -342,7 +342,7 @@ class HttpTransport:
         return headers
 
     def _follow(self, response: httpx2.Response) -> None:
-        """Take the new address of the same origin. Raises ToolServerError for another one."""
+        """Follow a redirect within the origin. Raises ToolServerError for another origin."""
         target = response.url.join(response.headers["Location"])
         origins = {(url.scheme, url.host, url.port) for url in (response.url, target)}
         if response.status_code not in (307, 308) or len(origins) > 1:
@@ -357,8 +357,8 @@ class HttpTransport:
             raise SessionEndedError(f"{self._url} answers 404: the session has ended")
         messages = decode_messages(await _body(response))
         failure = messages[0].get("error") if messages else None
-        text = failure.get("message") if isinstance(failure, dict) else "no MCP server there?"
-        text = "it wants a key: set `headers`" if status == 401 else text
+        text = failure.get("message") if isinstance(failure, dict) else "no MCP server at this URL?"
+        text = "it needs a key: set `headers`" if status == 401 else text
         raise ToolServerError(f"{self._url} answers {status}: {text}")
 
     async def _read(self, response: httpx2.Response, number: Any) -> bool:
@@ -375,11 +375,11 @@ class HttpTransport:
         return is_answered
 
     def _decode(self, data: bytes | bytearray, number: Any) -> bool:
-        """Hand on messages; return whether the answer to `number` was among them."""
+        """Pass messages to `received`; return whether one was the response to `number`."""
         messages = decode_messages(data)
         if data.strip() and not messages:
             shown = bytes(data[:80]).decode(errors="replace").strip()
-            raise ToolServerError(f"{self._url} sends no JSON-RPC: {shown}")
+            raise ToolServerError(f"{self._url} did not answer in JSON-RPC: {shown}")
         for message in messages:
             self._received(message)
         return any("method" not in m and str(m.get("id")) == str(number) for m in messages)

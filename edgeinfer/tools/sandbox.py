@@ -68,7 +68,7 @@ class Sandbox(Builtin):
         return ""
 
     def _own_program(self) -> Path | None:
-        """Return what runs outside of the sandbox, but could be changed by a command inside."""
+        """Return a path of edgeinfer's own code that a sandboxed command could change, or None."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
         own = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]

@@ -1,7 +1,8 @@
 """Run one command in a sandbox: `python -m` this, with a `Job` in JSON on stdin.
 
-Three processes: this one waits; the first of the new namespaces watches what rlimits cannot bound, and
-all others die with it; the command, under Landlock and seccomp, sees a root of its own.
+Three processes: this one waits. The init of the new namespaces enforces the limits that rlimits
+cannot, and every other process in them dies with it. The command runs under Landlock and seccomp,
+with a root file system that holds only programs and the folder.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from edgeinfer.platform import confinement, linux
 from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
 
-#: Limits of one call: memory of all processes, and what the disk may lose meanwhile (bytes).
+#: Limits of one call (bytes): memory of all its processes, and decrease of free disk space.
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
-#: New files, also in what the disk loses meanwhile: each takes an inode, even if it is empty.
+#: Most new files (inodes) during one call; empty files use inodes too.
 NEW_FILES = 100_000
 _PROCESSES, _FILES = 256, 256
 _FILE_BYTES = 512 << 20
@@ -83,7 +84,7 @@ def _run(job: Job, user: int, group: int) -> int:
     try:
         linux.map_this_user(user, group)
     except PermissionError as error:
-        needed = "root needs the capability setfcap for one" if user == 0 else error.strerror
+        needed = "as root they need the capability CAP_SETFCAP" if user == 0 else error.strerror
         raise OSError(f"user namespaces: {needed}") from error
     _write("/proc/sys/user/max_user_namespaces", "0")
     _write("/proc/self/oom_score_adj", "1000")
@@ -174,11 +175,11 @@ def _passed_limit(before: _Free, now: _Free) -> str:
     if _memory() > MEMORY_BYTES:
         return f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
     if now.shared_bytes > before.shared_bytes + MEMORY_BYTES:
-        return f"shared memory grew by more than {MEMORY_BYTES >> 30} GiB meanwhile"
+        return f"shared memory grew by more than {MEMORY_BYTES >> 30} GiB"
     if now.bytes < before.bytes - DISK_BYTES:
-        return f"the disk lost more than {DISK_BYTES >> 30} GiB meanwhile"
+        return f"free disk space fell by more than {DISK_BYTES >> 30} GiB"
     if now.files < before.files - NEW_FILES:
-        return f"the disk got more than {NEW_FILES:,} files meanwhile"
+        return f"more than {NEW_FILES:,} files were created on the disk"
     return ""
 
 
@@ -191,26 +192,26 @@ def _end_all() -> None:
 
 
 def _self_running(job: Job) -> dict[str, str]:
-    """Return which file each self-running name of the folder is, "" for none."""
+    """Identify (inode, type, link target) each file of SELF_RUNNING in the folder; "" if missing."""
     files: dict[str, str] = {}
     for path in (f"{job.folder}/{name}" for name in job.self_running):
         files[path] = ""
         with contextlib.suppress(OSError):
-            info = os.lstat(path)  # a number is used again: a link is also known by its target
+            info = os.lstat(path)  # inode numbers are reused, so compare a link's target too
             link = os.readlink(path) if stat.S_ISLNK(info.st_mode) else ""
             files[path] = f"{info.st_ino} {stat.S_IFMT(info.st_mode)} {link}"
     return files
 
 
 def _rename_made(before: dict[str, str], now: dict[str, str]) -> str:
-    """Rename what the command made under a self-running name; return what is to be said."""
+    """Rename files that the command created under names of SELF_RUNNING; return the message."""
     changed = [path for path in before if before[path] != now[path]]
     ending = f".from-sandbox-{os.urandom(4).hex()}"
     for path in changed:
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, path + ending)
     names = ", ".join(map(os.path.basename, changed))
-    return f"other programs run {names} by themselves; renamed to *{ending}" if changed else ""
+    return f"{names} would be executed by other programs; renamed to *{ending}" if changed else ""
 
 
 def _memory() -> int:
@@ -223,7 +224,7 @@ def _memory() -> int:
 
 
 class _Free(NamedTuple):
-    """What is left of the disk, and the machine's shared memory, which may be no process's."""
+    """Free space and inodes of the disk; shared memory in use on the whole machine."""
 
     bytes: int
     files: int

@@ -31,7 +31,7 @@ from edgeinfer.tools.web import Web
 
 #: Characters of a description that the model sees.
 _MOST_DESCRIPTION = 4000
-#: Tools of a request.
+#: Most tools of a request.
 _MOST_TOOLS = 128
 
 
@@ -68,13 +68,13 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Those that can run as far as is known, and why others cannot.
+        #: Built-in servers that can run (before `prepare`: all), and the reasons why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
-            self.notices.append(f"{name} is a built-in server: give yours another name: left out")
-        #: Commands of these can change the folder: no server starts from it.
+            self.notices.append(f"{name} is left out: a built-in server has this name; rename it")
+        #: True if `shell` or `python` is enabled: servers then start outside of the folder.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
@@ -189,7 +189,7 @@ class Toolbox:
             try:
                 tools = client.tools(stop)
             except (ToolServerError, StoppedError):
-                client.lost = client.lost or "its list is not known"
+                client.lost = client.lost or "its tools could not be listed"
                 raise
             with self._lock:
                 self._note_list(name, tools)
@@ -236,7 +236,7 @@ class Toolbox:
         except StoppedError as error:
             raise ToolServerError(f"tool server {name}: stopped") from error
         if not isinstance(session, McpClient):
-            raise ToolServerError(f"{name} is built in: it only has tools")
+            raise ToolServerError(f"{name} is a built-in server: it has no prompts or resources")
         return session
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Toolbox:
 
 
 def _in_threads(works: Sequence[Callable[[], object]]) -> None:
-    """Do several things at once, and wait for all."""
+    """Run functions in threads, and wait for all of them."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

@@ -136,7 +136,7 @@ def test_options_reach_the_request(engine):
 
 
 def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch):
-    """The chat's model picker and its pull: 30 s on a clock of the test's own, 0.5 s before, 1 s of loading."""
+    """30 s in the model picker do not count; 0.5 s before and 1 s of loading do (fake clock)."""
     clock = [500_000_000]
     monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
     monkeypatch.setattr(Host, "attach_devices", lambda *_: None)

@@ -46,7 +46,7 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema and return its number.
 
-    `name` is the file, of which a copy is made first: a version of before can read that one. Foreign
+    The file `name` is copied first, so that the previous version can still read the copy. Foreign
     keys are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a
     statement fails; nothing is changed then.
     """
@@ -55,7 +55,7 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
         return reached
     if 0 < reached < len(scripts):
         _copy(db, name, reached)
-    db.execute("PRAGMA foreign_keys = OFF")  # or a table that is made anew takes the turns with it
+    db.execute("PRAGMA foreign_keys = OFF")  # otherwise DROP TABLE deletes the turns
     db.execute("BEGIN IMMEDIATE")
     try:
         reached = _version(db)  # another process may have migrated it while this one waited
@@ -120,7 +120,7 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
-    if copy.exists():  # without its own log SQLite would put the newer file's into the copy
+    if copy.exists():  # SQLite would apply the newer file's write-ahead log to the copy
         remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
         move = shlex.join(["mv", str(copy), name])
         copying = f"take the copy from before: {remove}; {move}"
@@ -145,7 +145,7 @@ def _statements(script: str) -> Iterator[str]:
 #: The process of an answer without a new piece for this long (ms) has died.
 STALE_MS = 60_000
 
-#: Copies of before a migration are kept for this long (s).
+#: How long (s) pre-migration copies are kept.
 _KEEP_COPIES_S = 30 * 24 * 3600.0
 
 #: An unfinished copy that is older (s) will not be finished.
@@ -221,7 +221,7 @@ def _store_errors(name: str) -> Iterator[None]:
         if "unable to open" in str(error) or "readonly" in str(error):
             hint = f"check who may read and write {name} and its folder"
         elif any(words in str(error) for words in ("full", "No space", "disk I/O")):
-            hint = "free some room on the disk; if there is some, check the disk"
+            hint = "free some disk space; if there is enough, check the disk"
         elif "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
         raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
@@ -414,7 +414,7 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete these for good, except those restored meanwhile, here and in copies of before."""
+        """Purge deleted conversations, also from pre-migration copies; restored ones stay."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             _delete(self.db, ids, "AND deleted_ms IS NOT NULL")

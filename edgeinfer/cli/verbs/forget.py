@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(
             f"conversation {', '.join(map(repr, unknown))} has no cached prefixes of its own",
-            hint="name chat-NUMBER of a chat, or the prompt_cache_key of requests",
+            hint="give `chat-NUMBER` (a conversation's number) or the `prompt_cache_key` of requests",
         )
     freed += sum(freed_of.values())
     return ForgetResult(forgotten=(*options.models, *options.conversation), freed_bytes=freed)

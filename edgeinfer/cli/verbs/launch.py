@@ -166,7 +166,7 @@ def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
 
 
 def urls(config: Config) -> Iterator[str]:
-    """Yield where endpoints with our folders may listen; another home's has other keys and chats."""
+    """Yield URLs of endpoints that use this home; another home has other API keys and conversations."""
     host, configured = config.serve.host, str(config.serve.port)
     ports = {
         run.pid: _port(run, configured) for run in processes(everywhere=True) if run.verb == "serve"

@@ -19,7 +19,7 @@ from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.host import Host
 from edgeinfer.tools.mcp_transports import MAX_MESSAGE, HttpTransport, UnansweredError, decode_messages
 
-#: Seconds between looks whether the client still reads, once its own end is closed.
+#: Interval (s) of checks that the client still reads stdout, after stdin has ended.
 _LOOK_S = 0.2
 _PARSE_ERROR, _INTERNAL_ERROR = -32700, -32603
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, host: Host) -> McpResult:
     while line := sys.stdin.buffer.readline(MAX_MESSAGE):
         messages = decode_messages(line)
         if not messages:
-            bridge.write(_failure(None, _PARSE_ERROR, "the line is not a message of JSON-RPC"))
+            bridge.write(_failure(None, _PARSE_ERROR, "the line is not a JSON-RPC message"))
         for message in messages:
             if message.get("method") == "tools/call":  # others may be sent, or cancel it, meanwhile
                 calls = [call for call in calls if call.is_alive()]

@@ -163,7 +163,7 @@ def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[byt
 
 
 def _cut(usage: Usage, limit: int | None) -> str:
-    """Say where an answer was cut that no typed option cut, and how to get more."""
+    """Describe the default limit that cut an answer, and the option that raises it."""
     if limit is not None and usage.completion_tokens >= limit:
         return f"stopped at {limit:,} tokens; more with --max-tokens N"
     n_tokens = usage.prompt_tokens + usage.completion_tokens

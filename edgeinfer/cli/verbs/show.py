@@ -290,7 +290,7 @@ def _describe(
 
 
 def _sampling(entry: Model, n_params: int) -> dict[str, float]:
-    """Return the numbers that differ from the program's defaults: the model's own, and by its size."""
+    """Return sampling options that differ from the defaults: the model's own, and by its size."""
     defaults = msgspec.structs.asdict(Sampling())
     own = entry.sampling.over(default_sampling(n_params or parameter_count(entry.parameters)))
     values = msgspec.structs.asdict(own)

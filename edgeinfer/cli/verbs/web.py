@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, host: Host) -> WebResult:
 
 
 def _open(remote: RemoteEndpoint) -> bool:
-    """Open a browser that has a window of its own; one in the terminal would hide the address.
+    """Open a graphical browser; a text browser would hide the printed address.
 
     Every user can read a program's arguments, so the browser's hold no code. The endpoint is told to
     let this user's next browser in.

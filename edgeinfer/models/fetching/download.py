@@ -132,7 +132,7 @@ def _receive(
     validator = http_client.validator(response)
     if offset and not remote.sha256 and validator != state.validator:
         part.unlink()
-        raise RetryableError("the file on the server may be another one now; starting over")
+        raise RetryableError("the file on the server may have changed; starting over")
     if offset == 0 and state.validator not in ("", validator):
         part.unlink(missing_ok=True)  # the server has another file now
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)

@@ -16,7 +16,7 @@ import httpx2  # 75–120 ms, which is why nothing but a pull imports this modul
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 
-#: Bytes of a manifest, a token or a refusal at most, as registries have it.
+#: Largest manifest, token or error response (bytes); registries have the same limit.
 SMALL_BYTES = 4 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 

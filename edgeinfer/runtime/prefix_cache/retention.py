@@ -124,7 +124,7 @@ def _read_used(root: Path) -> tuple[int, int]:
 
 
 def forget_sum(root: Path) -> None:
-    """Have the blocks counted again at the next write."""
+    """Discard the stored total, so that the next write counts all blocks again."""
     (root / _USED).unlink(missing_ok=True)
 
 

@@ -98,8 +98,8 @@ class AnswerFile:
         return self._read(_RING_AT + place, min(n, RING - place))
 
     def find(self, text: Tokens) -> tuple[int, int]:
-        """Return the place in the ring behind the latest occurrence of the end of `text`, and how many
-        tokens agree; (0, 0) for none.
+        """Return the ring index after the latest occurrence of a suffix of `text`, and the length of
+        that suffix (tokens); (0, 0) for none.
         """
         end = text[-max(_GRAMS) :].tolist()
         for table, n in _TABLES:
@@ -156,7 +156,7 @@ class AnswerFile:
         return place + len(words) if words.any() else place  # zeros: nothing was written there yet
 
     def _erase(self, begin: int, end: int) -> None:
-        """Overwrite [begin, end) from the last page on: what a kill leaves still names its owner."""
+        """Overwrite [begin, end), last page first: after a kill the rest keeps its owner."""
         first, last = _RING_AT + begin, _RING_AT + end
         while last > first:
             low = max(first, (last - 1) // _PAGE * _PAGE)
@@ -164,7 +164,7 @@ class AnswerFile:
             last = low
 
     def _drop_old_hashes(self) -> None:
-        """Drop the entries of tables that the ring no longer bears out: hashes of a text tell of it."""
+        """Drop table entries without a match in the ring: hashes would still reveal erased text."""
         ring = self.ring
         for table, n in _TABLES:
             places = self._read(table, RING).copy()

@@ -95,7 +95,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def asker(self, key: str, connection: Connection | None) -> Asker:
-        """Return whom a request is from. Raises Problem 403 for another user, if there are no keys."""
+        """Return the client of a request. Raises Problem 403 for another user without keys."""
         if self.keys:
             return Asker(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):

@@ -303,7 +303,7 @@ def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
 
 
 def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
-    """Pick fields; `a/b` is `b` of the object `a`, under that name. Unknown ones are left out."""
+    """Select fields; `a/b` is field `b` of object `a`, returned as `a/b`. Unknown names are ignored."""
     picked: dict[str, Any] = {}
     for field in fields:
         inner: Any = msgspec.to_builtins(answer)

@@ -114,7 +114,7 @@ class Access:
         self._announced_until = time.monotonic() + _CODE_S
 
     def lets_in(self, user: str) -> bool:
-        """Return whether a browser of `user` needs no code and no key, this time."""
+        """Return whether a browser of `user` may sign in now without a code or a key."""
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):
             return False

@@ -84,7 +84,7 @@ _memory_rate = cache(read_memory_rate)
 
 
 def offered() -> list[wire.Offer]:
-    """List the catalogue's chat models that are not here, as this machine would run them."""
+    """List chat and base models of the catalogue that are not pulled, with estimated speed here."""
     here = {model.name for model in list_pulled()}
     available = read_memory().available_bytes
     return [

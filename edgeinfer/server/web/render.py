@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: A tool call's arguments and its result are cut to this (characters).
 _CALL = 8000
 
-#: What is told of an error in rendering.
+#: Reports an error in rendering.
 Report = Callable[[Exception], object]
 
 

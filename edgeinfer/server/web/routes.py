@@ -230,7 +230,7 @@ async def setup(context: RequestContext) -> wire.Setup:
 
 @ROUTES.get(f"{PATH}/models", web="cookie")
 async def to_pull(context: RequestContext) -> list[wire.Offer]:
-    """List the catalogue's models that are not here."""
+    """List the catalogue's models that are not pulled."""
     return await context.endpoint.in_thread(offered)
 
 

@@ -122,7 +122,7 @@ def failing(how: str, layers: int | str) -> dict[str, object]:
 def stored(layers: int) -> dict[str, object]:
     """Two engines, one after the other, with some layers on the device and blocks on the disk."""
     answers = []
-    writer._WORTH_WRITING_S = 0.0  # however fast a tiny model computes
+    writer._WORTH_WRITING_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             with engine() as opened:

@@ -204,7 +204,7 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
 
 
 def open_answers() -> int:
-    """Open files of answers; other tests' engines have theirs."""
+    """Count this process's open files of past answers, those of other tests' engines included."""
     links = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
     return sum("/answers/" in os.readlink(link) for link in links if os.path.islink(link))
 

@@ -1,4 +1,4 @@
-"""The watchdog over the served fixture's event loop, and what was found by it."""
+"""The watchdog of the endpoint's event loop, and regressions for stalls that it detected."""
 
 import asyncio
 import time
