@@ -420,7 +420,7 @@ def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(tmp_path):
                 continue
         with pytest.raises(StoreError) as refused:
             ConversationStore.open(place / "c.db")
-        assert refused.value.hint.startswith("free some room on the disk")
+        assert refused.value.hint.startswith("free some disk space")
         assert (place / "c.db").read_bytes() == before
         (place / "fill").unlink()
         assert {path.name for path in place.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}

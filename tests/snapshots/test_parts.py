@@ -375,7 +375,7 @@ def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
     assert capsys.readouterr().err == "", "a log gets no such line"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     Host().listens_at("http://127.0.0.1:8080")
-    assert "API: http://127.0.0.1:8080/v1 · Ctrl+C ends" in capsys.readouterr().err
+    assert "API: http://127.0.0.1:8080/v1 · Ctrl+C stops it" in capsys.readouterr().err
 
 
 @pytest.mark.criu

@@ -25,7 +25,7 @@ def shown_arguments(text):
     """Return the arguments that a card in a terminal shows."""
     lines = text.split("\n")
     assert lines[0] == "s · t wants to run"
-    assert lines[-1] == "y once · a always in this conversation · n REASON"
+    assert lines[-1] == "y once · a always in this conversation · n REASON refuses"
     values = []
     for line in lines[1:-1]:
         if line.startswith("  | "):
@@ -91,7 +91,7 @@ def test_a_long_card_takes_a_yes_on_its_last_page_only(early, text):
 
     def ask(page):
         pages.append(page)
-        return "y" if page.endswith("n REASON") and "m shows the next" not in page else early
+        return "y" if page.endswith("n REASON refuses") and "m next page" not in page else early
 
     assert card({"command": text}).ask(ask) == Decision("once")
     assert len(pages) > 2

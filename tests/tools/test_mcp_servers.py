@@ -72,12 +72,12 @@ def test_defaults_stand_for_unset_variables(tmp_path, monkeypatch, text, filled)
 
 
 BAD_ENTRIES = [
-    ({"command": "x", "args": ["${input:key}"]}, "only VS Code asks"),
+    ({"command": "x", "args": ["${input:key}"]}, "a prompt of VS Code"),
     ({"command": "x", "env": {"A": "${env:NOT_SET}"}}, "NOT_SET is not set (export NOT_SET=…)"),
     ({"url": "https://x", "headers": {"A": "${NOT_SET}"}}, "NOT_SET is not set"),
     ({}, "either `command` or `url`"),
     ({"command": "x", "url": "https://x"}, "either `command` or `url`"),
-    ({"url": "ftp://x"}, "not an address"),
+    ({"url": "ftp://x"}, "not an http or https URL"),
     ({"command": 5}, "$.command"),
     ({"command": "x", "args": "y"}, "$.args"),
     ({"command": "x", "env": []}, "$.env"),
@@ -110,7 +110,7 @@ def test_names_become_valid(tmp_path, name, valid):
 def test_a_name_without_a_letter_is_left_out(tmp_path):
     specs, left_out = read_all(tmp_path, {"mcpServers": {"日本": SERVER, "one": SERVER}})
     assert [spec.name for spec in specs] == ["one"]
-    assert "letters or digits" in left_out[0]
+    assert "needs a letter or a digit" in left_out[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', b"\xff", None])

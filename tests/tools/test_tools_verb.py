@@ -52,7 +52,7 @@ def test_servers_and_tools_are_listed(configure, capsys):
         ("", "no tools are configured"),
         ('builtin = ["rm"]', "Invalid enum value"),
         ('[tools.servers.x]\ncomand = ["x"]', "comand"),
-        ('builtin = ["read"]\nallow = ["("]', "no pattern"),
+        ('builtin = ["read"]\nallow = ["("]', "is not a pattern"),
     ],
 )
 def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
@@ -90,9 +90,9 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
     out = capsys.readouterr().out
     for said in (
         "config.toml: tool server empty: give either `command` or `url`: left out",
-        "tool server unset: ${NOT_SET} is not an address",
+        "tool server unset: ${NOT_SET} is not an http or https URL",
         "/nowhere.json",
-        "files is a built-in server",
+        "files is left out: a built-in server has this name",
         "/no/such/program cannot be started",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
         "listing__loose: the model may write other arguments: ",
@@ -130,7 +130,7 @@ linux.map_this_user(user, group)
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
 linux.drop_privileges()
 """,
-    "user namespaces: root needs the capability setfcap for one": "linux.drop_privileges()",
+    "user namespaces: as root they need the capability CAP_SETFCAP": "linux.drop_privileges()",
     "Landlock: Function not implemented": """
 linux.refuse_new_privileges()
 machine = os.uname().machine
@@ -143,7 +143,7 @@ confinement._install(refusing)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
 @pytest.mark.parametrize("why", WITHOUT)
 def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, why):
-    if "root" in why and os.getuid() != 0:
+    if "as root" in why and os.getuid() != 0:
         pytest.skip("not root")
     configure('builtin = ["read", "shell"]')
     code = f"""

@@ -175,7 +175,7 @@ def test_number_of_files_is_bounded(here, monkeypatch):
     client = _client(here)
     for _ in range(2):
         client.files.create(file=("a", b"x"), purpose="batch")
-    with pytest.raises(openai.APIStatusError, match="DELETE some"):
+    with pytest.raises(openai.APIStatusError, match="delete some with DELETE"):
         client.files.create(file=("a", b"x"), purpose="batch")
 
 
@@ -213,7 +213,7 @@ def test_refused_upload_ends_no_running_batch(serve, tmp_path, until, monkeypatc
     client = _client(here)
     spare = client.files.create(file=("a", b"x" * 11_000), purpose="batch")
     batch = _begin(client, _jsonl(_line("q")))
-    with pytest.raises(openai.APIStatusError, match="DELETE some"):
+    with pytest.raises(openai.APIStatusError, match="delete some with DELETE"):
         client.files.create(file=("b", b"x" * 11_000), purpose="batch")
     client.files.delete(spare.id)
     gate.opened.set()
