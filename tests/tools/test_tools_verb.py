@@ -68,7 +68,7 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         {"name": "broken", "inputSchema": {"type": "array"}},
         {
             "name": "loose",
-            "inputSchema": {"properties": {"n": {"pattern": "^(?!a)b$", "type": "string"}}},
+            "inputSchema": {"properties": {"n": {"pattern": "^a(?!b).*$", "type": "string"}}},
         },
         {"name": "nulls", "inputSchema": {"properties": None}},
         {"name": "", "inputSchema": {}},
@@ -96,7 +96,6 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         "/no/such/program cannot be started",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
         "listing__loose: the model may write other arguments: ",
-        "listing__nulls: the model may write other arguments: ",
         "Figma-Dev-Mode",
         "weather",
     ):
