@@ -27,6 +27,7 @@ from edgeinfer.tools.approval import (
     parse_decision,
     pattern_for,
 )
+from edgeinfer.tools.builtin import wrong_names
 from edgeinfer.tools.mcp_client import StoppedError, ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, ToolUse, safe_text
@@ -325,12 +326,15 @@ class ChatTools:
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
         builtin = self.toolbox.builtin.get(bound.server)
+        schema, tool = bound.info.parameters, bound.info.name
+        if wrong := builtin.wrong(tool, arguments) if builtin else wrong_names(schema, arguments):
+            return use.ended("failed", safe_text(f"wrong arguments: {wrong}", 2000))
         if builtin is not None:
-            arguments = builtin.canonical(bound.info.name, arguments)
+            arguments = builtin.canonical(tool, arguments)
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
-        warning = builtin.warning(bound.info.name, arguments) if builtin is not None else ""
+        warning = builtin.warning(tool, arguments) if builtin is not None else ""
         if level == "ask" or bound.is_new or warning:
             refused = self._asked(use, bound, arguments, front, conversation, warning)
             if stop.is_set:
