@@ -72,6 +72,16 @@ class Builtin:
         """Return why the tools cannot be offered here, or ""."""
         return ""
 
+    def wrong(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return what is wrong with the arguments of a call, or ""."""
+        schema = next(tool.parameters for tool in self._tools if tool.name == name)
+        types = {key: value["type"] for key, value in schema["properties"].items()}
+        return wrong_names(schema, arguments) or "; ".join(
+            f"{key} must be of type {types[key]}"
+            for key, value in arguments.items()
+            if not isinstance(value, _TYPES[types[key]])
+        )
+
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the call that is judged, shown and made: a path without links."""
         return arguments
@@ -92,8 +102,7 @@ class Builtin:
         on_progress: Progress | None = None,
     ) -> CallResult:
         """Run a tool. Raises StoppedError."""
-        schema = next(tool.parameters for tool in self._tools if tool.name == name)
-        if wrong := _wrong(schema, arguments):
+        if wrong := self.wrong(name, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
             result = getattr(self, f"_{name}")(stop or Stop(), **arguments)
@@ -106,12 +115,11 @@ class Builtin:
         """Do nothing: a built-in server has no process."""
 
 
-def _wrong(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
-    known = schema["properties"]
-    problems = [f"{name} is missing" for name in schema["required"] if name not in arguments]
-    problems += [f"there is no {name}" for name in arguments if name not in known]
-    return "; ".join(problems) or "; ".join(
-        f"{name} must be of type {known[name]['type']}"
-        for name, value in arguments.items()
-        if not isinstance(value, _TYPES[known[name]["type"]])
-    )
+def wrong_names(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
+    """Return which arguments are missing or unknown by a tool's schema, or "". Any server's schema."""
+    required, known = schema.get("required"), schema.get("properties", {})
+    required = required if isinstance(required, list) else []
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    unknown = [name for name in arguments if is_closed and name not in known]
+    said = [f"missing argument: {name}" for name in required if name not in arguments]
+    return "; ".join([*said, *(f"unknown argument: {name}" for name in unknown)])

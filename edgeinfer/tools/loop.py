@@ -27,6 +27,7 @@ from edgeinfer.tools.approval import (
     parse_decision,
     pattern_for,
 )
+from edgeinfer.tools.builtin import wrong_names
 from edgeinfer.tools.mcp_client import ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
@@ -332,11 +333,14 @@ class ChatTools:
         if bound is None:
             return use.ended("failed", "its server has this tool no longer")
         builtin = self.toolbox.builtin.get(bound.server)
-        arguments = builtin.canonical(bound.info.name, arguments) if builtin else arguments
+        schema, tool = bound.info.parameters, bound.info.name
+        if wrong := builtin.wrong(tool, arguments) if builtin else wrong_names(schema, arguments):
+            return use.ended("failed", safe_text(f"wrong arguments: {wrong}", 2000))
+        arguments = builtin.canonical(tool, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.ended("refused", "the configuration denies it")
-        warning = builtin.warning(bound.info.name, arguments) if builtin else ""
+        warning = builtin.warning(tool, arguments) if builtin else ""
         if level == "allow" and not bound.is_new and not warning:
             return bound, arguments
         card = self._card(use, bound, arguments, warning)

@@ -99,12 +99,16 @@ class AppFront:
         """Show the models; `first`: none is here yet, and `wanted` was asked for."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
+        if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
+            return  # a question was typed before the picker was painted
         screen = ModelScreen(self.launch, wanted or self.session.conversation.model, first=first)
         self.app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:
         if name:
             self._load(name)
+        elif self.answering.unanswered and not self.view.loader.progress:
+            self.show_text("The question is answered once a model is here: /model")
         self.view.composer.focus()
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:

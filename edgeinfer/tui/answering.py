@@ -21,7 +21,7 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import Stop, ToolUse
-from edgeinfer.tui.drawing.entry import AnswerEntry, Remark
+from edgeinfer.tui.drawing.entry import AnswerEntry, Remark, call_name
 from edgeinfer.tui.view import Streaming, View
 
 if TYPE_CHECKING:
@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 
 class Answering:
-    """Streams answers to questions. `unanswered`: the last question waits for its model."""
+    """Streams answers to questions.
+
+    `unanswered` is the id of the last turn of a branch that waits for a model, 0 if none does.
+    """
 
     @dataclass
     class RoomWanted(Message):
@@ -62,16 +65,22 @@ class Answering:
         self._view = view
         self._session = view.session
         self._typed: SimpleQueue[str | None] | None = None
-        self.unanswered = False
+        self.unanswered = 0
 
     def answer_question(self) -> None:
         """Answer the question at the end of the branch, once the model is loaded."""
-        self.unanswered = self._session.engine is None
-        if self.unanswered:
+        if self._session.engine is None:
+            self.unanswered = self._session.conversation.head_id or 0
             self._view.loader.start(self._view.model)
             self._view.refresh_status()
         else:
             self._begin(self._session.begin_answer)
+
+    def answer_waiting(self) -> None:
+        """Answer the question that waited for the model, unless another branch is on show."""
+        waiting, self.unanswered = self.unanswered, 0
+        if waiting and waiting == self._session.conversation.head_id:
+            self.answer_after_cut()
 
     def answer_after_cut(self) -> None:
         """Answer the question that did not fit before the oldest turns were left out."""
@@ -175,6 +184,7 @@ class Answering:
             calls = await asyncio.to_thread(run)
         finally:
             self._view.calling, self._typed = "", None
+            self._view.refresh_status()
         try:
             goes_on = self._session.note_calls(turn, calls)
         except StoreError as failure:
@@ -220,7 +230,10 @@ class Answering:
         self._view.refresh_status()
 
     def show_progress(self, message: UseShown) -> None:
-        self._view.calling = f"{message.use.name} {message.words}".rstrip()
+        tools = self._session.tools
+        if tools is not None and tools.running is not None:  # else the calls have ended meanwhile
+            words = f"{call_name(message.use)} {message.words}"
+            self._view.calling = words if message.words else "calling…"
         if not message.words:
             self._view.show_use(message.use)
         self._view.refresh_status()

@@ -17,7 +17,7 @@ from edgeinfer.chat import context
 from edgeinfer.chat.attachments import missing_note, names_in
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.chat.history.values import Attachment, Turn
+from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
@@ -139,24 +139,24 @@ class ChatScreen(Screen[None]):
     def _load_ended(self, message: Loader.Ended) -> None:
         if not self.loader.finish(message):
             return
-        waited, self.answering.unanswered = self.answering.unanswered, False
         if isinstance(message.outcome, EdgeInferError):
-            self._not_loaded(message.model, message.outcome, self.session.head if waited else None)
+            self._not_loaded(message.model, message.outcome)
             return
         self.session.engine = message.outcome
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
         self.attachments.show()
         self.refresh_status()
-        if waited:
-            self.answering.answer_after_cut()
+        self.answering.answer_waiting()
 
-    def _not_loaded(self, model: str, error: EdgeInferError, unsent: Turn | None) -> None:
+    def _not_loaded(self, model: str, error: EdgeInferError) -> None:
         self.refresh_status()
-        if isinstance(error, ModelNotPulledError):
+        if isinstance(error, ModelNotPulledError):  # the question waits for the model to be picked
             self.front.pick_model(model, first=True)
-        else:
-            self.view.show_error(error, unsent.content if unsent else "")
+            return
+        waiting, self.answering.unanswered = self.answering.unanswered, 0
+        head = self.session.head
+        self.view.show_error(error, head.content if head is not None and head.id == waiting else "")
 
     # sending
 
@@ -318,7 +318,8 @@ class ChatScreen(Screen[None]):
             self.attachments.paste(context.beginning(engine, text))
         elif choice:
             head = self.session.head
-            self.answering.unanswered = choice.startswith("ctx") and bool(head and head.failed_empty)
+            waits = choice.startswith("ctx") and head is not None and head.failed_empty
+            self.answering.unanswered = head.id if waits and head is not None else 0
             self.run_command(f"/{choice}")
 
     # completion

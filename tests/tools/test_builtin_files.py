@@ -79,7 +79,7 @@ def test_mistakes_are_told_to_the_model(files):
     assert "is not a file" in call(files, "read", path="src")
     assert "binary" in call(files, "read", path="src/c.bin")
     said = call(files, "read", file="a.txt")
-    assert "wrong arguments: path is missing; there is no file" in said
+    assert "wrong arguments: missing argument: path; unknown argument: file" in said
     assert "lines must be of type integer" in call(files, "read", path="a.txt", lines="2")
     assert "is a folder" in call(files, "write", path="src", content="x")
 

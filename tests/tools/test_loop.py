@@ -9,6 +9,7 @@ from tools_here import tools_config
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import ToolServerError, UsageError
 from edgeinfer.tools.approval import Decision
+from edgeinfer.tools.builtin import wrong_names
 from edgeinfer.tools.loop import ChatTools
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.toolbox import records_path
@@ -199,8 +200,40 @@ def test_arguments_nested_too_deeply_fail_the_call(opened, monkeypatch):
 
     tools = opened("plain")
     monkeypatch.setattr(tools._approvals, "level", judge)
-    (use,) = run(tools, ("plain__add", {"a": [[]]}))
+    (use,) = run(tools, ("plain__add", {"a": [[]], "b": 1}))
     assert (use.status, "maximum recursion" in use.result) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"path": "a", "content": "x", "lines": 3}, "unknown argument: lines"),
+        ({"path": "a"}, "missing argument: content"),
+        ({}, "missing argument: path; missing argument: content"),
+        ({"path": "a", "content": 3}, "content must be of type string"),
+    ],
+)
+def test_call_with_wrong_arguments_asks_for_nothing(opened, arguments, wrong):
+    tools, front = opened(builtin=("write",)), Front()
+    uses = run(tools, ("files__write", arguments), front=front)
+    assert outcomes(uses) == [("failed", f"wrong arguments: {wrong}")]
+    assert front.cards == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({}, ""),
+        ({"properties": {"b": {}}}, ""),
+        ({"properties": {"b": {}}, "additionalProperties": False}, "unknown argument: a"),
+        ({"additionalProperties": False}, "unknown argument: a"),
+        ({"additionalProperties": False, "patternProperties": {"^a": {}}}, ""),
+        ({"required": ["a", "b"]}, "missing argument: b"),
+        ({"required": True, "properties": {"a": {}}}, ""),
+    ],
+)
+def test_a_servers_schema_names_missing_and_unknown_arguments(schema, said):
+    assert wrong_names(schema, {"a": 1}) == said
 
 
 def test_rounds_are_limited(opened):

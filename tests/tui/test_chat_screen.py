@@ -29,6 +29,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
 from edgeinfer.runtime.options import Chosen
+from edgeinfer.tui.composer import Composer
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 
@@ -317,6 +318,56 @@ async def test_first_run_offers_models_and_saves_the_choice(drive, first_run, re
         await d.press("enter")
         await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == model)
         assert load_config().default_model == model
+
+
+async def picker_of(d):
+    return await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen.rows)
+
+
+@pytest.mark.parametrize("way", ["before", "at once", "after", "later"])
+async def test_first_question_is_answered_once_a_model_is_picked(drive, first_run, way):
+    missing = [ModelNotPulledError(f"{MODEL} is not on this machine yet") for _ in range(2)]
+    host, gate = FixedHost(errors=missing[: 1 if way == "before" else 2]), threading.Event()
+    load = host.engine
+    host.engine = lambda *given: gate.wait(10) and load(*given)
+    async with drive(host=host, ready=False) as d:
+        if way == "before":
+            await d.type("Why is the sky blue?", "enter")
+        gate.set()
+        await picker_of(d)
+        if way == "at once":  # Enter was on its way while the picker opened
+            d.chat.composer.post_message(Composer.Sent("Why is the sky blue?", None))
+            await d.until(lambda: len(host.opened) == 2 and not d.chat.loader.progress)
+        elif way != "before":
+            await d.press("escape")
+            await d.type("Why is the sky blue?", "enter")
+            await picker_of(d)
+        if way == "later":
+            await d.press("escape")
+            await d.until(lambda: "answered once a model is here" in d.shown())
+            d.chat.run_command("/model")
+            await picker_of(d)
+        await d.press("enter")
+        await d.until(lambda: d.idle() and d.turns() == ["Why is the sky blue?", "Hello world"])
+        assert d.app.screen is d.chat
+        assert not d.chat.loader.progress
+
+
+async def test_waiting_question_of_another_conversation_is_not_answered(drive, first_run):
+    host = FixedHost(errors=[ModelNotPulledError("is not here"), ModelNotPulledError("is not here")])
+    async with drive(host=host, ready=False) as d:
+        await picker_of(d)
+        await d.press("escape")
+        await d.type("first", "enter")
+        await picker_of(d)
+        await d.press("escape")
+        d.chat.run_command("/new")
+        d.chat.run_command("/model")
+        await picker_of(d)
+        await d.press("enter")
+        await d.ready()
+        await d.ask("second")
+        assert len(d.host.fake.requests) == 1
 
 
 async def test_first_screen_offers_models_of_other_programs(drive):
@@ -788,8 +839,14 @@ async def test_a_no_and_its_reason_go_to_the_model(drive):
 async def test_escape_stops_calls_and_the_chat_goes_on(drive):
     async with drive(host=tools_host(words("Hello.")), with_tools=True) as d:
         await card_of(d)
+        line = [part.text for part in d.chat.status._parts]
+        assert not any("__" in text for text in line)
         await d.press("escape")
         await d.until(d.idle)
+        await d.until(lambda: "Esc stops" not in d.chat.status._hint)
+        await d.until(lambda: "◌ plain · weather" in d.shown())
+        assert "calling" not in str(d.chat.status.render())
+        assert "weather" not in str(d.chat.status.render())
         assert len(d.host.fake.requests) == 1
         await d.ask("Hello?")
         assert "Hello." in d.shown()

@@ -146,22 +146,29 @@ def _find_endpoint(
             os.waitpid(pid, 0)
         raise _too_small(agent, model, n_ctx)
     if pid:
-        print(  # noqa: T201
-            f"started `serve` for it: it leaves after {IDLE_EXIT_S // 60} minutes without a request, "
-            f"or with `edgeinfer stop {pid}`",
-            file=sys.stderr,
-        )
+        _say_started(pid)
     return remote, model, n_ctx
 
 
+def _say_started(pid: int) -> None:
+    sys.stderr.write(
+        f"an endpoint was started for it: it ends after {IDLE_EXIT_S // 60} minutes without a request, "
+        f"or with `edgeinfer stop {pid}`\n"
+    )
+
+
 def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
-    """Find this user's endpoint, or start one. Raises ServeError, and what naming a model raises."""
+    """Find this user's endpoint, or start one and say so on stderr.
+
+    Raises ServeError, and what naming a model raises.
+    """
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
         ref = host.resolve(options.model or host.config.default_model)
         host.files(ref)  # an error here is plainer than one in the endpoint's log
-        remote, _ = endpoint.start(serve_command(ref.text, host.config), key)
+        remote, pid = endpoint.start(serve_command(ref.text, host.config), key)
+        _say_started(pid)
     return remote
 
 

@@ -192,9 +192,9 @@ class AnswerEntry(TurnEntry):
 
     def _call(self, use: ToolUse, width: int) -> list[Line]:
         marks = {"pending": "…", "done": "✓", "stopped": "◌"}
-        name = clean(use.name).replace("__", " · ", 1)
         arguments = " ".join(clean(use.arguments).split())
-        head = f"  {'▸' if self.folded else '▾'} {marks.get(use.status, '✗')} {name} {arguments}"
+        fold_mark = "▸" if self.folded else "▾"
+        head = f"  {fold_mark} {marks.get(use.status, '✗')} {call_name(use)} {arguments}"
         lines = fold(styled(head, "fold"), width)[: 1 if self.folded else None]
         if use.status in ("failed", "refused") or not self.folded:
             style = "dim" if use.status == "done" else "error"
@@ -226,6 +226,11 @@ class AnswerEntry(TurnEntry):
             + len(self.turn.calls)
             + 1
         )
+
+
+def call_name(use: ToolUse) -> str:
+    """Return server and tool of a call as people read them."""
+    return clean(use.name).replace("__", " · ", 1)
 
 
 class Remark(Entry):

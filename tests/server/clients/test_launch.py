@@ -167,7 +167,7 @@ def test_launch_starts_an_endpoint_and_reuses_it(aider, configured, tmp_path, ca
     configured(0)  # nothing can be found there: the kernel gives a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
     assert main(["launch", "--model", str(model), "aider", "one"]) == 7
-    assert "it leaves after 10 minutes" in capfd.readouterr().err
+    assert "it ends after 10 minutes" in capfd.readouterr().err
     assert json.loads(aider.read_text())["model"] == "openai/chatterer"
     try:
         assert main(["launch", "aider", "two"]) == 7

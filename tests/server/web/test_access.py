@@ -155,6 +155,19 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stran
     assert here.client.post("/web/session", json={}).status_code == 401  # announced once
 
 
+def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, capfd):
+    here = RemoteEndpoint(url=with_page(serve()).url, model="fake")
+    monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (here, 4242))
+    monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
+    monkeypatch.setattr(Host, "files", lambda *_: None)
+    for found in (None, here):
+        monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, found=found: found)
+        web.run(SimpleNamespace(model=None, no_open=True), Host())
+        said = capfd.readouterr().err
+        assert ("an endpoint was started for it" in said) == (found is None)
+        assert ("`edgeinfer stop 4242`" in said) == (found is None)
+
+
 def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
     here = with_page(serve(keys=KEYS), KEYS)
     assert here.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413

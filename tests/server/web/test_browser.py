@@ -60,6 +60,7 @@ def test_chat_stream_edit_branch_and_search(serve, tab):
     page.see("Green tea")
     page.click("button", "Edit")
     page.wait("document.activeElement.getAttribute('aria-label') === 'Edit the question'")
+    assert page.js("document.activeElement.selectionStart") == len("What shall I drink?")
     page.js("document.activeElement.value = ''")
     page.type("And without caffeine?")
     page.key("Enter")

@@ -26,7 +26,7 @@ class Block extends Component {
 
 function Edit({ turn }) {
   const field = useRef();
-  useEffect(() => field.current.focus(), []);
+  useEffect(() => { field.current.focus(); field.current.setSelectionRange(turn.text.length, turn.text.length); }, []);
   const send = (event) => { event.preventDefault(); actions.ask(field.current.value, [], turn.id); };
   const key = (event) => {
     if (event.key === "Escape") { event.stopPropagation(); actions.edit(0); }
