@@ -45,10 +45,10 @@ has_room() {  # FOLDER MB
 }
 
 find_python() {  # prefer the system's: an ordinary user can run it too, wherever this checkout lies
-  for p in "${PYTHON:-}" /usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11; do
-    [ -n "$p" ] && "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$p"; return; }
+  for p in ${PYTHON:-/usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11}; do
+    "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$p"; return; }
   done
-  die "no Python >= 3.11 with venv" "apt-get install python3 python3-venv, or PYTHON=FILE names one"
+  die "no ${PYTHON:-Python} >= 3.11 with venv" "apt-get install python3 python3-venv, or PYTHON=FILE names one"
 }
 
 make_venv() {

@@ -25,7 +25,7 @@ def set_up(tmp_path: Path, without: str = "", mode: str = "run", **environment: 
             (programs / name).symlink_to(program)
     done = subprocess.run(
         [checkout / "tools/setup.sh", mode],
-        env={"PATH": str(programs), "HOME": str(tmp_path), "PYTHON": "", **environment},
+        env={"PATH": str(programs), "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
         timeout=280,
