@@ -1,8 +1,9 @@
 """Run one command in a sandbox: `python -m` this, with a `Job` in JSON on stdin.
 
 Three processes: this one waits, ends the others with a SIGTERM or with its parent. The init
-of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with it. The command runs under Landlock and seccomp,
-with a root file system that holds only programs and the folder.
+of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with
+it. The command runs under Landlock and seccomp, with a root file system that holds only programs and
+the folder.
 """
 
 from __future__ import annotations
