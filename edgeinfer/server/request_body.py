@@ -119,14 +119,19 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
     if raw is None:
         raw = context.body = await read_body(context.request)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
-    value = _decode_strictly(raw, kind)
-    if value is None and len(raw) > _INLINE_BYTES:
-        value = await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
-    elif value is None:
-        value = _decode_leniently(context, raw, kind)
+    value = await _decode(context, raw, kind)
     if _LONG_INTEGER.search(raw):
         _check_integers(value)
     return value
+
+
+async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
+    value = _decode_strictly(raw, kind)
+    if value is not None:
+        return value
+    if len(raw) > _INLINE_BYTES:
+        return await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
+    return _decode_leniently(context, raw, kind)
 
 
 def _check_integers(value: object) -> None:
