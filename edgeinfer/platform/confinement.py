@@ -73,6 +73,7 @@ _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
+_THIRD_ARGUMENT = 32
 _CLONE_THREAD = 0x00010000
 #: The bit of a call's number in the 32-bit interface of x86-64.
 _X32 = 0x40000000
@@ -94,11 +95,21 @@ _ARCHITECTURES = {
     ),
 }
 #: memfd_create memfd_secret shmget add_key request_key keyctl userfaultfd bpf perf_event_open
-#: io_uring_setup.
+#: io_uring_setup openat2 (a filter cannot read its arguments).
 _HIDDEN = {
-    "x86_64": "319 447 29 248 249 250 323 321 298 425",
-    "aarch64": "279 447 194 217 218 219 282 280 241 425",
+    "x86_64": "319 447 29 248 249 250 323 321 298 425 437",
+    "aarch64": "279 447 194 217 218 219 282 280 241 425 437",
 }
+#: Calls with a file mode, each with the mode's place among the arguments: chmod fchmod fchmodat
+#: fchmodat2 open creat openat mknod mknodat. A setuid program would give its user's rights to others.
+_MODES = {
+    "x86_64": ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (85, 1), (257, 3), (133, 1), (259, 2)),
+    "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
+}
+_SETUID_OR_SETGID = 0o6000
+#: setsockopt; SOL_SOCKET, and there SO_SNDBUF SO_RCVBUF SO_SNDBUFFORCE SO_RCVBUFFORCE.
+_SET_OPTION = {"x86_64": 54, "aarch64": 208}
+_OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
 #: socket socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 #: inet inet6 netlink: those of a namespace. A unix socket reaches a program that listens in the folder,
@@ -127,13 +138,14 @@ def allow_computing_alone() -> None:
 def refuse_hidden_memory() -> None:
     """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
 
+    Modes have no setuid or setgid bit, and the buffers of sockets keep their size.
     Sockets are those of a network namespace alone, and pairs; other calls stay. It takes
     `linux.refuse_new_privileges`. Does nothing where `allow_computing_alone` does nothing. Raises
     OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
-        _install(_refusing(_ARCHITECTURES[machine][0], _HIDDEN[machine], *_SOCKETS[machine]))
+        _install(_refusing(machine))
 
 
 def _install(code: bytes) -> None:
@@ -167,11 +179,29 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     return _assembled(steps)
 
 
-def _refusing(architecture: int, calls: str, socket: int, pair: int) -> bytes:
-    steps = _of_architecture(architecture)
+def _refusing(machine: str) -> bytes:
+    socket, pair = _SOCKETS[machine]
+    steps = _of_architecture(_ARCHITECTURES[machine][0])
     steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    for call in map(int, calls.split()):
+    for call in map(int, _HIDDEN[machine].split()):
         steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    for call, place in _MODES[machine]:
+        steps += [
+            (_IF_EQUAL, 0, 4, call),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place),
+            (_IF_BITS, 0, 1, _SETUID_OR_SETGID),
+            (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    steps += [
+        (_IF_EQUAL, 0, 5 + len(_BUFFERS), _SET_OPTION[machine]),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT),
+        (_IF_EQUAL, 0, 1 + len(_BUFFERS), _OF_SOCKETS),
+        (_LOAD, 0, 0, _THIRD_ARGUMENT),
+        *((_IF_EQUAL, len(_BUFFERS) - n, 0, option) for n, option in enumerate(_BUFFERS)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+    ]
     steps += [
         (_IF_EQUAL, 0, 6, pair),
         (_LOAD, 0, 0, _SECOND_ARGUMENT),

@@ -81,18 +81,18 @@ def close_all_but(*keep: int) -> None:
     os.closerange(first, os.sysconf("SC_OPEN_MAX") if first > 4096 else 4096)
 
 
-def die_with_parent() -> None:
-    """Have Linux kill this process when its parent thread ends. Raises OSError."""
+def die_with_parent(number: int = _SIGKILL) -> None:
+    """Have Linux end this process by a signal when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
     import ctypes  # 1.7 ms; what supervises an app has it
 
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        failed = ctypes.get_errno()
+        raise OSError(failed, f"prctl(PR_SET_PDEATHSIG): {os.strerror(failed)}")
     if os.getppid() != parent:  # it went while we asked
-        os.kill(os.getpid(), _SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:

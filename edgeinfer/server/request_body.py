@@ -103,6 +103,8 @@ def _boundary_lines(raw: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
         raise Problem(400, f"A form has {_MOST_PARTS} parts at most.", code="invalid_value")
 
 
+#: Such integers may need more than 64 bits.
+_LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
@@ -117,12 +119,28 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
     if raw is None:
         raw = context.body = await read_body(context.request)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
+    value = await _decode(context, raw, kind)
+    if _LONG_INTEGER.search(raw):
+        _check_integers(value)
+    return value
+
+
+async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
     value = _decode_strictly(raw, kind)
     if value is not None:
         return value
     if len(raw) > _INLINE_BYTES:
         return await context.endpoint.in_thread(_decode_leniently, context, raw, kind)
     return _decode_leniently(context, raw, kind)
+
+
+def _check_integers(value: object) -> None:
+    """Refuse integers of schemas and other free JSON that cannot be sent to a worker's process."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        message = "The body has an integer beyond 64 bits: write it with at most 18 digits, or as 1e20."
+        raise Problem(400, message, code="invalid_value") from None
 
 
 def _check_type(declared: str) -> None:

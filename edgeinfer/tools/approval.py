@@ -31,9 +31,10 @@ _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTA
 _ATOM = re.compile(r"\\?.", re.DOTALL)
 #: Characters that a proposed pattern escapes in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
+#: A pattern of addresses: scheme, host with port, path.
+_URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Arguments that hold a command, and characters that could add a second one: `*` matches none of them.
-_COMMANDS = {"command", "cmd", "code", "script"}
+#: Characters that could add a second command: `*` matches none of them, but in a path or an address.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
 #: Arguments that hold a path: `p` proposes its folder, and `*` matches no hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
@@ -126,15 +127,19 @@ def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool
 def _is_allowed(pattern: str, name: str, text: str) -> bool:
     if not _has_wildcard(pattern):
         return _unescape(pattern) == text
-    if url := re.fullmatch(r"(https?)://([^/]*)(/.*)?", pattern):
+    if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
+        host = re.sub(r"(?<=[^:])\*$", "", url[2])  # `a.org*` is no other host: a.org.example
+        path = url[3] or ("/" if host == url[2] else "/*")
         return (
             call is not None
-            and call[0] == url[1]
-            and _glob(url[2], call[1], wildcard="[^/]*")
-            and _glob(url[3] or "/", call[2])
+            and _glob(url[1], call[0], re.IGNORECASE)
+            and _glob(host, call[1], re.IGNORECASE, "[^/:?#]*")
+            and _glob(path, call[2])
         )
-    if name.lower() in _COMMANDS and _OPERATORS.search(text):
+    if re.match(r"[\w.+-]+://", text) and pattern != "*":
+        return False
+    if name.lower() not in _PATHS and _OPERATORS.search(text):
         return False
     hidden = {part for part in text.split("/") if part.startswith(".")}
     if name.lower() in _PATHS and hidden - set(_unescape(pattern).split("/")):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.tools import self_running
 from edgeinfer.tools.mcp_client import CallResult, ToolInfo
 from edgeinfer.tools.uses import Progress, Stop
 
@@ -14,10 +15,6 @@ TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
 #: PATH for programs that tools start. A sandboxed command may have added programs to the user's PATH.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
-#: Files whose content other programs execute automatically: a shell prompt, git, or an editor.
-SELF_RUNNING = """
-    .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
-""".split()
 
 
 class RefusedError(Exception):
@@ -34,7 +31,8 @@ def holds_home(folder: Path) -> str:
 
 def runs_by_itself(path: str) -> str:
     """Return the warning for a path that other programs run by themselves, or ""."""
-    name = next((name for name in path.split("/") if name.lower() in SELF_RUNNING), "")
+    names = {name.lower() for name in self_running.NAMES}
+    name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
 
 

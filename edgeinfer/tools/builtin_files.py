@@ -222,8 +222,10 @@ class BuiltinFiles(Builtin):
         try:
             for folder, below, names, _ in os.fwalk(".", dir_fd=root):
                 below[:] = sorted(name for name in below if not name.startswith("."))
-                if folder.count("/") >= _MAX_DEPTH or self._is_own(folder):
+                if folder.count("/") >= _MAX_DEPTH:
                     below.clear()
+                if self._is_own(folder):
+                    below[:], names = [], []
                 for name in ("", *sorted(names)):  # a folder without files takes time too
                     if stop.is_set:
                         raise StoppedError("stopped")

@@ -69,7 +69,7 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
     """
     specs: dict[str, ServerSpec] = {}
     left_out: list[str] = []
-    for where, entries in _sources(config, left_out):
+    for where, entries in _sources(config, folder, left_out):
         for written_name, entry in entries.items():
             name = _valid_name(written_name)
             if name in specs or _is_disabled(entry):
@@ -82,11 +82,20 @@ def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], l
     return list(specs.values()), left_out
 
 
-def _sources(config: ToolsConfig, left_out: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sources(
+    config: ToolsConfig, folder: Path, left_out: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "config.toml", {name: msgspec.to_builtins(server) for name, server in config.servers.items()}
+    is_writable = not {"shell", "python"}.isdisjoint(config.builtin)
     for file in config.mcp_files:
         try:
-            yield file, _entries(Path(file).expanduser())
+            path = Path(file).expanduser()
+            if is_writable and _is_below(path, folder):
+                raise ConfigError(
+                    f"{file}: `shell` and `python` can change it: move it out of {folder}, or leave "
+                    "`shell` and `python` out of `tools.builtin`"
+                )
+            yield file, _entries(path)
         except (ConfigError, RuntimeError) as error:
             left_out.append(f"{error}: left out")
 

@@ -9,14 +9,16 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import edgeinfer
 from edgeinfer.platform.process import child_command
-from edgeinfer.tools.builtin import FIXED_PATH, SELF_RUNNING, TEXT, Builtin, holds_home, tool_info
+from edgeinfer.tools.builtin import FIXED_PATH, TEXT, Builtin, holds_home, tool_info
 from edgeinfer.tools.mcp_client import CallResult
 from edgeinfer.tools.mcp_servers import path_outside
+from edgeinfer.tools.self_running import SelfRunning
 from edgeinfer.tools.uses import Stop, StoppedError
 
 #: Bytes of output that end a command.
@@ -92,34 +94,46 @@ class Sandbox(Builtin):
         job = {
             "command": command,
             "code": code,
-            "self_running": SELF_RUNNING,
             "folder": str(self._folder),
             "readable": self._readable,
             "timeout_s": self._timeout_s,
         }
-        with open(os.memfd_create("job"), "w+b") as file:
-            file.write(msgspec.json.encode(job))
-            file.seek(0)
-            child = subprocess.Popen(
-                child_command("edgeinfer.tools.sandbox_process"),
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=_VARIABLES,
-            )
-        with child:
-            stop.add(child.kill)
-            assert child.stdout is not None
-            out = child.stdout.read(MAX_OUTPUT)
-            if len(out) == MAX_OUTPUT:
-                child.kill()
-                out += b"\nended: it wrote more than 1 MiB"
-            child.wait()
-            stop.remove(child.kill)
+        files = SelfRunning(str(self._folder))
+        try:
+            status, out = _output(stop, job)
+        finally:  # the process below may have been killed
+            renamed = files.restore()
+            files.close()
         if stop.is_set:
-            raise StoppedError("stopped")
+            raise StoppedError(renamed or "stopped")
         text = out.decode("utf-8", "replace")
-        if child.returncode:
-            text += f"\n(exit status {child.returncode})"
-        return CallResult(text, is_error=child.returncode != 0)
+        if renamed:
+            text += f"\nended: {renamed}\n"
+        if status:
+            text += f"\n(exit status {status})"
+        return CallResult(text, is_error=bool(status or renamed))
+
+
+def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
+    """Run a job until it ends, a limit or the stop; return its status and what it wrote."""
+    with open(os.memfd_create("job"), "w+b") as file:
+        file.write(msgspec.json.encode(job))
+        file.seek(0)
+        child = subprocess.Popen(
+            child_command("edgeinfer.tools.sandbox_process"),
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_VARIABLES,
+        )
+    with child:
+        stop.add(child.terminate)  # it waits until every process of the sandbox has ended
+        assert child.stdout is not None
+        out = child.stdout.read(MAX_OUTPUT)
+        if len(out) == MAX_OUTPUT:
+            child.terminate()
+            out += b"\nended: it wrote more than 1 MiB"
+        child.wait()
+        stop.remove(child.terminate)
+    return child.returncode, out

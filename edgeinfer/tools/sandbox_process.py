@@ -1,8 +1,9 @@
 """Run one command in a sandbox: `python -m` this, with a `Job` in JSON on stdin.
 
-Three processes: this one waits. The init of the new namespaces enforces the limits that rlimits
-cannot, and every other process in them dies with it. The command runs under Landlock and seccomp,
-with a root file system that holds only programs and the folder.
+Three processes: this one waits, ends the others with a SIGTERM or with its parent. The init
+of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with
+it. The command runs under Landlock and seccomp, with a root file system that holds only programs and
+the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import re
 import resource
 import signal
-import stat
 import sys
 import time
 from typing import NamedTuple
@@ -21,12 +21,15 @@ from typing import NamedTuple
 from edgeinfer.platform import confinement, linux
 from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
+from edgeinfer.tools.self_running import SelfRunning
 
 #: Limits of one call (bytes): memory of all its processes, and decrease of free disk space.
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
 #: Most new files (inodes) during one call; empty files use inodes too.
 NEW_FILES = 100_000
 _PROCESSES, _FILES = 256, 256
+#: Most sockets of all processes: each takes twice the kernel's default buffer of 208 KiB at most.
+SOCKETS = 2048
 _FILE_BYTES = 512 << 20
 _ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
 _WATCH_S = 0.05
@@ -42,12 +45,11 @@ _AT_LIMIT = 124
 class Job(NamedTuple):
     """A command over `folder`, which it may change; `readable` are further folders that it needs.
 
-    It finds `code` as /command. Names of `self_running` in the folder are read-only, and not made.
+    It finds `code` as /command.
     """
 
     command: list[str]
     code: str
-    self_running: list[str]
     folder: str
     readable: list[str]
     timeout_s: float
@@ -55,8 +57,11 @@ class Job(NamedTuple):
 
 def main() -> int:
     """Run the job of stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
-    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    parent = os.getppid()
+    die_with_parent(signal.SIGTERM)
     job = Job(**json.load(sys.stdin.buffer))
+    files = SelfRunning(job.folder)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     user, group = os.getuid(), os.getgid()
     try:
@@ -64,7 +69,12 @@ def main() -> int:
     except OSError as error:
         return _refused(f"user namespaces: {os.strerror(error.errno or 0)}")
     if init:
-        return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
+        if os.getppid() != parent:  # it was killed; otherwise it renames them, and says so
+            files.restore()
+        return status
     status = 125
     try:
         die_with_parent()
@@ -91,8 +101,9 @@ def _run(job: Job, user: int, group: int) -> int:
     linux.own_proc()
     with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not hold for root
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
-    before = _free(job.folder), _self_running(job)  # the command can change them once it runs
+    before = _free(job.folder)
     _change_root(job)
+    files = SelfRunning(job.folder)  # the command can change them once it runs
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
     if child == 0:
@@ -103,7 +114,7 @@ def _run(job: Job, user: int, group: int) -> int:
             _refused(error.strerror or str(error))
         finally:
             os._exit(125)
-    return _watched(job, child, *before)
+    return _watched(job, child, before, files)
 
 
 def _change_root(job: Job) -> None:
@@ -120,9 +131,8 @@ def _change_root(job: Job) -> None:
             if not os.path.isdir(path):
                 os.close(os.open(target, os.O_CREAT))
             linux.bind(path, target, read_only=path != job.folder)
-    for path in map(os.path.realpath, _self_running(job)):  # a link's target
-        if path.startswith(f"{job.folder}/") and os.path.exists(path):
-            linux.bind(path, _NEW_ROOT + path, read_only=True)
+    for path in sorted(SelfRunning(job.folder).paths()):
+        linux.bind(path, _NEW_ROOT + path, read_only=True)
     with open(f"{_NEW_ROOT}/command", "w", encoding="utf-8") as file:
         file.write(job.code)
     os.makedirs(f"{_NEW_ROOT}/tmp", exist_ok=True)  # noqa: S108
@@ -148,14 +158,14 @@ def _confine(job: Job) -> None:
     linux.drop_privileges()
     confinement.confine([job.folder, "/tmp", *_DEVICES[:3]])  # noqa: S108
     refuse_hidden_memory()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGTERM])
 
 
-def _watched(job: Job, child: int, free: _Free, files: dict[str, str]) -> int:
+def _watched(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
     """Wait for the command; return its status, or 124 with the limit that it broke."""
     end_s = time.monotonic() + job.timeout_s
     status, why = None, ""
-    while status is None and not why and _self_running(job) == files:
+    while status is None and not why and not files.changed():
         signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)
         while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
@@ -164,11 +174,10 @@ def _watched(job: Job, child: int, free: _Free, files: dict[str, str]) -> int:
         if time.monotonic() > end_s:
             why = f"it took more than {job.timeout_s:g} s"
     _end_all()
-    why = _rename_made(files, _self_running(job)) or why
     if why:
         print(f"\nended: {why}", flush=True)  # noqa: T201
         return _AT_LIMIT
-    return _AT_LIMIT if status is None else status  # it made a self-running name, and removed it
+    return _AT_LIMIT if status is None or files.changed() else status
 
 
 def _passed_limit(before: _Free, now: _Free) -> str:
@@ -176,6 +185,8 @@ def _passed_limit(before: _Free, now: _Free) -> str:
         return f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
     if now.shared_bytes > before.shared_bytes + MEMORY_BYTES:
         return f"shared memory grew by more than {MEMORY_BYTES >> 30} GiB"
+    if now.sockets > before.sockets + SOCKETS:
+        return f"it had more than {SOCKETS:,} sockets, whose buffers take memory"
     if now.bytes < before.bytes - DISK_BYTES:
         return f"free disk space fell by more than {DISK_BYTES >> 30} GiB"
     if now.files < before.files - NEW_FILES:
@@ -191,51 +202,36 @@ def _end_all() -> None:
             os.wait()
 
 
-def _self_running(job: Job) -> dict[str, str]:
-    """Identify (inode, type, link target) each file of SELF_RUNNING in the folder; "" if missing."""
-    files: dict[str, str] = {}
-    for path in (f"{job.folder}/{name}" for name in job.self_running):
-        files[path] = ""
-        with contextlib.suppress(OSError):
-            info = os.lstat(path)  # inode numbers are reused, so compare a link's target too
-            link = os.readlink(path) if stat.S_ISLNK(info.st_mode) else ""
-            files[path] = f"{info.st_ino} {stat.S_IFMT(info.st_mode)} {link}"
-    return files
-
-
-def _rename_made(before: dict[str, str], now: dict[str, str]) -> str:
-    """Rename files that the command created under names of SELF_RUNNING; return the message."""
-    changed = [path for path in before if before[path] != now[path]]
-    ending = f".from-sandbox-{os.urandom(4).hex()}"
-    for path in changed:
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, path + ending)
-    names = ", ".join(map(os.path.basename, changed))
-    return f"{names} would be executed by other programs; renamed to *{ending}" if changed else ""
-
-
 def _memory() -> int:
-    """Return the memory of all processes (bytes), without what files back."""
+    """Return the memory of all processes (bytes), with page tables, without what files back."""
     kib = 0
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-            kib += sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s*(\d+)", file.read())))
+            kib += sum(map(int, re.findall(r"(?:RssAnon|RssShmem|VmPTE):\s*(\d+)", file.read())))
     return kib << 10
 
 
 class _Free(NamedTuple):
-    """Free space and inodes of the disk; shared memory in use on the whole machine."""
+    """Free space and inodes of the disk; shared memory in use on the whole machine; own sockets."""
 
     bytes: int
     files: int
     shared_bytes: int
+    sockets: int
 
 
 def _free(folder: str) -> _Free:
     disk = os.statvfs(folder)
     with open("/proc/meminfo") as file:
         shared = re.search(r"Shmem:\s*(\d+)", file.read())
-    return _Free(disk.f_bavail * disk.f_frsize, disk.f_favail, int(shared[1]) << 10 if shared else 0)
+    with open("/proc/net/sockstat") as file:  # of this network namespace; it counts closed ones too
+        sockets = re.search(r"sockets: used (\d+)", file.read())
+    return _Free(
+        disk.f_bavail * disk.f_frsize,
+        disk.f_favail,
+        int(shared[1]) << 10 if shared else 0,
+        int(sockets[1]) if sockets else 0,
+    )
 
 
 def _write(path: str, text: str) -> None:

@@ -50,6 +50,19 @@ HIDDEN = [
         ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example／.python.org/"}, False),
         ("s.t(url=https://*.python.org/*)", {"url": "https://evil.example\\\\.python.org/"}, False),
         ("s.t(url=https://python.org/*)", {"url": "http://python.org/"}, False),
+        ("s.t(url=http*://a.org/*)", {"url": "https://a.org/x"}, True),
+        ("s.t(url=http*://a.org/*)", {"url": "https://evil.example/?q=://a.org/x"}, False),
+        ("s.t(url=*://a.org/*)", {"url": "https://evil.example/?q=://a.org/x"}, False),
+        ("s.t(url=*a.org/*)", {"url": "https://evil.example/?q=a.org/x"}, False),
+        ("s.t(url=https://a.org*)", {"url": "https://a.org/x"}, True),
+        ("s.t(url=https://a.org*)", {"url": "https://a.org.evil.example/"}, False),
+        ("s.t(url=https://a.org*)", {"url": "https://a.org:80@evil.example/"}, False),
+        ("s.t(url=http://a.org:*/x)", {"url": "http://a.org:80/x"}, True),
+        ("s.t(url=http://a*org/x)", {"url": "http://a.evil:80/org/x"}, False),
+        ("s.t(commands=git *)", {"commands": "git log; rm x"}, False),
+        ("s.t(shell_command=git *)", {"shell_command": "git log\nrm x"}, False),
+        ("s.t(args=git *)", {"args": ["git log", "$(rm x)"]}, False),
+        ("s.t(input=git *)", {"input": "git log --oneline"}, True),
         ("s.t(url=https://python.org/a/*)", {"url": "https://python.org/a/%2e%2e/b"}, False),
         ("s.t(command=git status*)", {"command": "git status --short"}, True),
     ],
@@ -70,7 +83,7 @@ def test_a_wildcard_of_a_command_stands_for_no_operator(more):
 
 @pytest.mark.parametrize("text", ["", "s", "s.t(", "s.t(x)", "s t", "s.t(a=1,)b", "s.t(a=1", "s.t\\"])
 def test_broken_pattern_is_refused(text):
-    with pytest.raises(ConfigError, match="not a pattern"):
+    with pytest.raises(ConfigError, match="is not a pattern"):
         parse(text)
 
 

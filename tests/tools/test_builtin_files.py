@@ -10,6 +10,7 @@ import time
 import pytest
 
 from edgeinfer.config.config_file import config_path
+from edgeinfer.platform import paths
 from edgeinfer.tools import builtin_files
 from edgeinfer.tools.builtin_files import TOOLS, BuiltinFiles
 from edgeinfer.tools.uses import Stop, StoppedError
@@ -203,3 +204,14 @@ def test_special_files_are_refused_at_once(files, tmp_path):
     os.mkfifo(tmp_path / "project" / "pipe")
     assert "not a file" in call(files, "read", path="pipe")
     assert "not a file" in call(files, "write", path="pipe", content="x")
+
+
+def test_glob_lists_nothing_of_edgeinfers_own_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path / "own"))
+    for name in "own/data", "other":
+        (tmp_path / name).mkdir(parents=True)
+    for path in paths.data_dir(), tmp_path / "other":
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "x.txt").write_text("x")
+    files = BuiltinFiles(tmp_path, ("glob",))
+    assert call(files, "glob", pattern="**/*.txt") == "other/x.txt"

@@ -72,12 +72,12 @@ def test_defaults_stand_for_unset_variables(tmp_path, monkeypatch, text, filled)
 
 
 BAD_ENTRIES = [
-    ({"command": "x", "args": ["${input:key}"]}, "a prompt of VS Code"),
+    ({"command": "x", "args": ["${input:key}"]}, "is not supported"),
     ({"command": "x", "env": {"A": "${env:NOT_SET}"}}, "NOT_SET is not set (export NOT_SET=…)"),
     ({"url": "https://x", "headers": {"A": "${NOT_SET}"}}, "NOT_SET is not set"),
     ({}, "either `command` or `url`"),
     ({"command": "x", "url": "https://x"}, "either `command` or `url`"),
-    ({"url": "ftp://x"}, "not an http or https URL"),
+    ({"url": "ftp://x"}, "is not an http or https URL"),
     ({"command": 5}, "$.command"),
     ({"command": "x", "args": "y"}, "$.args"),
     ({"command": "x", "env": []}, "$.env"),
@@ -110,7 +110,7 @@ def test_names_become_valid(tmp_path, name, valid):
 def test_a_name_without_a_letter_is_left_out(tmp_path):
     specs, left_out = read_all(tmp_path, {"mcpServers": {"日本": SERVER, "one": SERVER}})
     assert [spec.name for spec in specs] == ["one"]
-    assert "needs a letter or a digit" in left_out[0]
+    assert "a letter or a digit" in left_out[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"x": 1}', b"\xff", None])
@@ -219,3 +219,18 @@ def test_folders_and_data_as_arguments_stay(folder):
         str(folder),
         str(folder / "a.db"),
     )
+
+
+@pytest.mark.parametrize("place", ["mcp.json", "sub/mcp.json", "../link.json"])
+@pytest.mark.parametrize("builtin", [("shell",), ("python", "read"), ("read",)])
+def test_a_file_that_commands_can_change_is_left_out(tmp_path, place, builtin):
+    folder = tmp_path / "project"
+    (folder / "sub").mkdir(parents=True)
+    for name in "mcp.json", "sub/mcp.json":
+        (folder / name).write_text('{"mcpServers": {"a": {"command": "x"}}}')
+    (tmp_path / "link.json").symlink_to("project/mcp.json")
+    config = ToolsConfig(mcp_files=(str(folder / place),), builtin=builtin)
+    specs, left_out = load_servers(config, folder)
+    is_read = builtin == ("read",)
+    assert [spec.name for spec in specs] == (["a"] if is_read else [])
+    assert is_read or "can change it" in left_out[0]

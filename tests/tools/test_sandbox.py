@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer.tools import sandbox as module
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop
+from edgeinfer.tools.uses import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 MARK = "86399.5"  # an argument of `sleep` that no other process has
@@ -229,6 +229,123 @@ def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, mad
     assert said.is_error
     assert not os.path.lexists(trusted / made)
     assert len(list(trusted.glob(f"{made}.from-sandbox-*"))) == 1
+
+
+@pytest.mark.parametrize("name", [".git", "HEAD", ".envrc"])
+@pytest.mark.parametrize("end", ["output", "stop", "closed output", "folder without permissions"])
+def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, end):
+    make = f"mkdir {name}; echo x > {name}/config"
+    stop = Stop()
+    if end == "stop":
+        threading.Thread(target=lambda: (wait_for((folder / "go").exists), stop.set())).start()
+    says = {
+        "output": f"head -c 1048570 /dev/zero; {make}; yes",
+        "stop": f"touch go; while :; do {make}; done 2>/dev/null",
+        "closed output": f"exec >/dev/null 2>&1; {make}; exit 0",
+        "folder without permissions": f"{make}; chmod 0 .",
+    }
+    with contextlib.suppress(StoppedError):
+        sh(sandbox, says[end], stop)
+    assert not os.path.lexists(folder / name)
+    assert stop.is_set or list(folder.glob(f"{name}.from-sandbox-*"))
+
+
+def test_what_other_programs_would_run_is_renamed_after_edgeinfer_was_killed(sandbox, folder):
+    command = f"touch go; while :; do mkdir .git; done 2>/dev/null & exec sleep {MARK}"
+    code = (
+        "from pathlib import Path; from edgeinfer.tools import sandbox_process, sandbox; "
+        f"box = sandbox.Sandbox(Path({str(folder)!r}), ('shell',), 60); "
+        f"box.call('shell', {{'command': {command!r}}})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_for((folder / "go").exists)
+        process.send_signal(signal.SIGKILL)
+    wait_for(lambda: not sleepers() and not (folder / ".git").exists())
+    time.sleep(0.2)
+    assert not (folder / ".git").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "command", "kept"),
+    [
+        ({".git -> meta/git": "", "meta/git/config": "mine"}, "mv meta old; mkdir -p meta/git", ".git"),
+        (
+            {".git": "gitdir: meta/git", "meta/git/config": "mine"},
+            "mv meta a; mkdir -p meta/git",
+            ".git",
+        ),
+        ({".envrc -> conf/envrc": "", "conf/envrc": "mine"}, "mv conf a; mkdir conf", ".envrc"),
+    ],
+)
+def test_where_a_link_leads_is_not_exchanged(sandbox, folder, files, command, kept):
+    for name, content in files.items():
+        link, _, target = name.partition(" -> ")
+        (folder / link).parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            (folder / link).symlink_to(target)
+        else:
+            (folder / link).write_text(content)
+    last = list(files)[-1]
+    said = sh(sandbox, f"echo evil > {last}; {command}; echo evil > {last}; sleep 9")
+    assert "renamed to *.from-sandbox-" in said.text
+    assert not os.path.lexists(folder / kept)
+    assert "mine" in {path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_bare_repository_is_read_only(sandbox, folder):
+    for name in "objects", "refs":
+        (folder / name).mkdir()
+    (folder / "HEAD").write_text("ref: refs/heads/main\n")
+    (folder / "config").write_text("[core]\n\tbare = true\n")
+    sh(sandbox, "echo x >> config; echo x > HEAD; rm config; mkdir hooks")
+    assert (folder / "config").read_text() == "[core]\n\tbare = true\n"
+    assert not (folder / "hooks").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cp /bin/sh sg; chmod {0} sg",
+        "python3 -c 'import os; os.open(\"sg\", os.O_CREAT | os.O_WRONLY, 0o{0})'",
+        "python3 -c 'import os; os.mknod(\"sg\", 0o10{0})'",
+        "python3 -c 'import os; os.fchmod(os.open(\"sg\", os.O_CREAT | os.O_WRONLY), 0o{0})'",
+        "install -m {0} /bin/sh sg",
+        "python3 -c 'import ctypes; ctypes.CDLL(None).syscall(452, -100, b\"sg\", 0o{0}, 0)'",
+        "mkdir -m {0} sg",
+    ],
+)
+@pytest.mark.parametrize("mode", ["4755", "2755", "6711"])
+def test_a_command_sets_no_setuid_bit(sandbox, folder, command, mode):
+    sh(sandbox, command.format(mode))
+    modes = [path.stat().st_mode for path in folder.iterdir()]
+    assert not [mode for mode in modes if mode & 0o6000]
+    assert sh(sandbox, "touch a; chmod 1755 a; mkdir -m 1777 b; chmod 600 a").text == ""
+
+
+def test_the_permissions_of_the_folder_come_back(sandbox, folder):
+    folder.chmod(0o750)
+    sh(sandbox, "chmod 777 .")
+    assert folder.stat().st_mode & 0o7777 == 0o750
+
+
+def test_sockets_take_little_memory(patient):
+    """The buffers of sockets belong to no process."""
+    tried = py(
+        patient,
+        "import socket as s\na, b = s.socketpair()\n"
+        "for option in s.SO_SNDBUF, s.SO_RCVBUF, 32, 33:\n"
+        "  try: a.setsockopt(s.SOL_SOCKET, option, 1 << 20); print('set')\n"
+        "  except OSError as e: print(e.errno)\n"
+        "a.setsockopt(s.SOL_SOCKET, s.SO_KEEPALIVE, 1); a.setsockopt(s.SOL_SOCKET, s.SO_PASSCRED, 0)",
+    )
+    assert tried.text == "1\n1\n1\n1\n"
+    tried = py(
+        patient,
+        "import os, socket, time\n"
+        "for _ in range(40): \n    if not os.fork(): break\n"
+        "pairs = [socket.socketpair() for _ in range(60)]\ntime.sleep(300)",
+    )
+    assert "more than 2,048 sockets" in tried.text
 
 
 def test_a_program_of_the_folder_is_not_found_by_others(sandbox, folder, monkeypatch):

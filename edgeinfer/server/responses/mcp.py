@@ -115,6 +115,8 @@ class McpCalls:
                 use = use.ended("refused", "this request does not offer the tool")
             elif not answer.approve:
                 use = use.ended("refused", ": ".join(filter(None, ("the user said no", answer.reason))))
+            elif self._canonical(use) != use:
+                use = use.ended("refused", "its path leads elsewhere than when it was shown")
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
             self.events.append(self._called(use, item.id))
@@ -126,6 +128,19 @@ class McpCalls:
         if (tool := self._bound.get(use.name)) is not None:
             label, name = tool.server, tool.info.name  # a long name is shortened for the model
         return {"server_label": label, "name": name, "arguments": use.arguments}
+
+    def _canonical(self, use: ToolUse) -> ToolUse:
+        """Return a call of a built-in tool with the path that it opens: what is shown is made."""
+        tool = self._bound[use.name]
+        builtin = self._tools.toolbox.builtin.get(tool.server)
+        try:
+            arguments = msgspec.json.decode(use.arguments, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return use  # the call itself says what is wrong
+        resolved = builtin.canonical(tool.info.name, arguments) if builtin else arguments
+        if resolved == arguments:
+            return use
+        return msgspec.structs.replace(use, arguments=msgspec.json.encode(resolved).decode())
 
     def _approval(self, use: ToolUse) -> ServerItem:
         return ServerItem(wire.McpApprovalRequestItem(id=f"mcpr_{use.id}", **self._names(use)))
@@ -173,7 +188,7 @@ class McpCalls:
                 if not is_ours and not isinstance(event, Finished):
                     yield event
             ends.append(answer.finished)
-            uses = tuple(use for use in uses_of(answer) if use.name in self.offered)
+            uses = tuple(self._canonical(use) for use in uses_of(answer) if use.name in self.offered)
             if answer.finished.reason != "tool_calls" or not uses:
                 break
             front = _Front(approves=False)

@@ -1,6 +1,7 @@
 """MCP servers of the configuration in Responses, as the official client asks and reads them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,26 @@ def test_the_small_model_solves_a_task_of_two_tools(serve, smollm2, tmp_path, mo
             results += [item.output for item in answer.output if item.type == "mcp_call"][:1]
             assert answer.output[-1].type == "message"
     assert results == ["It rains in Rome.", "42"]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_approval_request_shows_the_path_that_is_opened(asked, tmp_path, moved):
+    (tmp_path / "project" / "real").mkdir(parents=True)
+    (tmp_path / "project" / "link").symlink_to("real")
+    os.chdir(tmp_path / "project")
+    script = calling(files__write={"path": "./link/a.txt", "content": "x"})
+    _, responses = asked(script, ["Done."], allow=(), builtin=("write",))
+    server = {"type": "mcp", "server_label": "files"}
+    first = responses.create(model="fake", input="go", tools=[server])
+    *_, request = first.output
+    assert json.loads(request.arguments) == {"path": "real/a.txt", "content": "x"}
+    if moved:
+        (tmp_path / "project" / "real").rename(tmp_path / "project" / "other")
+        (tmp_path / "project" / "real").symlink_to("other")
+    answer = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
+    second = responses.create(
+        model="fake", input=[answer], tools=[server], previous_response_id=first.id
+    )
+    call = next(item for item in second.output if item.type == "mcp_call")
+    assert (tmp_path / "project" / "real" / "a.txt").exists() != moved
+    assert ("leads elsewhere" in str(call.error)) == moved

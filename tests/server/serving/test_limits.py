@@ -378,3 +378,36 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
     options = build_parser("serve").parse_args(["serve"])
     assert typed_limits(options).max_connections == most
     assert limit[0] == after
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40])
+@pytest.mark.parametrize("place", ["schema", "tool", "template"])
+def test_an_integer_beyond_64_bits_is_refused(serve, number, place):
+    fields = {
+        "schema": lambda n: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": n}},
+            }
+        },
+        "tool": lambda n: {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "parameters": {"type": "object", "properties": {"a": {"maximum": n}}},
+                    },
+                }
+            ]
+        },
+        "template": lambda n: {"chat_template_kwargs": {"n": n}},
+    }
+    here = serve()
+    refused = here.client.post(
+        "/v1/chat/completions", json={**json.loads(BODY), **fields[place](number)}
+    )
+    assert refused.status_code == 400
+    assert "beyond 64 bits" in refused.text
+    taken = here.client.post("/v1/chat/completions", json={**json.loads(BODY), **fields[place](2**63)})
+    assert "beyond 64 bits" not in taken.text
