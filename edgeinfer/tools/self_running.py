@@ -37,7 +37,9 @@ class SelfRunning:
     def restore(self) -> str:
         """Rename what a command has put under these names; return a message, or ""."""
         os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
-        ending, renamed, left = f".from-sandbox-{os.urandom(4).hex()}", [], []
+        ending = f".from-sandbox-{os.urandom(4).hex()}"
+        renamed: list[str] = []
+        left: list[str] = []
         here = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
         for name in self.changed():
             try:
