@@ -236,8 +236,13 @@ def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, mad
 def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, end):
     make = f"mkdir {name}; echo x > {name}/config"
     stop = Stop()
+
+    def stop_once_it_runs() -> None:
+        wait_for((folder / "go").exists)
+        stop.set()
+
     if end == "stop":
-        threading.Thread(target=lambda: (wait_for((folder / "go").exists), stop.set())).start()
+        threading.Thread(target=stop_once_it_runs).start()
     says = {
         "output": f"head -c 1048570 /dev/zero; {make}; yes",
         "stop": f"touch go; while :; do {make}; done 2>/dev/null",
