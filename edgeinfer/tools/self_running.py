@@ -36,7 +36,8 @@ class SelfRunning:
 
     def restore(self) -> str:
         """Rename what a command has put under these names; return a message, or ""."""
-        os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
+        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only its owner changes it
+            os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
         left: list[str] = []

@@ -147,11 +147,12 @@ def test_disconnected_client_ends_its_generation(app: Application) -> None:
 def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) -> None:
     texts = ["first " * 400, "second " * 400]
 
-    def one(text: str) -> str:
-        return app.chat("twins", text, max_tokens=40, ignore_eos=True).headers[REPLICA_HEADER]
+    def one(text: str, max_tokens: int = 40) -> str:
+        answer = app.chat("twins", text, max_tokens=max_tokens, ignore_eos=True)
+        return answer.headers[REPLICA_HEADER]
 
-    with ThreadPoolExecutor(2) as pool:
-        readers = list(pool.map(one, texts))
+    with ThreadPoolExecutor(2) as pool:  # long answers: neither ends before the other is routed
+        readers = list(pool.map(one, texts, [400, 400]))
     assert len(set(readers)) == 2  # both were busy: each took one
     for text, reader in zip(texts, readers, strict=True):
         assert [one(f"{text} {n}") for n in range(3)] == [reader] * 3

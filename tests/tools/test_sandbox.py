@@ -574,3 +574,8 @@ def test_an_interpreter_behind_a_link_is_found(folder, monkeypatch):
     link.symlink_to(real)
     monkeypatch.setattr(sys, "base_prefix", str(link))
     assert sh(Sandbox(folder, ("shell",), 20.0), f"cat {link}/lib").text == "found"
+
+
+def test_a_folder_of_another_user_can_be_worked_in():
+    sandbox = Sandbox(Path("/usr"), ["shell"], 20.0)
+    assert sandbox.refused() == ""
