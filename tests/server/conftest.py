@@ -233,6 +233,14 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.Abstrac
     return contextlib.nullcontext
 
 
+@pytest.fixture
+def another_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """`with another_user():` makes sockets of another user, beside this one's. Only root can."""
+    if os.getuid() != 0:
+        pytest.skip("a socket of another user needs root")
+    return _as_nobody
+
+
 @pytest.fixture(scope="session")
 def until() -> Callable[..., None]:
     """`until(condition, what)`: wait for a condition."""

@@ -133,7 +133,8 @@ linux.drop_privileges()
     "Landlock: Function not implemented": """
 linux.refuse_new_privileges()
 machine = os.uname().machine
-refusing = confinement._refusing(confinement._ARCHITECTURES[machine][0], "444", *confinement._SOCKETS[machine])
+confinement._HIDDEN[machine] = "444"
+refusing = confinement._refusing(machine)
 confinement._install(refusing)
 """,
 }

@@ -288,14 +288,16 @@ def test_batch_may_do_what_its_asker_may(serve, tmp_path, until, url, body, stat
     assert here.endpoint.models.is_loaded("fake")
 
 
-def _as_other_user(stranger, here, path: str, method: str = "", **body: object) -> tuple[int, bytes]:
+def _as_other_user(
+    another_user, here, path: str, method: str = "", **body: object
+) -> tuple[int, bytes]:
     """Ask as another user: one request in each connection, which is made as that user."""
-    with stranger(), httpx2.Client(base_url=here.url, timeout=30) as client:
+    with another_user(), httpx2.Client(base_url=here.url, timeout=30) as client:
         reply = client.request(method or ("POST" if body else "GET"), path, **body)
         return reply.status_code, reply.content
 
 
-def test_users_of_one_machine_share_no_file_batch_or_tool(serve, tmp_path, until, stranger):
+def test_users_of_one_machine_share_no_file_batch_or_tool(serve, tmp_path, until, another_user):
     gate = Gate(keys=Keys([]), owner=os.getuid(), any_user=True)
     here = serve(FakeEngine(), gate=gate, batches=Batches(tmp_path / "batches"), store_responses=True)
     client = _client(here)
@@ -305,47 +307,47 @@ def test_users_of_one_machine_share_no_file_batch_or_tool(serve, tmp_path, until
     paths += [f"/v1/batches/{mine.id}", f"/v1/responses/{kept}"]
     for path in paths:
         assert here.client.get(path).status_code == 200, path
-        assert _as_other_user(stranger, here, path)[0] == 404, path
+        assert _as_other_user(another_user, here, path)[0] == 404, path
     ids = [mine.input_file_id, mine.output_file_id, mine.id, kept]
     for operation in (
         o for o in OPERATIONS if "{id}" in o.path and not o.path.startswith("/v1/models")
     ):
         for name in ids:
             path = operation.path.replace("{id}", name)
-            status, _ = _as_other_user(stranger, here, path, operation.method)
+            status, _ = _as_other_user(another_user, here, path, operation.method)
             assert status in (400, 403, 404), (operation.method, path)
     for path in paths:
         assert here.client.get(path).status_code == 200, path
     for path in ("/v1/files", "/v1/batches"):
-        assert json.loads(_as_other_user(stranger, here, path)[1])["data"] == []
-    assert json.loads(_as_other_user(stranger, here, "/slots")[1])["slots"] == []
+        assert json.loads(_as_other_user(another_user, here, path)[1])["data"] == []
+    assert json.loads(_as_other_user(another_user, here, "/slots")[1])["slots"] == []
 
     url, tools = "/v1/responses", [{"type": "mcp", "server_label": "sandbox"}]
     line = {"custom_id": "a", "method": "POST", "url": url, "body": {"input": "x", "tools": tools}}
     form = {"files": {"file": ("in.jsonl", _jsonl(line))}, "data": {"purpose": "batch"}}
-    status, reply = _as_other_user(stranger, here, "/v1/files", **form)
+    status, reply = _as_other_user(another_user, here, "/v1/files", **form)
     assert status == 200
     asked = {"input_file_id": json.loads(reply)["id"], "endpoint": url, "completion_window": "24h"}
     assert client.files.list().data[0].id != asked["input_file_id"]
-    theirs = json.loads(_as_other_user(stranger, here, "/v1/batches", json=asked)[1])
+    theirs = json.loads(_as_other_user(another_user, here, "/v1/batches", json=asked)[1])
 
     def ended() -> bool:
-        reply = _as_other_user(stranger, here, f"/v1/batches/{theirs['id']}")[1]
+        reply = _as_other_user(another_user, here, f"/v1/batches/{theirs['id']}")[1]
         return json.loads(reply)["status"] == "completed"
 
     until(ended, "the batch to end")
     path = f"/v1/files/{theirs['output_file_id']}/content"
-    answer = json.loads(_as_other_user(stranger, here, path)[1])["response"]
+    answer = json.loads(_as_other_user(another_user, here, path)[1])["response"]
     assert (answer["status_code"], answer["body"]["error"]["code"]) == (403, "admin_only")
     assert here.endpoint.tools is None
 
 
-def test_prefixes_of_two_users_are_salted(serve, stranger):
+def test_prefixes_of_two_users_are_salted(serve, another_user):
     engine = FakeEngine()
     here = serve(engine, gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
     body = {"messages": [{"role": "user", "content": "x"}]}
     here.client.post(URL, json=body)
-    _as_other_user(stranger, here, URL, json=body)
+    _as_other_user(another_user, here, URL, json=body)
     mine, theirs = (request.cache_salt for request in engine.requests)
     assert not mine
     assert theirs

@@ -110,12 +110,12 @@ def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(paged, se
     assert page.client.get(f"{again.url}/web/setup").status_code == 200
 
 
-def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, stranger):
+def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, another_user):
     here = with_page(serve(keys=KEYS), KEYS)
     code = make_code()
     cookie = here.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
     cookie = {"cookie": cookie.partition(";")[0]}
-    with stranger(), httpx2.Client(base_url=here.url) as other:
+    with another_user(), httpx2.Client(base_url=here.url) as other:
         assert other.post("/web/session", json={"code": code}).status_code == 401
         assert other.get("/web/setup", headers=cookie).status_code == 401
         key = {"key": KEYS[0]}
@@ -125,17 +125,17 @@ def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, stranger):
     assert here.client.post("/web/session", json={"code": code}).status_code == 204
 
 
-def test_this_users_browser_needs_no_code_where_no_key_is_needed(serve, stranger):
+def test_this_users_browser_needs_no_code_where_no_key_is_needed(serve, another_user):
     here = with_page(serve(gate=Gate(keys=Keys([]), any_user=True, owner=os.getuid())))
     for forwarded in ({"x-forwarded-for": "10.0.0.1"}, {"forwarded": "for=10.0.0.1"}):
         assert here.client.post("/web/session", json={}, headers=forwarded).status_code == 401
-    with stranger(), httpx2.Client(base_url=here.url) as other:
+    with another_user(), httpx2.Client(base_url=here.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
     assert here.client.post("/web/session", json={}).status_code == 204
     assert here.client.get("/web/setup").status_code == 200
 
 
-def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stranger, monkeypatch):
+def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, another_user, monkeypatch):
     here = with_page(serve(keys=KEYS), KEYS)
     assert here.client.post("/web/session", json={}).status_code == 401
     opened = []
@@ -149,7 +149,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, stran
     monkeypatch.setattr(web, "own_endpoint", lambda *_: RemoteEndpoint(url=here.url, model="fake"))
     result = web.run(SimpleNamespace(model=None, no_open=False), Host())
     assert (opened, result.opened) == ([here.url], True)
-    with stranger(), httpx2.Client(base_url=here.url) as other:
+    with another_user(), httpx2.Client(base_url=here.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
     assert here.client.post("/web/session", json={}).status_code == 204
     assert here.client.post("/web/session", json={}).status_code == 401  # announced once

@@ -176,6 +176,7 @@ def test_settings_keep_what_was_typed_until_it_is_taken(serve, tab):
     page.wait(IDLE)
     page.click("button", "Settings")
     page.see("0 to 10")
+    page.wait("document.activeElement.closest('dialog')")  # the dialog takes the focus when it opens
     page.js("document.querySelector('#o-temperature').focus()")
     page.type("99")
     page.click("dialog button", "Save")
