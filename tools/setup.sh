@@ -199,6 +199,6 @@ case $mode in gpu | full | test-all | bench) install_vulkan ;; esac
 case $mode in full | test-all | bench) install_mtmd ;; esac
 case $mode in test | test-all | bench) pull_models ;; esac
 case $mode in
-  test | test-all) tools/test_parts.sh $mode ;;
+  test | test-all) tools/test_parts.sh $mode 9>&- ;; # apt goes on in the background, without the lock
   bench) tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to compare with" ;;
 esac
