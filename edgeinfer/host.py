@@ -176,7 +176,7 @@ class Host:
             from edgeinfer.runtime.drift import DriftRecorder, drift_path  # imported with the engine
 
             recorder = DriftRecorder(drift_path(), files.name, files.sha256)
-            engine.use_recorder(recorder)
+            engine.add_observer(recorder)
             atexit.register(recorder.close)
 
     def note_prompt(self, last: CacheReport) -> None:

@@ -32,16 +32,17 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer import __version__
-from edgeinfer.errors import StoreError
+from edgeinfer.errors import EngineError, StoreError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")
 
 #: The log-probability of every so many tokens of an answer is taken: each costs 0.1 to 0.5 ms.
-LOGPROB_EVERY = 16
+_LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
 #: Answers whose counts may wait, and how long (s): for a locked file, and at the end of a process.
 _MOST_WAITING = 1000
@@ -87,19 +88,21 @@ class DriftRecorder:
         self._writer = ThreadPoolExecutor(1, "drift")
         self._places = threading.BoundedSemaphore(_MOST_WAITING)
 
-    def note(
-        self, request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
-    ) -> None:
+    def on_admit(self, request: GenerateRequest) -> SequenceObserver:
+        return _AnswerObserver(self, request)
+
+    def note(self, answer: _AnswerObserver, n_broken: int) -> None:
         """Count a generation with an answer; `n_broken` of its tool calls could not be parsed."""
-        if not said.finished.usage.completion_tokens:
+        end = answer.collected.finished
+        if not end.usage.completion_tokens:
             return
         try:
-            found = observe(request, said, logprobs, n_broken) | self._constant
+            values = observe(answer.request, answer.collected, answer.logprobs, n_broken)
         except Exception:  # noqa: BLE001  a statistic must not cost an answer
             _log.exception("an answer could not be counted")
             return
-        counts = [(name, bin_of(name, value), 1) for name, value in found.items()]
-        counts += [(name, _SUM, n) for name, n in _sums(said.finished).items()]
+        counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
+        counts += [(name, _SUM, n) for name, n in _sums(end).items()]
         if self._places.acquire(blocking=False):  # or they are lost: the file system hangs
             with contextlib.suppress(RuntimeError):  # the interpreter is at its end
                 writing = self._writer.submit(self._write, date.today(), counts)
@@ -127,6 +130,38 @@ class DriftRecorder:
             if _is_damage(error):
                 with contextlib.suppress(OSError):
                     self._path.replace(self._path.with_suffix(".damaged"))
+
+
+class _AnswerObserver(SequenceObserver):
+    """Collects an answer, and the log-probability of some of its tokens."""
+
+    def __init__(self, recorder: DriftRecorder, request: GenerateRequest) -> None:
+        self._recorder, self.request = recorder, request
+        self.collected = Collected()
+        self.logprobs: list[float] = []
+        self._n_tokens = 0
+        #: The logits of the next token, and the logarithm of the sum of their exponentials.
+        self._next: tuple[npt.NDArray[np.float32], np.float32] | None = None
+
+    def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
+        if self._n_tokens % _LOGPROB_EVERY == 0:
+            peak = logits.max()
+            self._next = logits, peak + np.log(np.exp(logits - peak).sum())
+
+    def on_token(self, token: int) -> None:
+        self._n_tokens += 1
+        if self._next is not None:
+            logits, log_sum = self._next  # a constraint has changed other tokens' logits only
+            self.logprobs.append(float(logits[token] - log_sum))
+            self._next = None
+
+    def on_event(self, event: Event) -> None:
+        self.collected.add(event)
+
+    def on_end(self, end: Finished | EngineError, n_broken_calls: int) -> None:
+        if isinstance(end, Finished):
+            self.collected.add(end)
+            self._recorder.note(self, n_broken_calls)
 
 
 def _is_damage(error: Exception) -> bool:

@@ -10,7 +10,6 @@ import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
-from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
@@ -33,6 +32,7 @@ from edgeinfer.runtime.requests import (
     preparing,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints
+from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 from edgeinfer.runtime.vision import open_vision
@@ -218,9 +218,9 @@ class LlamaEngine:
         if self._loaded.can_generate and self._cache is None:
             self._blocks.open(store, self._gpu.loaded, self._checked)
 
-    def use_recorder(self, recorder: DriftRecorder) -> None:
-        """Count the answers from now on in `recorder`."""
-        self._scheduler.queue.recorder = recorder
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Have `observer` see the requests from now on; it is closed with the engine."""
+        self._scheduler.queue.observers += (observer,)
 
     def use_devices(self, wanted: OffloadRequest) -> None:
         """Attach devices in the background, while the CPU decodes; once per engine."""
@@ -310,8 +310,8 @@ class LlamaEngine:
         if self._cache is not None:
             self._cache.writing.is_leaving = True
         self._loop.close()
-        if self._scheduler.queue.recorder is not None:
-            self._scheduler.queue.recorder.close()
+        for observer in self._scheduler.queue.observers:
+            observer.close()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()

@@ -47,9 +47,9 @@ def engine(smollm2):
 @pytest.fixture
 def recorded(engine):
     """An engine whose answers are counted in this test's home."""
-    engine.use_recorder(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
+    engine.add_observer(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine
-    engine.use_recorder(DriftRecorder(drift_path(), "none", ""))
+    engine._scheduler.queue.observers = ()
     recorder.close()
 
 
@@ -59,7 +59,8 @@ def chat(text: str, **fields):
 
 def flush(engine) -> None:
     """Wait for the counts: an answer is noted before its last event."""
-    engine._scheduler.queue.recorder._writer.submit(int).result()
+    [recorder] = engine._scheduler.queue.observers
+    recorder._writer.submit(int).result()
 
 
 def week(engine, last: date, draw) -> None:
@@ -248,7 +249,7 @@ def test_answer_is_counted_before_its_end_is_seen(engine):
         def note(self, *said):
             self.was_late = seen.wait(0.3)
 
-    engine.use_recorder(recorder := Late(drift_path(), "small", ""))
+    engine.add_observer(recorder := Late(drift_path(), "small", ""))
     list(engine.submit(ask()))
     seen.set()
     assert recorder.was_late is False

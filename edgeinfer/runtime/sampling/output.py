@@ -23,7 +23,7 @@ from edgeinfer.runtime.llama.vocab import Vocab
 
 
 def token_logprobs(
-    vocab: Vocab, logits: npt.NDArray[np.float32], top: int
+    logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
     """Return every token's log-probability at temperature 1, and the `top` likeliest, best first."""
     peak = logits.max()

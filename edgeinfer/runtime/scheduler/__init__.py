@@ -7,5 +7,7 @@ scheduler ── request_queue     waiting and running requests, their admission
           ├─ executor          one llama_decode, aborted early for a short incoming request
           └─ output_processor  sampled tokens, progress, ends
 
+A `sequence` is a request that waits or runs; features that only record it are its `observer`s.
+
 `scheduler` holds them, and returns the memory of the KV cache while idle.
 """

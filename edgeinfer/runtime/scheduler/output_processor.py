@@ -53,7 +53,7 @@ class OutputProcessor:
         rows = self._rows[entry.row - len(entry.tokens) + 1 :]
         following = seq.tokens[n_before + 1 : min(seq.n_past + 1, seq.prompt_tokens)]
         for row, token in zip(rows, following, strict=False):
-            logprobs, top = token_logprobs(self.vocab, row, n_top)
+            logprobs, top = token_logprobs(row, n_top)
             seq.prompt_logprobs.append(chosen_logprobs(self.vocab, token, logprobs, top))
         seq.cached_seq.n_top, seq.cached_seq.logprobs = n_top, seq.prompt_logprobs
         if n_before < seq.prompt_tokens <= seq.n_past and not seq.n_generated:

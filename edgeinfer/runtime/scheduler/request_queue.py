@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.drift import DriftRecorder
 from edgeinfer.runtime.events import FinishReason
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
 from edgeinfer.runtime.options import Counters
+from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
@@ -31,7 +31,8 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
-        self.recorder: DriftRecorder | None = None
+        #: Features that observe the requests from now on.
+        self.observers: tuple[RequestObserver, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +40,7 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         self._counters.requests_total += 1
-        seq.recorder = self.recorder
+        seq.observers = tuple(observer.on_admit(seq.request) for observer in self.observers)
         self.waiting.append(seq)
 
     def end_cancelled_and_late(self) -> None:

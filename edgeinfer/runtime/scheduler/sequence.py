@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.drift import LOGPROB_EVERY, DriftRecorder
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -23,7 +22,7 @@ from edgeinfer.runtime.events import (
     TokenLogprobs,
     Usage,
 )
-from edgeinfer.runtime.generation import Collected, EventStream
+from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -33,6 +32,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
+from edgeinfer.runtime.scheduler.observer import SequenceObserver
 from edgeinfer.runtime.vision import PromptPictures, Span
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -80,9 +80,7 @@ class Sequence:
     restore: Restore | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    recorder: DriftRecorder | None = None
-    said: Collected = field(default_factory=Collected)
-    some_logprobs: list[float] = field(default_factory=list)
+    observers: tuple[SequenceObserver, ...] = ()
     n_generated: int = 0
     delayed_s: float = 0.0
     constraint_s: float = 0.0
@@ -154,20 +152,16 @@ class Sequence:
         self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
         """Sample from a row of logits and emit events; return the finish reason, if it ended."""
-        report = None
         top = self.request.logprobs
-        is_counted = self.recorder is not None and self.n_generated % LOGPROB_EVERY == 0
-        if top is not None or is_counted:
-            report = token_logprobs(vocab, logits, top or 0)
+        report = None if top is None else token_logprobs(logits, top)
+        for observer in self.observers:
+            observer.on_logits(logits)
         if self.banned is not None:
             logits[self.banned] = _MINUS_INFINITY
         if self.matcher is not None:
             self._mask(logits)
         token = self.sampler.sample(context, row, logits)
-        if report is not None and is_counted:
-            self.some_logprobs.append(float(report[0][token]))
-        shown = report if top is not None else None
-        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *shown) if shown else None)
+        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
         if reason is None and self.budget is not None and self.budget.is_spent(self.output):
             reason = self._close_reasoning(vocab, self.budget.close)
         if reason is None and self.matcher is not None and top is None:
@@ -184,6 +178,8 @@ class Sequence:
         self._note_time()
         self.tokens.append(token)
         self.n_generated += 1
+        for observer in self.observers:
+            observer.on_token(token)
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
                 self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
@@ -233,30 +229,29 @@ class Sequence:
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"
-        end = Finished(
-            reason=reason,
-            usage=self.usage(),
-            timings=self.timings(),
-            divergence=self.divergence,
-            stop_sequence=self.output.stopped_by,
+        self._end(
+            Finished(
+                reason=reason,
+                usage=self.usage(),
+                timings=self.timings(),
+                divergence=self.divergence,
+                stop_sequence=self.output.stopped_by,
+            )
         )
-        if self.recorder is not None:  # before the event, at which `run` ends the process
-            self.said.add(end)
-            self.recorder.note(self.request, self.said, self.some_logprobs, self.output.n_broken_calls)
-        self.stream.put(end)
-        self._free()
 
     def _emit(self, event: Event) -> None:
-        if self.recorder is not None:
-            self.said.add(event)
+        for observer in self.observers:
+            observer.on_event(event)
         self.stream.put(event)
 
     def fail(self, error: EngineError) -> None:
         """End with an error, raised from the consumer's iteration."""
-        self.stream.put(error)
-        self._free()
+        self._end(error)
 
-    def _free(self) -> None:
+    def _end(self, end: Finished | EngineError) -> None:
+        for observer in self.observers:  # before the event, at which `run` ends the process
+            observer.on_end(end, self.output.n_broken_calls)
+        self.stream.put(end)
         self.sampler.close()
         self.drafting.use_answers(None)
         self.pictures.close()
