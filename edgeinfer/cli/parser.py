@@ -57,11 +57,6 @@ VERBS = {
     "web": Verb(
         "chat in the browser, in the same conversations as in the terminal", ("web", "web --no-open")
     ),
-    "mcp": Verb(
-        "run an MCP server on stdin/stdout, so that other programs can ask a local model",
-        ("mcp", "mcp qwen3-4b"),
-        has_json=False,
-    ),
     "launch": Verb(
         "run a coding agent (claude, codex, …) on a local model",
         ("launch codex", "launch --model qwen3-4b claude --resume"),

@@ -107,7 +107,7 @@ def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
 
 
 def test_every_verb_is_here():
-    assert set(VERBS) == {*COMMANDS, "serve", "web", "mcp", "bench"}
+    assert set(VERBS) == {*COMMANDS, "serve", "web", "bench"}
 
 
 def test_endpoint_only_listens(home):
@@ -134,7 +134,6 @@ def test_endpoint_only_listens(home):
     ("words", "code"),
     [
         (("web", "--no-open"), None),  # starts no endpoint: the default model is not here
-        (("mcp",), None),
         (("bench", MODEL, "-p", "8", "-n", "1", "-r", "1", "--ctx", "512", "--quiet"), 0),
     ],
 )
