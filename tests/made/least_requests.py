@@ -17,5 +17,4 @@ READING = GENERATING | {
     "/v1/rerank": {"query": "hi", "documents": ["hi"]},
     "/tokenize": {"content": "hi"},
     "/detokenize": {"tokens": [65]},
-    "/apply-template": {"messages": HI},
 }

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 from starlette.responses import PlainTextResponse, Response
 
-from edgeinfer import __version__
 from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
@@ -131,12 +130,6 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
         files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
     )
     return GenerateRequest(infill=gap, **_shared(body, info))
-
-
-@ROUTES.get("/version")
-async def version(context: RequestContext) -> wire.Version:
-    """This program's version."""
-    return wire.Version(version=__version__)
 
 
 #: From the adapters that are loaded to those that are wanted.
@@ -274,9 +267,9 @@ class LlamaRenderer(Renderer):
             answer = msgspec.structs.replace(answer, completion_probabilities=likely)
         return answer
 
-    def _last(self, answer: LlamaAnswer, end: Finished) -> Any:
+    def _last(self, answer: LlamaAnswer, end: Finished) -> LlamaAnswer:
         prompt = self._prompts[answer.index]
-        last = msgspec.structs.replace(
+        return msgspec.structs.replace(
             answer,
             stop=True,
             tokens_predicted=end.usage.completion_tokens,
@@ -289,7 +282,6 @@ class LlamaRenderer(Renderer):
             stopping_word=end.stop_sequence or "",
             timings=wire_timings(end.usage, end.timings),
         )
-        return _only(last, self._body.response_fields) if self._body.response_fields else last
 
 
 def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
@@ -300,16 +292,3 @@ def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
         logprob=max(token.logprob, -9999.0),
         top_logprobs=[_logprob(other, ()) for other in top] or msgspec.UNSET,
     )
-
-
-def _only(answer: LlamaAnswer, fields: Sequence[str]) -> dict[str, Any]:
-    """Select fields; `a/b` is field `b` of object `a`, returned as `a/b`. Unknown names are ignored."""
-    picked: dict[str, Any] = {}
-    for field in fields:
-        inner: Any = msgspec.to_builtins(answer)
-        *above, name = field.split("/")
-        for place in above:
-            inner = inner.get(place) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and name in inner:
-            picked[field] = inner[name]
-    return picked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,17 +23,10 @@ from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import answer
 from edgeinfer.server.native import llama_routes, wire
-from edgeinfer.server.openai import translate as openai
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import (
-    common_fields,
-    overridden,
-    refuse_pictures,
-    seed_of,
-    stop_strings,
-)
+from edgeinfer.server.request_fields import common_fields, overridden, seed_of, stop_strings
 from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
@@ -46,12 +38,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 @ROUTES.post("/tokenize")
 async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.TokenizeReply:
     """Tokenize text."""
-    if sum(given is not None for given in (body.content, body.prompt, body.messages)) != 1:
-        raise InvalidRequestError("give either content, prompt or messages", param="content")
 
     def work(engine: Engine) -> wire.TokenizeReply:
-        if body.content is None:
-            return _tokens_for_vllm(engine, body)
         tokens = engine.tokenize(
             body.content, add_special=body.add_special, parse_special=body.parse_special
         )
@@ -64,32 +52,6 @@ async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.
     return await with_engine(context, body, work)
 
 
-def _conversation(
-    body: wire.TokenizeRequest | wire.ApplyTemplateRequest, info: EngineInfo
-) -> GenerateRequest:
-    conversation = GenerateRequest(
-        messages=openai.messages(body.messages or ()),
-        tools=openai.tools_of(body.tools),
-        template_options=body.chat_template_kwargs or {},
-    )
-    refuse_pictures(conversation, info)
-    return conversation
-
-
-def _tokens_for_vllm(engine: Engine, body: wire.TokenizeRequest) -> wire.TokenizeReply:
-    if body.prompt is None:
-        tokens = engine.tokenize_chat(_conversation(body, engine.info))
-    else:
-        tokens = engine.tokenize(body.prompt, add_special=body.add_special_tokens, parse_special=True)
-    pieces = [engine.detokenize([t]).decode("utf-8", "replace") for t in tokens]
-    return wire.TokenizeReply(
-        tokens=list(tokens),
-        count=len(tokens),
-        max_model_len=engine.info.n_ctx,
-        token_strs=pieces if body.return_token_strs else msgspec.UNSET,
-    )
-
-
 @ROUTES.post("/detokenize")
 async def detokenize(context: RequestContext, body: wire.DetokenizeRequest) -> wire.DetokenizeReply:
     """Detokenize tokens."""
@@ -100,73 +62,22 @@ async def detokenize(context: RequestContext, body: wire.DetokenizeRequest) -> w
                 f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens"
             )
         text = engine.detokenize(body.tokens).decode("utf-8", "replace")
-        return wire.DetokenizeReply(content=text, prompt=text)
-
-    return await with_engine(context, body, work)
-
-
-@ROUTES.get("/tokenizer_info", uses_model=True)
-async def tokenizer_info(context: RequestContext, query: wire.ModelQuery) -> wire.TokenizerInfo:
-    """Return special tokens and template of the default model or of `?model=`."""
-
-    def work(engine: Engine) -> wire.TokenizerInfo:
-        info = engine.info
-        return wire.TokenizerInfo(
-            bos_token=info.bos_token or None,
-            eos_token=info.eos_token or None,
-            chat_template=info.chat_template or None,
-            model_max_length=info.n_ctx,
-        )
-
-    return await with_engine(context, ModelFields(model=query.model), work)
-
-
-@ROUTES.post("/apply-template")
-async def apply_template(
-    context: RequestContext, body: wire.ApplyTemplateRequest
-) -> wire.ApplyTemplateReply:
-    """Render a conversation's prompt by the chat template."""
-
-    def work(engine: Engine) -> wire.ApplyTemplateReply:
-        conversation = _conversation(body, engine.info)
-        return wire.ApplyTemplateReply(prompt=engine.apply_template(conversation))
+        return wire.DetokenizeReply(content=text)
 
     return await with_engine(context, body, work)
 
 
 @ROUTES.post("/v1/rerank")
-@ROUTES.post("/reranking")
-async def rerank(
-    context: RequestContext, body: wire.RerankRequest
-) -> wire.RerankReply | list[wire.TeiRank]:
+async def rerank(context: RequestContext, body: wire.RerankRequest) -> wire.RerankReply:
     """Rank documents by relevance."""
-    given = body.documents if body.texts is None else body.texts
-    if not given or (body.documents and body.texts):
-        raise InvalidRequestError("give either documents or TEI's texts", param="documents")
-    texts = [document if isinstance(document, str) else document.text for document in given]
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
 
     def work(engine: Engine) -> wire.RerankReply:
         if not engine.info.can_rerank:
-            raise InvalidRequestError(f"{engine.info.model} is no reranker", param="model")
+            raise InvalidRequestError(f"{engine.info.model} is not a reranker", param="model")
         return _ranked(engine, body, texts)
 
-    reply = await with_engine(context, body, work)
-    return reply if body.texts is None else _as_tei(reply, body, texts)
-
-
-def _as_tei(
-    reply: wire.RerankReply, body: wire.RerankRequest, texts: Sequence[str]
-) -> list[wire.TeiRank]:
-    return [
-        wire.TeiRank(
-            index=one.index,
-            score=one.relevance_score
-            if body.raw_scores
-            else (1 + math.tanh(one.relevance_score / 2)) / 2,
-            text=texts[one.index] if body.return_text else msgspec.UNSET,
-        )
-        for one in reply.results
-    ]
+    return await with_engine(context, body, work)
 
 
 def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:

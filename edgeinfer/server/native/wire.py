@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from edgeinfer.runtime.pictures import MAX_PICTURES
 from edgeinfer.server.model_pool import LoadedReply, LoadingReply
-from edgeinfer.server.openai.wire import LogitBias, Messages, Prompt, Tools
+from edgeinfer.server.openai.wire import LogitBias, Prompt
 from edgeinfer.server.wire_types import (
     GenerationFields,
     JsonObject,
@@ -20,7 +20,6 @@ from edgeinfer.server.wire_types import (
     Reply,
     SamplingFields,
     Seed,
-    ShortText,
     Slot,
     StopList,
     Temperature,
@@ -34,15 +33,9 @@ from edgeinfer.server.wire_types import (
 
 
 class TokenizeRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /tokenize: llama.cpp's `content`, or vLLM's `prompt` or `messages`."""
+    """POST /tokenize."""
 
-    content: Text | None = None
-    prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: JsonObject | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    content: Text
     add_special: bool = False
     parse_special: bool = False
     with_pieces: bool = False
@@ -54,15 +47,9 @@ class TokenPiece(Reply, frozen=True, kw_only=True):
 
 
 class TokenizeReply(Reply, frozen=True, kw_only=True):
-    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes.
-
-    `count` and what follows are vLLM's, for its `prompt` and `messages`.
-    """
+    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes."""
 
     tokens: list[int | TokenPiece]
-    count: int | msgspec.UnsetType = msgspec.UNSET
-    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
-    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(ModelFields, frozen=True, kw_only=True):
@@ -72,31 +59,7 @@ class DetokenizeRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class DetokenizeReply(Reply, frozen=True, kw_only=True):
-    """The text under llama.cpp's name and under vLLM's."""
-
     content: str
-    prompt: str
-
-
-class TokenizerInfo(Reply, frozen=True, kw_only=True):
-    """vLLM's answer, of which lm-evaluation-harness makes its tokenizer."""
-
-    bos_token: str | None
-    eos_token: str | None
-    chat_template: str | None
-    model_max_length: int
-
-
-class ApplyTemplateRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /apply-template."""
-
-    messages: Messages
-    tools: Tools | None = None
-    chat_template_kwargs: JsonObject | None = None
-
-
-class ApplyTemplateReply(Reply, frozen=True, kw_only=True):
-    prompt: str
 
 
 class RerankDocument(Wire, frozen=True, kw_only=True):
@@ -104,13 +67,10 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
 
 
 class RerankRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/rerank. TEI's clients say `texts`, and get TEI's answer."""
+    """POST /v1/rerank."""
 
     query: Annotated[str, Meta(min_length=1, max_length=65_536)]
-    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)] | None = None
-    texts: Annotated[list[Text], Meta(min_length=1, max_length=1024)] | None = None
-    raw_scores: bool = False
-    return_text: bool = False
+    documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
     top_n: Annotated[int, Meta(ge=1, le=4096)] | None = None
     return_documents: bool = False
 
@@ -119,14 +79,6 @@ class RerankResult(Reply, frozen=True, kw_only=True):
     index: int
     relevance_score: float
     document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-
-
-class TeiRank(Reply, frozen=True, kw_only=True):
-    """One of TEI's list, best first; `score` is between 0 and 1 unless `raw_scores` were asked for."""
-
-    index: int
-    score: float
-    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankReply(Reply, frozen=True, kw_only=True):
@@ -296,8 +248,8 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     """What /completion and /infill share."""
 
     hints: ClassVar = frozenset(
-        "id_slot n_cache_reuse n_indent n_keep return_progress samplers t_max_predict_ms "
-        "t_max_prompt_ms timings_per_token".split()
+        "id_slot n_cache_reuse n_indent n_keep response_fields return_progress samplers "
+        "t_max_predict_ms t_max_prompt_ms timings_per_token".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "the temperature does not move",
@@ -316,7 +268,6 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     logit_bias: LogitBias | LogitBiasPairs | None = None
     n_probs: Annotated[int, Meta(ge=0, le=20)] = 0
-    response_fields: Annotated[list[ShortText], Meta(max_length=64)] | None = None
     return_tokens: bool = False
 
 
@@ -409,9 +360,3 @@ class UnloadAdapter(ModelQuery, frozen=True, kw_only=True):
     hints: ClassVar = frozenset({"lora_int_id"})
 
     lora_name: ModelName
-
-
-class Version(Reply, frozen=True, kw_only=True):
-    """As vLLM's server tells it."""
-
-    version: str

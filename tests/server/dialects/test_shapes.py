@@ -394,18 +394,13 @@ def test_infer_answers_in_one_line(serve):
     assert here.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
 
 
-def test_tokens_and_templates(serve):
+def test_tokens_and_counts(serve):
     client = serve(FakeEngine()).client
     assert client.post("/tokenize", json={"content": "hé"}).json() == {"tokens": [104, 195, 169]}
     pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
     assert pieces == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
     assert client.post("/detokenize", json={"tokens": [104, 105]}).json()["content"] == "hi"
     assert client.post("/detokenize", json={"tokens": [70_000]}).json()["error"]["param"] == "tokens"
-    assert client.post("/apply-template", json={"messages": HI}).json() == {
-        "prompt": "user: hi\nassistant:"
-    }
-    thinking = {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}}
-    assert "enable_thinking" in client.post("/apply-template", json=thinking).json()["prompt"]
     assert client.get("/props").json()["chat_template"] == "{{ messages }}"
     count = client.post("/v1/messages/count_tokens", json={"messages": HI}).json()
     assert count == {"input_tokens": len("user: hi\nassistant:")}

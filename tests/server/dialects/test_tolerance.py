@@ -91,13 +91,6 @@ def test_seeds_of_several_answers_stay_in_range(here, engine):
     assert all(0 <= seed < 0xFFFF_FFFF for seed in seeds)
 
 
-def test_fields_of_an_answer_keep_their_names(here):
-    fields = ["generation_settings/n_predict", "content", "absent/x"]
-    body = {"prompt": "a", "n_predict": 7, "response_fields": fields}
-    reply = here.client.post("/completion", json=body).json()
-    assert reply == {"generation_settings/n_predict": 7, "content": "Hello world"}
-
-
 @pytest.mark.parametrize(("eos", "n_special"), [("[SEP]", 3), ("</s>", 4)])
 def test_usage_of_a_reranking_counts_special_tokens(serve, eos, n_special):
     class Counting(FakeEngine):
