@@ -26,7 +26,6 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.app import App
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
@@ -45,6 +44,7 @@ from edgeinfer.server.lifecycle import (
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
 from edgeinfer.workers.remote_engine import RemoteEngine
@@ -132,7 +132,7 @@ async def _serve(
         host,
         refuse_unknown=config.unknown_fields == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
-        journal=AnswerJournal(most) if config.store_responses else None,
+        responses=ResponseStore(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
         traces=options.traces or "",
         model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,

@@ -171,7 +171,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = {}
     store_responses: Annotated[
         bool,
-        key_doc("Keep answers of /v1/responses in memory for an hour, to go on from and read again."),
+        key_doc("Keep answers of /v1/responses in memory for an hour, to continue and get them by id."),
     ] = False
     normalize_prompts: Annotated[
         tuple[PromptRule, ...],

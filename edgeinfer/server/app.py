@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.anthropic.routes import ANTHROPIC
 from edgeinfer.server.askers import Asker
 from edgeinfer.server.context import RequestContext, json_reply
@@ -27,7 +26,7 @@ from edgeinfer.server.ollama.routes import OLLAMA
 from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_body import decode, decode_query, read_body
+from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.responses.routes import RESPONSES
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.web.access import PATH as PAGE
@@ -110,15 +109,7 @@ class App:
                 return
         self._admit(context, scope)
         with self._counted(context):
-            operation = context.operation
-            if operation is None or not operation.may_store or self._endpoint.journal is None:
-                await _handle(scope, receive, send)
-                return
-            context.body = await read_body(Request(scope, receive))
-            limit_bytes = self._endpoint.limits.kept_bytes
-            context.journaled = JournaledAnswer(limit_bytes, lambda: context.outcome)
-            context.journaled.start(_handle, scope)
-            await context.journaled.read(receive, send)
+            await _handle(scope, receive, send)
 
     def _admit(self, context: RequestContext, scope: Scope) -> None:
         operation = context.operation
@@ -148,22 +139,14 @@ class App:
         uses_model = context.operation is not None and context.operation.uses_model
         if uses_model:
             self._endpoint.enter(context.key)
-
-        def ended(answer: JournaledAnswer | None) -> None:
-            context.body = context.journaled = None  # the context lies in a cycle with its scope
+        try:
+            yield
+        finally:
+            context.body = None  # the context lies in a cycle with its scope
             context.__dict__.pop("request", None)
             self._endpoint.bodies.give_back(context.asker.turn, context.held_bytes)
             if uses_model:
                 self._endpoint.leave(context.key)
-
-        try:
-            yield
-        finally:
-            journaled = context.journaled
-            if journaled is None or journaled.is_done:
-                ended(None)
-            else:  # the journal reads on after the client has left
-                journaled.done_callbacks.append(ended)
 
     def _record(self, context: RequestContext, method: str) -> None:
         """Count a request and write its line to the log."""

@@ -17,7 +17,6 @@ from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.server.answer_journal import JournaledAnswer
 from edgeinfer.server.askers import NOBODY, Asker
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
@@ -62,8 +61,6 @@ class RequestContext:
     body: bytes | None = None
     #: Bytes that it holds of `Endpoint.bodies`.
     held_bytes: int = 0
-    #: The answer in the journal, if it may be read again.
-    journaled: JournaledAnswer | None = None
     #: The prompt normalization rules that changed the prompt.
     normalized: tuple[PromptRule, ...] = ()
     #: What it did; `tokenizing_s` is when its model was there.

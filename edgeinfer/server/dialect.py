@@ -49,10 +49,9 @@ class Operation(msgspec.Struct, frozen=True):
     """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
 
     `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
-    stands for the API key, or which is open. `may_store`: its answers may be kept, to be
-    read again by id. `body` and `reply` are types of JSON; `also` are further answers by status, for
-    the OpenAPI document; None has no body. `max_body_bytes` 0: as long as the endpoint allows.
-    Of body and query, the handler is given those that `takes` names.
+    stands for the API key, or which is open. `body` and `reply` are types of JSON; `also` are further
+    answers by status, for the OpenAPI document; None has no body. `max_body_bytes` 0: as long as the
+    endpoint allows. Of body and query, the handler is given those that `takes` names.
     """
 
     path: str
@@ -67,7 +66,6 @@ class Operation(msgspec.Struct, frozen=True):
     uses_model: bool = True
     is_admin: bool = False
     web: Literal["", "open", "cookie"] = ""
-    may_store: bool = False
     max_body_bytes: int = 0
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct] | None] = {}

@@ -20,7 +20,6 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server import tracing
-from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.askers import BodyBudget, FairPool, Places
 from edgeinfer.server.batches import Batches
 from edgeinfer.server.limits import Limits
@@ -35,6 +34,7 @@ from edgeinfer.server.problems import (
     too_many,
     unavailable,
 )
+from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import Slot
 
@@ -63,7 +63,7 @@ class Endpoint:
     refuse_unknown: bool = False
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
     #: Stored responses; None if they are switched off.
-    journal: AnswerJournal | None = None
+    responses: ResponseStore | None = None
     #: Files and batches; None where none are kept.
     batches: Batches | None = None
     #: The page (`web.routes.Web`); None if it is switched off.

@@ -19,8 +19,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     `max_bodies_bytes` bounds the bodies of all requests that run, and the text of their documents; one
     asker has half of it.
 
-    `kept_answers` of one key, `kept_bytes` of all and `kept_s` bound the answers that may be read
-    again; one without a reader is abandoned after `unread_s`.
+    `stored_responses` of one key, `stored_bytes` of all and `stored_s` bound the stored responses.
     """
 
     max_body_bytes: int = 32 << 20
@@ -40,7 +39,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 2.0
     prepare_s: float = 60.0
     drain_s: float = 30.0
-    kept_answers: int = 64
-    kept_bytes: int = 64 << 20
-    kept_s: float = 3600.0
-    unread_s: float = 60.0
+    stored_responses: int = 64
+    stored_bytes: int = 64 << 20
+    stored_s: float = 3600.0

@@ -29,7 +29,6 @@ from edgeinfer.cli.serving import ModelAdmin
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server import lifecycle
-from edgeinfer.server.answer_journal import AnswerJournal
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
@@ -37,6 +36,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.web.access import Access, Web
 
 CHAT = "/v1/chat/completions"
@@ -126,8 +126,8 @@ def served(
         models = ModelPool(
             sources, default=here[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
         )
-        journal = AnswerJournal(limits) if store_responses else None
-        endpoint = Endpoint(models, limits, Log("json", log), Host(), journal=journal, **parts)
+        responses = ResponseStore(limits) if store_responses else None
+        endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)
         server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)
         starting.set_result((endpoint, server, asyncio.get_running_loop()))
         return await server.run()

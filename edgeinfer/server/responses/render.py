@@ -7,7 +7,7 @@ The stream announces every item and part before its text and repeats the whole a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,11 +42,12 @@ class ResponseRenderer(Renderer):
         model: str,
         body: wire.ResponsesRequest,
         *,
-        stored: bool = False,
+        store: Callable[[wire.ResponseReply], None] | None = None,
         events: Sequence[Any] | None = None,
     ) -> None:
         self.id = request_id
-        self._stored = stored
+        #: Stores the finished response.
+        self._store = store
         self.model = model
         self.created = int(time.time())
         self._request = body
@@ -218,9 +219,12 @@ class ResponseRenderer(Renderer):
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
         reply = self.reply("incomplete" if short else "completed", output, end.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
-        return msgspec.structs.replace(
+        reply = msgspec.structs.replace(
             reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
         )
+        if self._store is not None and end.reason != "cancelled":
+            self._store(reply)
+        return reply
 
     def reply(
         self, status: Any, output: Sequence[wire.OutputItem] = (), usage: Usage | None = None
@@ -245,7 +249,7 @@ class ResponseRenderer(Renderer):
             top_p=body.top_p,
             truncation=body.truncation or "disabled",
             previous_response_id=body.previous_response_id,
-            store=self._stored,
+            store=self._store is not None,
             reasoning=msgspec.to_builtins(body.reasoning) if body.reasoning else None,
         )
 

@@ -336,12 +336,14 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class StoredQuery(Wire, frozen=True, kw_only=True):
-    """GET /v1/responses/{id}: the response, or its stream from behind an event."""
+    """GET /v1/responses/{id}."""
 
     hints: ClassVar = frozenset({"include", "include_obfuscation"})
-
-    stream: bool | None = None
-    starting_after: Annotated[int, Meta(ge=0)] | None = None
+    refused: ClassVar[Mapping[str, str]] = {
+        "stream": "streams are not stored, retrieve the finished response",
+        "starting_after": "streams are not stored, retrieve the finished response",
+    }
+    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": ("false",)}
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):

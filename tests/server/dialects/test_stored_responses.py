@@ -1,8 +1,7 @@
-"""Stored responses: gone on from, read again, and read on from where a connection was lost."""
+"""Stored responses: continued and retrieved by id, bounded in number, bytes and time."""
 
 import contextlib
 import gc
-import threading
 
 import openai
 import pytest
@@ -106,62 +105,27 @@ def test_deleted_and_anothers(client) -> None:
     assert here.client.get(f"{URL}/{name}", headers=alpha).status_code == 404
 
 
-def test_a_lost_stream_is_read_on_from_where_it_was(client, until) -> None:
-    opened = threading.Event()
-    engine = FakeEngine([["one ", StepGate(opened), "two"]])
+def test_streams_are_not_stored(client) -> None:
+    here, _ = client()
+    name = here.client.post(URL, json={"input": "x", "stream": True}).text
+    name = name.partition('"id":"')[2].partition('"')[0]
+    assert here.client.get(f"{URL}/{name}?stream=false").json()["status"] == "completed"
+    reply = here.client.get(f"{URL}/{name}?stream=true&starting_after=1")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
+
+
+def test_an_answer_whose_client_left_is_not_stored(client, until) -> None:
+    engine = FakeEngine([["one ", StepGate(), "two"]])
     here, openai_client = client(engine)
-    seen = []
-    with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
-        for event in stream:
-            seen.append(event)
-            if event.type == "response.output_text.delta":
-                break
-    until(lambda: '"event":"request"' in here.log.getvalue(), "the reader to be gone")
-    name, last = seen[0].response.id, seen[-1].sequence_number
-    assert openai_client.responses.retrieve(name).status == "in_progress"
-    with pytest.raises(openai.ConflictError):
-        openai_client.responses.create(model="fake", input="y", previous_response_id=name)
-    with openai_client.responses.retrieve(name, stream=True, starting_after=last) as stream:
-        opened.set()
-        rest = list(stream)
-    numbers = [event.sequence_number for event in (*seen, *rest)]
-    assert numbers == list(range(len(numbers)))
-    assert rest[-1].response.output_text == "one two"
-    assert len(engine.requests) == 1
-
-
-def test_stored_stream_without_a_reader_is_abandoned(client, until) -> None:
-    here, openai_client = client(
-        FakeEngine([["one ", StepGate(), "two"]]), limits=Limits(unread_s=0.01)
-    )
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
         name = next(iter(stream)).response.id
-    until(lambda: not here.endpoint.in_flight, "the answer to be given up")
+    until(lambda: not here.endpoint.in_flight, "the answer to be cancelled")
     with pytest.raises(openai.NotFoundError):
         openai_client.responses.retrieve(name)
 
 
-def test_limits_come_before_the_body_of_a_stored_response(client, raw_exchange, until) -> None:
-    here, openai_client = client(FakeEngine([["one ", StepGate()]]), limits=Limits(max_requests=1))
-    with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
-        name = next(iter(stream)).response.id
-    assert here.endpoint.in_flight == 1  # the answer holds its place after its reader left
-    head = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n"
-    assert b" 503 " in raw_exchange(here.port, head).splitlines()[0]  # no byte of the body was sent
-    openai_client.responses.delete(name)
-    until(lambda: not here.endpoint.in_flight, "its end")
-
-
-def test_a_whole_answer_is_no_stream(client) -> None:
-    here, _ = client()
-    name = here.client.post(URL, json={"input": "x"}).json()["id"]
-    reply = here.client.get(f"{URL}/{name}?stream=true")
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
-    assert here.client.get(f"{URL}/{name}?starting_after=-1").status_code == 400
-
-
 def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client) -> None:
-    here, _ = client(FakeEngine([["word "] * 200]), limits=Limits(kept_bytes=2000))
+    here, _ = client(FakeEngine([["word "] * 200]), limits=Limits(stored_bytes=2000))
     reply = here.client.post(URL, json={"input": "x", "stream": True})
     assert reply.text.count('"delta":"word ') == 200
     name = reply.text.partition('"id":"')[2].partition('"')[0]
@@ -169,18 +133,18 @@ def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client)
 
 
 def test_the_oldest_go_first(client) -> None:
-    here, _ = client(limits=Limits(kept_answers=2))
+    here, _ = client(limits=Limits(stored_responses=2))
     names = [here.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
     found = [here.client.get(f"{URL}/{name}").status_code for name in names]
     assert found == [404, 200, 200]
 
 
 def test_answers_that_are_never_read_are_evicted(client) -> None:
-    here, _ = client(limits=Limits(kept_answers=8, kept_bytes=100_000))
+    here, _ = client(limits=Limits(stored_responses=8, stored_bytes=100_000))
     for number in range(20):
         text = "x" * (30_000 if number > 15 else 10)
         assert here.client.post(URL, json={"input": text}).status_code == 200
-        kept = here.endpoint.journal._answers.values()
+        kept = here.endpoint.responses._responses.values()
         assert len(kept) <= 8
         assert sum(answer.size_bytes for answer in kept) <= 100_000
     assert len(kept) == 3
@@ -190,7 +154,7 @@ def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
     here, _ = client()
     for _ in range(3):
         here.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
-    answers = list(here.endpoint.journal._answers.values())
+    answers = list(here.endpoint.responses._responses.values())
     del here
     contexts = [one for one in gc.get_objects() if isinstance(one, RequestContext)]
     assert len(answers) == 3

@@ -1,0 +1,56 @@
+"""Finished responses of `/v1/responses` in memory, to be continued and retrieved by id."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from edgeinfer.server.limits import Limits
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response object as JSON, and the conversation before its answer."""
+
+    reply: bytes
+    conversation: tuple[Any, ...]
+    size_bytes: int
+    stored_at: float = msgspec.field(default_factory=time.monotonic)
+
+
+class ResponseStore:
+    """Responses by API key and id, bounded in number, bytes and time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._responses: dict[tuple[str, str], StoredResponse] = {}
+
+    def find(self, key: str, name: str) -> StoredResponse | None:
+        """Return the response with this id, unless it was evicted."""
+        self._evict()
+        return self._responses.get((key, name))
+
+    def add(self, key: str, name: str, response: StoredResponse) -> None:
+        self._responses[key, name] = response
+        self._evict()
+
+    def remove(self, key: str, name: str) -> None:
+        """Remove a response. Raises KeyError."""
+        del self._responses[key, name]
+
+    def _evict(self) -> None:
+        """Drop expired responses, and the oldest beyond a key's number or the bytes of all keys."""
+        limits, oldest = self._limits, time.monotonic() - self._limits.stored_s
+        count: Counter[str] = Counter()
+        size_bytes = 0
+        for (key, name), response in reversed(list(self._responses.items())):
+            count[key] += 1
+            size_bytes += response.size_bytes
+            if (
+                response.stored_at < oldest
+                or count[key] > limits.stored_responses
+                or size_bytes > limits.stored_bytes
+            ):
+                del self._responses[key, name]
