@@ -1,5 +1,5 @@
 # edgeinfer: two commands to start with, `make run` and `make test`; the rest serves them.
-# Everything is set up by tools/setup.sh on first use: nothing outside this folder and the build cache is touched.
+# Everything is set up by scripts/setup.sh on first use: nothing outside this folder and the build cache is touched.
 PROMPT ?= What is photosynthesis?
 MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
@@ -15,13 +15,13 @@ help:            ## list the targets
 	@grep -hE '^[a-z0-9-]+: .*##|^[a-z0-9-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 setup:           ## what a first answer needs: virtual environment, llama.cpp for this processor, CRIU
-	@tools/setup.sh
+	@scripts/setup.sh
 
 full:            ## setup, and all CPU variants, the Vulkan backend, the picture encoder, packages of tests and benchmarks
-	@tools/setup.sh full
+	@scripts/setup.sh full
 
 gpu:             ## what a first answer needs, and the Vulkan backend
-	@tools/setup.sh gpu
+	@scripts/setup.sh gpu
 
 run: setup       ## the default model: the chat in a terminal, otherwise the answer to PROMPT= on stdout
 	@$(BIN)/edgeinfer pull $(MODEL) >&2
@@ -29,23 +29,23 @@ run: setup       ## the default model: the chat in a terminal, otherwise the ans
 	 else exec $(BIN)/edgeinfer run $(MODEL) "$(PROMPT)" --timings </dev/null; fi
 
 test:            ## tests that need only what `make run` builds: 9 to 11 minutes on 2 cores
-	@tools/setup.sh test
+	@scripts/setup.sh test
 	$(PYTEST) $(BESIDE) --needs none $(ARGS)
 
 test-all:        ## every test: compiles all CPU variants and Vulkan, downloads an arm64 compiler, builds the shipped file
-	@tools/setup.sh test-all
+	@scripts/setup.sh test-all
 	$(PYTEST) $(BESIDE) $(ARGS)
 
 test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
-	@tools/setup.sh lint
+	@scripts/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
 
 test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
-	@tools/setup.sh lint
-	tools/arm64/machine.sh $(or $(TESTS),plain warm)
+	@scripts/setup.sh lint
+	scripts/arm64/machine.sh $(or $(TESTS),plain warm)
 
 lint:            ## ruff, mypy, style and words, import contracts, generated docs and links: seconds, compiles nothing
-	@tools/setup.sh lint
+	@scripts/setup.sh lint
 	@$(MAKE) --no-print-directory -j 2 lint-types lint-text
 
 lint-types:
@@ -54,77 +54,77 @@ lint-types:
 lint-text:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/style.py
+	$(BIN)/python scripts/style.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
-	PYTHONPATH=. $(BIN)/python tools/docs.py --check
+	PYTHONPATH=. $(BIN)/python scripts/docs.py --check
 
 check: lint      ## the old name of lint
 
 lock:            ## write requirements/*.txt again from pyproject.toml, with hashes; needs uv
-	tools/lock.sh $(ARGS)
+	scripts/lock.sh $(ARGS)
 
 docs:            ## write the generated parts of the docs again
-	@tools/setup.sh lint
-	PYTHONPATH=. $(BIN)/python tools/docs.py
+	@scripts/setup.sh lint
+	PYTHONPATH=. $(BIN)/python scripts/docs.py
 
 bench: full      ## load, prefill and decode rates beside a bare llama_decode loop and llama-bench
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, beside llama-server; 6 minutes
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-resume: full  ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
 
 bench-take: full  ## a snapshot taken of a busy endpoint: the longest gap of eight streams; 135M and a 7B shape, 15 GB of disk
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_take.py $(ARGS)
 
 bench-memory: full  ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
 
 bench-pictures: full  ## questions about a picture: first, next, in a new conversation, after kill -9, beside llama-server
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_pictures.py $(ARGS)
 
 bench-agents: full  ## a new session of a coding agent, its preamble at rest: first token; 135M and a 4B shape, half an hour
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
 
 bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
 
 bench-loops: full  ## how often small models repeat themselves, by penalty, and what it costs in quality
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_loops.py $(ARGS)
 
 bench-matmul: full  ## matrix products by type and rows, with kernels of our own and llama.cpp's
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_matmul.py $(ARGS)
 
 bench-attention: full  ## steps behind a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_attention.py $(ARGS)
 
 bench-adapters: full  ## what LoRA adapters cost, alone and mixed in one batch
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_adapters.py $(ARGS)
 
 bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from the prefix cache, after a restart; perplexity
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
 
 bench-gpu: full  ## first token, reading and writing: the CPU against each GPU and split, beside llama-server
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
 bench-serve: full  ## the endpoint beside llama-server, 1 to 32 clients, both models; 10 minutes
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 
 bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what showing costs, the store
@@ -136,29 +136,29 @@ bench-web: full    ## the page in Chromium: first paint, frames while an answer 
 	$(BIN)/python benchmarks/bench_web.py $(ARGS)
 
 bench-replicas: full  ## what replicas of a model in one endpoint give and cost
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
 
 bench-scale: full  ## Ray Serve from no replica to one, and 1 to 4 replicas, beside llama-server
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
 
 screenshots: full  ## the README's pictures of the chat
-	$(BIN)/python tools/screenshots.py
+	$(BIN)/python scripts/screenshots.py
 
 clients: full    ## other people's clients and agents, unmodified, two turns each; their table in the docs
-	@tools/setup.sh test-all
+	@scripts/setup.sh test-all
 	$(BIN)/python tests/clients/run.py $(ARGS)
 
 fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 	EDGEINFER_FUZZ_EXAMPLES=40 $(PYTEST) tests/server/dialects/test_openapi.py -s $(ARGS)
 
 fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
-	@tools/setup.sh test-all
+	@scripts/setup.sh test-all
 	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/engine/test_fuzzed_pictures.py -s $(ARGS)
 
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/leak_http.py $(ARGS)
 
 binary: full     ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
@@ -170,21 +170,21 @@ packages: binary ## dist/release: the file, .deb, .rpm, wheel, digests; not sign
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-1577836800} $(BIN)/python build/publish.py
 
 binary-arm64:    ## dist/edgeinfer-aarch64, the same for arm64, on x86-64: cross-compiled and under qemu-user; no root
-	@tools/setup.sh lint
-	tools/arm64/file.sh
+	@scripts/setup.sh lint
+	scripts/arm64/file.sh
 
 reproduce:       ## build all that is published twice, in two folders and (as root) as two users: every byte must be equal
-	tools/reproduce.sh
+	scripts/reproduce.sh
 
 release:         ## check that this commit is VERSION= and build what is published into dist/; tags nothing
-	tools/release.sh $(VERSION)
+	scripts/release.sh $(VERSION)
 
 bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
-	@tools/setup.sh bench
+	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
-	tools/build_cuda.sh dist/backends
+	scripts/build_cuda.sh dist/backends
 
 clean:           ## what tools leave behind
 	rm -rf work dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -82,7 +82,7 @@ class GpuBench(Bench):
         file = backends.find("vulkan")
         folder = CACHE / "lavapipe"
         if file is None or not folder.is_dir():
-            raise SystemExit("error: no software device is here\n\nhint: tools/setup.sh test")
+            raise SystemExit("error: no software device is here\n\nhint: scripts/setup.sh test")
         place = self.work / "home/data/backends"
         place.mkdir(parents=True)
         for path in (

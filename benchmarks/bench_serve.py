@@ -337,7 +337,7 @@ def main() -> None:
     missing = (
         ""
         if peer_program("llama-server")
-        else "\n\nllama-server is not here (tools/setup.sh bench fetches it): that side is missing."
+        else "\n\nllama-server is not here (scripts/setup.sh bench fetches it): that side is missing."
     )
     print(write_figure(options.out, options.figure, table(rows) + missing + "\n"))
     (options.out / f"{options.figure}.json").write_text(json.dumps(rows, indent=1))

@@ -25,7 +25,7 @@ CACHE = Path(
     os.environ.get("EDGEINFER_BUILD_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
 )
-#: Where `tools/setup.sh bench` (and `test`) pulls the models to: NAME/FILE, as a store has them.
+#: Where `scripts/setup.sh bench` (and `test`) pulls the models to: NAME/FILE, as a store has them.
 MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or CACHE / "test-home/data/models")
 NAMES = {
     "smollm2": "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -52,7 +52,7 @@ def model_path(name: str) -> Path:
         return random_model(name, ROOT / "bench-out/models")
     path = MODELS / NAMES[name]
     if not path.is_file():
-        raise SystemExit(f"error: {path} is missing\n\nhint: tools/setup.sh bench pulls it")
+        raise SystemExit(f"error: {path} is missing\n\nhint: scripts/setup.sh bench pulls it")
     return path
 
 

@@ -2,7 +2,7 @@
 
 usage: finish.py WORK OUT
 
-Nothing of the tree is executed: the file of another processor is finished here too (tools/arm64/file.sh).
+Nothing of the tree is executed: the file of another processor is finished here too (scripts/arm64/file.sh).
 """
 
 from __future__ import annotations

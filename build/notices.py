@@ -239,7 +239,7 @@ def _headers(share: Path, texts: Path) -> list[Component]:
 
 
 def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
-    """The packages of a packages.tsv (tools/debian.sh), whose copyright files lie in `texts`."""
+    """The packages of a packages.tsv (scripts/debian.sh), whose copyright files lie in `texts`."""
     found = []
     for line in table.read_text().splitlines():
         name, version, source, source_version, digest = line.split("\t")

@@ -1,4 +1,4 @@
-"""`make release`: dist/release, everything that is published (called by tools/release.sh).
+"""`make release`: dist/release, everything that is published (called by scripts/release.sh).
 
 usage: publish.py [--key FILE] [--days N] [--renew DIR]
 

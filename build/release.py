@@ -107,7 +107,7 @@ def freeze() -> Path:
 def fetch_criu() -> Path:
     """The CRIU prefix: the one `make setup` made, or one of the build cache's own."""
     prefix = bootloader.cache_dir() / "criu"
-    subprocess.run([ROOT / "tools/fetch_criu.sh", prefix], check=True)
+    subprocess.run([ROOT / "scripts/fetch_criu.sh", prefix], check=True)
     return prefix
 
 

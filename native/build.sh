@@ -8,7 +8,7 @@
 #                                     v3-vnni with AVX-VNNI, v4 for AVX-512 with VNNI; on arm64 dotprod (ARMv8.2) and i8mm (ARMv8.6)
 #
 # usage: build.sh [here|aarch64 OUT]; `here`: only the level that this machine's processor needs; `aarch64`: every level of
-# arm64, into OUT, with the compiler that CXX names, else the one of tools/fetch_cross.sh in the build cache
+# arm64, into OUT, with the compiler that CXX names, else the one of scripts/fetch_cross.sh in the build cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: Where tools/setup.sh keeps what it makes. EDGEINFER_BUILD_CACHE names another folder.
+#: Where scripts/setup.sh keeps what it makes. EDGEINFER_BUILD_CACHE names another folder.
 BUILD_CACHE = Path(
     os.environ.get("EDGEINFER_BUILD_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
@@ -274,7 +274,7 @@ def _clean_environment(
 
 def _real(name: str) -> Path:
     path = TEST_MODELS / name
-    assert path.is_file(), f"{path} is missing: run `tools/setup.sh test`"
+    assert path.is_file(), f"{path} is missing: run `scripts/setup.sh test`"
     return path
 
 

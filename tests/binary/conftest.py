@@ -50,7 +50,7 @@ def floor_libc(root: Path) -> None:
     """Put Debian 11's glibc, 2.31, into a root."""
     fetched = BUILD_CACHE / "glibc-2.31"
     if not fetched.is_dir():
-        pytest.skip("glibc 2.31 is not here: tools/setup.sh test-all fetches it where apt is")
+        pytest.skip("glibc 2.31 is not here: scripts/setup.sh test-all fetches it where apt is")
     shutil.copytree(fetched, root, symlinks=True, dirs_exist_ok=True)
 
 

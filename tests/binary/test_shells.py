@@ -25,7 +25,8 @@ TYPED = [
 
 def needs(shell):
     return pytest.mark.skipif(
-        shutil.which(shell) is None, reason=f"{shell} is not installed: tools/setup.sh test-all does it"
+        shutil.which(shell) is None,
+        reason=f"{shell} is not installed: scripts/setup.sh test-all does it",
     )
 
 

@@ -93,7 +93,7 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
     fetched = BUILD_CACHE / "systemd-257"
     if os.getuid() != 0:
         pytest.skip("a systemd as process 1 needs root")
-    assert fetched.is_dir(), "tools/setup.sh test-all fetches Debian 13's systemd"
+    assert fetched.is_dir(), "scripts/setup.sh test-all fetches Debian 13's systemd"
     root = tmp_path / "root"
     shutil.copytree(fetched, root, symlinks=True)
     (root / "etc/passwd").write_text(

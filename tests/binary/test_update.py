@@ -379,7 +379,7 @@ def test_renewal_changes_the_time_alone(tmp_path):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_workflow_signs_by_openssl_alone_and_for_known_keys(tmp_path, known):
-    for name in ("tools/sign.sh", "tools/debian.sh"):
+    for name in ("scripts/sign.sh", "scripts/debian.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "edgeinfer/data").mkdir(parents=True)
@@ -388,7 +388,7 @@ def test_workflow_signs_by_openssl_alone_and_for_known_keys(tmp_path, known):
     (tmp_path / "edgeinfer/data/release.toml").write_text(f'keys = ["{public}"]')
     (tmp_path / "release.json").write_bytes(b"{}")
     (tmp_path / "SHA256SUMS").write_text(f"{sha(b'{}')}  release.json\n")
-    command = [tmp_path / "tools/sign.sh", "."]
+    command = [tmp_path / "scripts/sign.sh", "."]
     done = subprocess.run(command, env=os.environ | {"RELEASE_KEY": text}, check=False)
     assert (done.returncode == 0) is known
     for name in ("release.json", "SHA256SUMS") if known else ():

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def build_cache() -> Path:
-    """Where tools/setup.sh keeps what it makes."""
+    """Where scripts/setup.sh keeps what it makes."""
     named = os.environ.get("EDGEINFER_BUILD_CACHE")
     if named:
         return Path(named)

@@ -102,7 +102,7 @@ def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path
     if not can_run("v3"):
         pytest.skip("this processor has not the instructions of v3")
     if not qemu or not ggml.exists():
-        pytest.skip("tools/setup.sh test-all found no qemu-user, or no compiler for arm64")
+        pytest.skip("scripts/setup.sh test-all found no qemu-user, or no compiler for arm64")
     compiler = _CROSS / "bin/aarch64-linux-gnu-g++"
     subprocess.run(
         [ROOT / "native/build.sh", "aarch64", native],
@@ -113,7 +113,7 @@ def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path
         tmp_path / level,
         *("-O2", "-ffp-contract=off"),  # the same random numbers
         *(native / f"libedgeinfer-{name}.so.1" for name in (f"kernels-{level}", "cells")),
-        "-Wl,--allow-shlib-undefined",  # the libggml-base of tools/build_arm64_ggml.sh is not whole
+        "-Wl,--allow-shlib-undefined",  # the libggml-base of scripts/build_arm64_ggml.sh is not whole
         compiler=compiler,
         ggml=ggml,
     )

@@ -1,6 +1,6 @@
 """Checkpoints whose weights follow from their tensors' names, so that only shapes and results are kept.
 
-`tools/make_checkpoints.py` writes the same weights, runs transformers over them, and keeps its logits.
+`scripts/make_checkpoints.py` writes the same weights, runs transformers over them, and keeps its logits.
 """
 
 import hashlib

@@ -41,7 +41,7 @@ def moto() -> Iterator[str]:
 
 
 def registry_program(cache: Path) -> str | None:
-    """Find docker-registry: the one that tools/setup.sh keeps in `cache`, else PATH's."""
+    """Find docker-registry: the one that scripts/setup.sh keeps in `cache`, else PATH's."""
     fetched = cache / "docker-registry"
     return str(fetched) if fetched.is_file() else shutil.which("docker-registry")
 

@@ -66,7 +66,7 @@ def test_missing_device_is_explained(lavapipe: dict[str, str]) -> None:
 def library(folder: Path, name: str, needs: str, code: str) -> Path:
     """A stand-in for the library of a backend, linked with `needs`."""
     own = backends.find("vulkan")
-    assert own, "no Vulkan backend is here: run tools/setup.sh"
+    assert own, "no Vulkan backend is here: run scripts/setup.sh"
     build = own.facts.build
     folder.mkdir(parents=True, exist_ok=True)
     stub = folder / "stub.so"

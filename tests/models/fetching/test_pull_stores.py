@@ -151,7 +151,7 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
 def registry(tmp_path) -> Iterator[str]:
     program = registry_program(BUILD_CACHE)
     if program is None:
-        pytest.skip("docker-registry is missing: tools/setup.sh test-all")
+        pytest.skip("docker-registry is missing: scripts/setup.sh test-all")
     with docker_registry(program, tmp_path) as address:
         yield address
 

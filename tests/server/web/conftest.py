@@ -109,7 +109,7 @@ def terminal():
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
     """One Chromium for the tests of a file."""
-    with one_process_at_a_time("test-programs"):  # tools/test_parts.sh holds it while apt installs
+    with one_process_at_a_time("test-programs"):  # scripts/test_parts.sh holds it while apt installs
         if shutil.which(chromium_module.PROGRAM) is None:
             pytest.skip("Chromium is not installed: apt-get install chromium")
     with chromium_module.chromium(tmp_path_factory.mktemp("chromium") / "profile") as running:

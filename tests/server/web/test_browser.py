@@ -324,7 +324,7 @@ def violations(page):
     """Return what axe holds against the page."""
     found = BUILD_CACHE / "axe/axe.min.js"
     if not found.exists():
-        pytest.skip("needs axe-core: tools/setup.sh test-all")
+        pytest.skip("needs axe-core: scripts/setup.sh test-all")
     page.js(found.read_text())
     return page.js(
         "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"

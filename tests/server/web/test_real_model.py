@@ -50,7 +50,7 @@ def chat(*lines):
 def typing(home, tmp_path):
     """`typing()`: a chat in a terminal of its own, with the conversation used last, once its model is here."""
     if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed: tools/setup.sh test does it")
+        pytest.skip("tmux is not installed: scripts/setup.sh test does it")
     environment = shell_environment(tmp_path) | {"EDGEINFER_HOME": os.environ["EDGEINFER_HOME"]}
     with contextlib.closing(Terminal(tmp_path, environment)) as terminal:
 

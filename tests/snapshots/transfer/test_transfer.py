@@ -53,7 +53,7 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
 def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
     program = registry_program(BUILD_CACHE)
     if program is None:
-        pytest.skip("docker-registry is missing: tools/setup.sh test-all")
+        pytest.skip("docker-registry is missing: scripts/setup.sh test-all")
     with docker_registry(program, tmp_path) as address:
         name = f"oci://{address}/people/small"
         first, second = (

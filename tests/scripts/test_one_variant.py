@@ -1,4 +1,4 @@
-"""tools/one_variant.py chooses the CPU variant that ggml would, and leaves it alone in the source."""
+"""scripts/one_variant.py chooses the CPU variant that ggml would, and leaves it alone in the source."""
 
 import one_variant
 import pytest

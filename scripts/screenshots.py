@@ -1,8 +1,8 @@
 """The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they say the
 same every time.
 
-.venv/bin/python tools/screenshots.py            write docs/figures/chat-*.svg
-.venv/bin/python tools/screenshots.py --check    fail when they are not what the app draws now
+.venv/bin/python scripts/screenshots.py            write docs/figures/chat-*.svg
+.venv/bin/python scripts/screenshots.py --check    fail when they are not what the app draws now
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 #   requirements/dev.txt     all that set-up, tests, benchmarks and the shipped file install
 #   requirements/tools.txt   of it, what `make lint`, `make test-fast` and a first answer need
 #
-# Without --upgrade versions stay unless pyproject.toml excludes them. llama-cpp-python is not in them: tools/setup.sh
+# Without --upgrade versions stay unless pyproject.toml excludes them. llama-cpp-python is not in them: scripts/setup.sh
 # compiles it, and its version stands in pyproject.toml alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -5,7 +5,7 @@
 # Vulkan backend, libmtmd. release.json and SHA256SUMS name the time: they are not compared, nor is the OCI archive, which podman makes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. tools/debian.sh
+. scripts/debian.sh
 
 readonly WHO=65534 # a number: no user is added to this machine
 [ -z "$(git status --porcelain)" ] || die "there are uncommitted changes" "commit them: the second build is of a clone"

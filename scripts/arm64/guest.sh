@@ -34,7 +34,7 @@ check() { # NAME COMMAND...
 plain() { # MEGABYTES THREADS
     rm -rf /work/home/plain
     as_user mkdir -p /work/home/plain/images
-    as_user env home=/work/home/plain megabytes=$1 threads=$2 bash /work/edgeinfer/tools/arm64/cycle.sh
+    as_user env home=/work/home/plain megabytes=$1 threads=$2 bash /work/edgeinfer/scripts/arm64/cycle.sh
 }
 
 # --- kernels: NEON's, of our own, serve --------------------------------------------------------------------------------------------

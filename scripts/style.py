@@ -2,7 +2,7 @@
 
 - A conditional expression inside another, and an assignment of three or more names at once; a trailing
   `# together: WHY` allows the latter where the names belong together.
-- Words of tools/words.toml in docstrings, comments, prose strings, names and documents, and docstrings
+- Words of scripts/words.toml in docstrings, comments, prose strings, names and documents, and docstrings
   that do not begin with a verb.
 
 `style.py PATH…` checks those paths alone, the ones that words.toml lists as unconverted too.
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("edgeinfer", "build", "benchmarks", "tools", "tests")
+FOLDERS = ("edgeinfer", "build", "benchmarks", "scripts", "tests")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
 #: The page that explains the refused words, and the table of them.
-_EXEMPT = ("docs/glossary.md", "tools/words.toml")
+_EXEMPT = ("docs/glossary.md", "scripts/words.toml")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @cache
 def _table() -> dict[str, dict[str, object]]:
-    return tomllib.loads((ROOT / "tools/words.toml").read_text("utf-8"))
+    return tomllib.loads((ROOT / "scripts/words.toml").read_text("utf-8"))
 
 
 @cache
@@ -133,7 +133,9 @@ def _found(chosen: list[Path]) -> Iterator[str]:
         name, source = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
         of_words = iter(())
         if chosen or not _is_unconverted(name):
-            of_words = python_words(source, strings=name.startswith(("edgeinfer/", "tools/", "build/")))
+            of_words = python_words(
+                source, strings=name.startswith(("edgeinfer/", "scripts/", "build/"))
+            )
         for line, what in [*findings(source), *of_words]:
             yield f"{name}:{line}: {what}"
     for path in _files(chosen or [ROOT / name for name in DOCUMENTS], (".md", ".yml")):

@@ -1,4 +1,4 @@
-"""tools/style.py and tools/commit_msg.py refuse words, shapes of code and commit subjects."""
+"""scripts/style.py and scripts/commit_msg.py refuse words, shapes of code and commit subjects."""
 
 import commit_msg
 import pytest

@@ -18,7 +18,7 @@ tests=()
 for test in "$@"; do
     case $test in
     plain | warm | file) tests+=("$test") ;;
-    build) tools/arm64/file.sh ;;
+    build) scripts/arm64/file.sh ;;
     *) die "no test is named $test" "plain, warm, build, file" ;;
     esac
 done
@@ -65,7 +65,7 @@ for m in /*.ko; do $b insmod $m 2>/dev/null; done
 i=0; while [ ! -e /dev/vdb ] && [ $i -lt 100 ]; do $b sleep 0.1; i=$((i+1)); done
 $b mount -t ext4 /dev/vda /mnt && $b mount -t ext4 /dev/vdb /mnt/work
 for at in proc sys dev; do $b mount -o move /$at /mnt/$at; done
-exec $b switch_root /mnt /bin/bash /work/edgeinfer/tools/arm64/guest.sh $($b sed -n 's/.*tests=\([^ ]*\).*/\1/p' /mnt/proc/cmdline)
+exec $b switch_root /mnt /bin/bash /work/edgeinfer/scripts/arm64/guest.sh $($b sed -n 's/.*tests=\([^ ]*\).*/\1/p' /mnt/proc/cmdline)
 INIT
     chmod 755 "$stage/init"
     python3 - "$stage" "$2" <<'PYTHON'

@@ -1,7 +1,7 @@
 """Train a small tokenizer of every kind, and keep what `tokenizers` makes of a thousand strings, for the tests.
 
     env/bin/pip install tokenizers sentencepiece protobuf msgspec platformdirs
-    env/bin/python tools/make_tokenizers.py
+    env/bin/python scripts/make_tokenizers.py
 
 Each has the splits, normalizer and post-processor of the models it stands for; the vocabulary is ours.
 """

@@ -6,7 +6,7 @@
 # Sets cache, parts, venv, native, model; work, a folder that goes with the process; and `packages`, `pip`, `lay_out`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. tools/debian.sh
+. scripts/debian.sh
 export PATH=$PATH:/usr/sbin:/sbin
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
 parts=$cache/arm64
@@ -58,9 +58,9 @@ packages root bookworm arm64 closure python3 libpython3.11 libgomp1 gcc libc6-de
     base-files libc-bin grep sed gawk findutils iproute2 ca-certificates dpkg
 ln -sf bash "$parts/root/bin/sh"
 ln -sf gcc "$parts/root/usr/bin/cc"
-[ -d "$parts/glibc-2.31" ] || ARCH=arm64 tools/fetch_libc.sh "$parts/glibc-2.31"
-[ -d "$parts/criu" ] || CRIU_ARCH=arm64 tools/fetch_criu.sh "$parts/criu"
-[ -d "$cache/cross-arm64" ] || tools/fetch_cross.sh "$cache/cross-arm64"
+[ -d "$parts/glibc-2.31" ] || ARCH=arm64 scripts/fetch_libc.sh "$parts/glibc-2.31"
+[ -d "$parts/criu" ] || CRIU_ARCH=arm64 scripts/fetch_criu.sh "$parts/criu"
+[ -d "$cache/cross-arm64" ] || scripts/fetch_cross.sh "$cache/cross-arm64"
 
 # --- the virtual environment: PyPI's wheels, and llama.cpp cross-compiled ----------------------------------------------------------
 cross_compile() {

@@ -1,4 +1,4 @@
-"""What tools/setup.sh says, before it compiles, of a machine on which it cannot go on."""
+"""What scripts/setup.sh says, before it compiles, of a machine on which it cannot go on."""
 
 import os
 import shutil
@@ -10,21 +10,21 @@ import pytest
 from ..conftest import ROOT
 
 pytestmark = pytest.mark.slow  # starts programs
-_TOOLS = "awk bash cat cksum cmake cut date df dirname env flock g++ gcc grep head ldd ls make mkdir printf python3 realpath rm sed tail uname"
+_PROGRAMS = "awk bash cat cksum cmake cut date df dirname env flock g++ gcc grep head ldd ls make mkdir printf python3 realpath rm sed tail uname"
 
 
 def set_up(tmp_path: Path, without: str = "", mode: str = "run", **environment: str) -> list[str]:
     """Set up a bare checkout, in vain; return what is said, line by line."""
     checkout, programs = tmp_path / "checkout", tmp_path / "bin"
-    shutil.copytree(ROOT / "tools", checkout / "tools", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "scripts", checkout / "scripts", dirs_exist_ok=True)
     shutil.copytree(ROOT / "requirements", checkout / "requirements", dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", checkout)
     programs.mkdir(exist_ok=True)
-    for name in set(_TOOLS.split()) - set(without.split()):
+    for name in set(_PROGRAMS.split()) - set(without.split()):
         if program := shutil.which(name):
             (programs / name).symlink_to(program)
     done = subprocess.run(
-        [checkout / "tools/setup.sh", mode],
+        [checkout / "scripts/setup.sh", mode],
         env={"PATH": str(programs), "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,

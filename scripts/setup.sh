@@ -11,7 +11,7 @@
 #   full              `run`, requirements/dev.txt, and all CPU variants of llama.cpp, from which ggml chooses at
 #                     run time, all levels of our C++, the Vulkan backend, and libmtmd, which encodes pictures
 #                     (native/mtmd.sh): what the shipped file needs (docs/decisions/001-one-build.md)
-#   test-all          `full`, the two models, and tools/test_parts.sh: everything for the tests marked `needs`
+#   test-all          `full`, the two models, and scripts/test_parts.sh: everything for the tests marked `needs`
 #   bench             `full`, the two models, and llama-server and llama-bench for comparison
 #
 # Each build of llama.cpp is a wheel in the build cache; `run` and `test` take the full one if it is there. The builds do not
@@ -108,7 +108,7 @@ build_llama() {  # one|all: compiles `wheel`
   pip download -q --no-deps --no-binary llama-cpp-python -d "$source" "llama-cpp-python==$llama"
   tar xf "$source"/*.tar.gz -C "$source" --strip-components=1
   sed -i 's/LLAMA_BUILD_COMMON ON CACHE/LLAMA_BUILD_COMMON OFF CACHE/' "$source/CMakeLists.txt"
-  [ "$1" != one ] || variant=$(.venv/bin/python tools/one_variant.py "$source") || wheel=$all_variants
+  [ "$1" != one ] || variant=$(.venv/bin/python scripts/one_variant.py "$source") || wheel=$all_variants
   if [ -n "$variant" ]; then say "compiling llama.cpp ($llama) for this processor ($variant), once; two minutes on 2 cores"
   elif [ "$(uname -m)" != aarch64 ] || [ "$(gcc -dumpversion | cut -d. -f1)" -ge 14 ]; then
     say "compiling llama.cpp ($llama) with all CPU variants, once; six minutes on 2 cores"
@@ -147,7 +147,7 @@ install_native() {
 
 install_vulkan() {
   [ "$(uname -s)" = Linux ] || return 0
-  [ -d "$backends" ] || nice -n 5 tools/build_vulkan.sh "$backends" >&2 || { say "no Vulkan backend: nothing runs on a GPU"; return 0; }
+  [ -d "$backends" ] || nice -n 5 scripts/build_vulkan.sh "$backends" >&2 || { say "no Vulkan backend: nothing runs on a GPU"; return 0; }
   mkdir -p .venv/lib/edgeinfer
   ln -sfn "$backends" .venv/lib/edgeinfer/backends
 }
@@ -157,7 +157,7 @@ install_criu() {
   if [ -x .venv/criu/bin/criu ] || criu_works "$(command -v criu || true)"; then return; fi
   command -v apt-get >/dev/null || { say "no CRIU >= 4.1 and no apt: launches will be cold (install criu to change that)"; return 0; }
   say "CRIU >= 4.1 into .venv/criu"
-  tools/fetch_criu.sh .venv/criu >&2 || say "could not get CRIU: launches will be cold"
+  scripts/fetch_criu.sh .venv/criu >&2 || say "could not get CRIU: launches will be cold"
 }
 
 criu_works() {  # a version the design needs (snapshots/criu.py), and able to run here
@@ -199,6 +199,6 @@ case $mode in gpu | full | test-all | bench) install_vulkan ;; esac
 case $mode in full | test-all | bench) install_mtmd ;; esac
 case $mode in test | test-all | bench) pull_models ;; esac
 case $mode in
-  test | test-all) tools/test_parts.sh $mode 9>&- ;; # apt goes on in the background, without the lock
-  bench) tools/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to compare with" ;;
+  test | test-all) scripts/test_parts.sh $mode 9>&- ;; # apt goes on in the background, without the lock
+  bench) scripts/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to compare with" ;;
 esac

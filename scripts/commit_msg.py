@@ -1,6 +1,6 @@
 """Check the subject of a commit message: `commit_msg.py FILE`, which pre-commit runs at each commit.
 
-At most 72 characters, no full stop, no word that tools/words.toml refuses.
+At most 72 characters, no full stop, no word that scripts/words.toml refuses.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ fetch_axe() {  # checks the page for accessibility
 }
 
 fetch_cross() {
-  tools/fetch_cross.sh "$cache/cross-arm64" && tools/build_arm64_ggml.sh "$cache/cross-arm64" && native/build.sh aarch64 "$cache/cross-arm64/native"
+  scripts/fetch_cross.sh "$cache/cross-arm64" && scripts/build_arm64_ggml.sh "$cache/cross-arm64" && native/build.sh aarch64 "$cache/cross-arm64/native"
 }
 
 need tmux tmux; need curl curl
@@ -48,11 +48,11 @@ if [ "$1" = test-all ]; then
   ! is_root || need runc podman runc
   install_missing
   fetch axe/axe.min.js axe-core fetch_axe
-  fetch glibc-2.31 "glibc 2.31" tools/fetch_libc.sh "$cache/glibc-2.31"
+  fetch glibc-2.31 "glibc 2.31" scripts/fetch_libc.sh "$cache/glibc-2.31"
   [ "$(uname -m)" != x86_64 ] || fetch cross-arm64/native "a compiler for arm64" fetch_cross
-  fetch docker-registry docker-registry tools/fetch_registry.sh "$cache/docker-registry"
-  fetch lavapipe "Mesa's software GPU" tools/fetch_lavapipe.sh "$cache/lavapipe"
-  ! is_root || fetch systemd-257 "Debian 13's systemd" tools/fetch_systemd.sh "$cache/systemd-257"
+  fetch docker-registry docker-registry scripts/fetch_registry.sh "$cache/docker-registry"
+  fetch lavapipe "Mesa's software GPU" scripts/fetch_lavapipe.sh "$cache/lavapipe"
+  ! is_root || fetch systemd-257 "Debian 13's systemd" scripts/fetch_systemd.sh "$cache/systemd-257"
 else
   install_missing
   missing=()

@@ -1,7 +1,7 @@
 """Run transformers over tiny checkpoints of every family and keep what it computes, for the tests.
 
     python -m venv env && env/bin/pip install torch transformers
-    env/bin/python tools/make_checkpoints.py
+    env/bin/python scripts/make_checkpoints.py
 
 Weights follow from the tensors' names (`tests/made/made_checkpoints.py`), so config.json, shapes and
 logits are all that is kept, in `tests/models/converting/golden`.

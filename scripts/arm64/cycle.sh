@@ -10,7 +10,7 @@ mkfifo "$home/wake"
 $enter bash -c '
   mount -t proc proc /proc
   echo 999 >/proc/sys/kernel/ns_last_pid
-  setsid setpriv --inh-caps=-all --ambient-caps=-all --no-new-privs python3 /work/edgeinfer/tools/arm64/park.py "$home" $megabytes $threads </dev/null >"$home/out" 2>&1 &
+  setsid setpriv --inh-caps=-all --ambient-caps=-all --no-new-privs python3 /work/edgeinfer/scripts/arm64/park.py "$home" $megabytes $threads </dev/null >"$home/out" 2>&1 &
   disown
   until [ -s "$home/parked" ]; do kill -0 $! || { cat "$home/out"; exit 1; }; sleep 0.2; done
   $as_criu $criu --unprivileged dump -t $(cat "$home/parked") -D "$home/images" -o dump.log -v2 || { grep Error "$home/images/dump.log"; exit 1; }'

@@ -3,7 +3,7 @@
 # that nothing built or installed sees the key. `build/publish.py --key FILE` does the same where the key is a file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. tools/debian.sh
+. scripts/debian.sh
 key=$(mktemp)
 trap 'rm -f "$key"' EXIT
 printf '%s\n' "$RELEASE_KEY" >"$key"

@@ -25,7 +25,7 @@ ln -s libcudart.so.13 "$cuda/lib/libcudart.so" # by which CMake knows a toolkit;
 export PATH=$cuda/bin:$cuda/nvvm/bin:$PATH
 
 # cuBLAS: found and opened when it is first called. The driver: its functions by name, of which ggml calls eleven.
-gcc -O2 -fPIC -fvisibility=hidden -Wall -I"$cuda/include" -c "$root/tools/cublas.c" -o "$work/cublas.o"
+gcc -O2 -fPIC -fvisibility=hidden -Wall -I"$cuda/include" -c "$root/scripts/cublas.c" -o "$work/cublas.o"
 ar rc "$cuda/lib/libcublas.a" "$work/cublas.o"
 mkdir "$cuda/lib/stubs"
 for name in DeviceGet DeviceGetAttribute GetErrorString Mem{AddressFree,AddressReserve,Create,GetAllocationGranularity,Map,Release,SetAccess,Unmap}; do

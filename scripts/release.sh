@@ -6,7 +6,7 @@
 # BASE                    the image that the OCI image is built on; podman makes it, and without podman there is none
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. tools/debian.sh
+. scripts/debian.sh
 version=${1:?usage: release.sh X.Y.Z}
 export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-1577836800}
 
