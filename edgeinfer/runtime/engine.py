@@ -21,7 +21,6 @@ from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import position_behind
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, run_check
 from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
 from edgeinfer.runtime.requests import (
@@ -75,7 +74,6 @@ class LlamaEngine:
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
         if self._vision is not None:
-            self._scheduler.kv.position_behind = position_behind
             self._vision.disk = lambda: None if self._cache is None else self._cache.blocks
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
         self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)

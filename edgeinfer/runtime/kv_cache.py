@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from edgeinfer.runtime.events import Divergence, TokenLogprobs
-from edgeinfer.runtime.pictures import picture_start, without_rows
+from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
 #: The place of a piece that may begin at any offset of a page.
@@ -117,7 +117,7 @@ class CachedSequence:
     n_unchanged: int = 0
     memory_only_from: int | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: PromptTokens = field(default_factory=PromptTokens)
     cells: list[int] = field(default_factory=list)
     active: bool = True
     pinned: bool = False
@@ -156,8 +156,6 @@ class KvCache:
         self.checkpoints = checkpoints
         self._window = window
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
-        #: The position behind the first so many tokens: with M-RoPE a picture's rows share some.
-        self.position_behind: Callable[[Sequence[int], int], int] = lambda tokens, n: n
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
         self._shares = [0] * n_cells
@@ -182,7 +180,7 @@ class KvCache:
         return len(self._free)
 
     def match(
-        self, tokens: Sequence[int], adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
+        self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[CachedSequence | None, int]:
         """Find the cached sequence that shares the longest prefix with `tokens`, and the usable length.
 
@@ -198,7 +196,7 @@ class KvCache:
             if n_top is not None:
                 known = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
                 shared = min(known, max(0, shared - 1))
-            n = self._usable(cached_seq, picture_start(tokens, min(shared, limit)))
+            n = self._usable(cached_seq, tokens.cut(min(shared, limit)))
             if n > length or (
                 n == length and n and best is not None and best.active and not cached_seq.active
             ):
@@ -215,7 +213,7 @@ class KvCache:
 
     def claim(
         self,
-        tokens: Sequence[int],
+        tokens: PromptTokens,
         adapters: AdapterKey,
         salt: str = "",
         *,
@@ -239,7 +237,7 @@ class KvCache:
         return cached_seq
 
     def _share(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
-        end = -1 if n == len(source.tokens) else self.position_behind(source.tokens, n)
+        end = -1 if n == len(source.tokens) else source.tokens.position(n)
         self._memory.copy(source.seq_id, target.seq_id, end)
         if self.checkpoints is not None and n < len(source.tokens):
             checkpoint = self.checkpoints.latest_before(source.checkpoints, n)
@@ -251,7 +249,7 @@ class KvCache:
         if source.memory_only_from is not None and source.memory_only_from < n:
             target.memory_only_from = source.memory_only_from
         target.n_top, target.logprobs = source.n_top, source.logprobs[:n]
-        target.tokens = source.tokens[:n]
+        target.tokens.extend(source.tokens[:n])
         target.cells = source.cells[:n]
         for cell in target.cells:
             self._shares[cell] += 1
@@ -268,7 +266,7 @@ class KvCache:
         """Keep the first `n` tokens. False, and all dropped, if the model does not support it."""
         if n == len(cached_seq.tokens):
             return True
-        end = self.position_behind(cached_seq.tokens, n)
+        end = cached_seq.tokens.position(n)
         cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(
             cached_seq.seq_id, end, -1
         )
@@ -276,7 +274,8 @@ class KvCache:
             self._memory.remove(cached_seq.seq_id, -1, -1)
             n = 0
         self._give_back(cached_seq.cells[n:])
-        del cached_seq.tokens[n:], cached_seq.cells[n:]
+        cached_seq.tokens.truncate(n)
+        del cached_seq.cells[n:]
         cached_seq.n_unchanged = min(cached_seq.n_unchanged, n)
         cached_seq.logprobs = cached_seq.logprobs[: max(0, n - 1)]
         if cached_seq.memory_only_from is not None:
@@ -305,7 +304,7 @@ class KvCache:
 
     def remove_behind(self, cached_seq: CachedSequence) -> None:
         """Remove cells behind the recorded tokens, which an aborted step may have left in llama.cpp."""
-        end = self.position_behind(cached_seq.tokens, len(cached_seq.tokens))
+        end = cached_seq.tokens.position(len(cached_seq.tokens))
         self._memory.remove(cached_seq.seq_id, end, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
@@ -365,7 +364,7 @@ class KvCache:
         self._give_back(cached_seq.cells)
         if self.checkpoints is not None:
             self.checkpoints.drop_after(cached_seq.checkpoints)
-        cached_seq.tokens, cached_seq.cells = [], []
+        cached_seq.tokens, cached_seq.cells = PromptTokens(), []
         cached_seq.active = False
         self.cached_sequences.remove(cached_seq)
         self._ids.append(cached_seq.seq_id)
@@ -435,7 +434,7 @@ def describe_divergence(
         cause = "nothing"
 
     def text(tokens: Sequence[int]) -> str:
-        return detokenize(without_rows(tokens)).decode("utf-8", "replace")
+        return detokenize(text_only(tokens)).decode("utf-8", "replace")
 
     return Divergence(
         n_tokens=at,

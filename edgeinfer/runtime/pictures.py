@@ -1,20 +1,12 @@
-"""Pictures of a message: their files, decoded pixels, and places in its text and among its tokens.
-
-In a list of tokens each row of a picture is a negative pseudo-token: a hash of the file, the
-projector and the row's place. So whatever compares tokens compares pictures (the KV cache, names of
-blocks, common prefixes), and two pictures that differ in one pixel share nothing. The last two bits
-tell where a picture begins, and with M-RoPE which rows have no position of their own.
-"""
+"""Pictures of a message: their files, decoded pixels, and places in its text."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 import signal
-import struct
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -53,49 +45,6 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
         else:
             content.append(part.replace(PICTURE_MARK, ""))
     return "".join(content), tuple(pictures)
-
-
-#: Remainders of a row's token by 4. The first row of a picture is odd, so a list of tokens tells where
-#: its pictures begin. With M-RoPE a picture takes fewer positions than rows, all in one place.
-_ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
-
-
-def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
-    """Return the pseudo-tokens of `n_rows` rows that `key` identifies.
-
-    With M-RoPE they take `n_positions`, 1 to `n_rows`; 0: each has its own.
-    """
-    hashed = hashlib.shake_128(key).digest(4 * n_rows)
-    kinds = [_WITHOUT_POSITION if 0 < n_positions <= i else _ROW for i in range(n_rows)]
-    kinds[0] = _FIRST_IN_PLACE if n_positions else _FIRST
-    words = struct.unpack(f"<{n_rows}I", hashed)
-    return [kind - 4 - 4 * (word >> 3) for kind, word in zip(kinds, words, strict=True)]
-
-
-def picture_start(tokens: Sequence[int], n: int) -> int:
-    """Return `n`, or the start of the picture that it would cut: a prefix holds whole pictures."""
-    while 0 < n < len(tokens) and tokens[n] < 0 and not tokens[n] % 2:
-        n -= 1
-    return n
-
-
-def uncut_end(tokens: Sequence[int], n: int) -> int:
-    """Return `n`, or the end of the picture that it would cut if the rows lie in one place."""
-    start = picture_start(tokens, n)
-    if start < n and tokens[start] % 4 == _FIRST_IN_PLACE:
-        while n < len(tokens) and tokens[n] < 0 and not tokens[n] % 2:
-            n += 1
-    return n
-
-
-def position_behind(tokens: Sequence[int], n: int) -> int:
-    """Return the position behind the first `n` tokens, which cut no picture in one place."""
-    return n - sum(token % 4 == _WITHOUT_POSITION for token in tokens[:n] if token < 0)
-
-
-def without_rows(tokens: Iterable[int]) -> list[int]:
-    """Return the tokens of text."""
-    return [token for token in tokens if token >= 0]
 
 
 _HELPER = "edgeinfer.runtime.picture_decoder_process"

@@ -27,9 +27,10 @@ from edgeinfer.runtime.kv_cache import whole
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.pictures import Picture, decode, row_tokens
+from edgeinfer.runtime.pictures import Picture, decode
 from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+from edgeinfer.runtime.prompt_tokens import row_tokens
 from edgeinfer.runtime.requests import GenerateRequest
 
 Rows = npt.NDArray[np.float32]
@@ -314,13 +315,6 @@ class PromptPictures:
         goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
-
-    def position(self, n_past: int) -> int:
-        """Return the position of token `n_past`, or that of its picture's start."""
-        saved = sum(span.n_rows - span.n_positions for span in self.spans if span.end <= n_past)
-        span = self.at(n_past)
-        is_shared = span is not None and span.positions is not None
-        return (span.start if span is not None and is_shared else n_past) - saved
 
     def is_pending(self, n_past: int) -> bool:
         """Tell if a picture lies behind the first `n_past` tokens."""

@@ -31,20 +31,11 @@ from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import (
-    PICTURE_MARK,
-    Picture,
-    decode,
-    join_parts,
-    picture_start,
-    position_behind,
-    row_tokens,
-    uncut_end,
-    without_rows,
-)
+from edgeinfer.runtime.pictures import PICTURE_MARK, Picture, decode, join_parts
 from edgeinfer.runtime.prefix_cache import lookup, writer
 from edgeinfer.runtime.prefix_cache.format import read_header
 from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
+from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision
 
@@ -454,7 +445,7 @@ def test_text_cannot_place_a_picture(engine: LlamaEngine) -> None:
     hostile = f"<__media__> <image> <start_of_image> {PICTURE_MARK} picture0n0e"
     assert min(engine.tokenize_chat(chat(hostile))) >= 0
     tokens = engine.tokenize_chat(chat(hostile, picture(), "What?"))
-    assert len(tokens) - len(without_rows(tokens)) == sum(
+    assert len(tokens) - len(text_only(tokens)) == sum(
         span.n_rows for span in spans_of(engine, chat(picture()))[1]
     )
     assert "[picture]What?" in engine.apply_template(chat(picture(), "What?"))
@@ -589,16 +580,19 @@ def test_row_tokens_name_pictures_and_their_starts() -> None:
     assert all(-(1 << 31) <= token < 0 for token in a + b)
     assert common_prefix(a, b) == 0
     in_place = row_tokens(b"c", 6, 3)
-    tokens = [1, 2, *a, *b, *in_place, 3]
-    assert [n for n in range(len(tokens) + 1) if picture_start(tokens, n) == n] == [
+    tokens = PromptTokens([1, 2, *a, *b, *in_place, 3])
+    assert [n for n in range(len(tokens) + 1) if tokens.cut(n) == n] == [
         *(0, 1, 2, 502, 1002, 1008, 1009)
     ]
-    assert picture_start(tokens, 501) == 2
-    assert picture_start(tokens, 1001) == 502
-    assert [uncut_end(tokens, n) for n in (1, 501, 1002, 1003, 1007, 1008)] == [
+    assert tokens.cut(501) == 2
+    assert tokens.cut(1001) == 502
+    assert [tokens.block_end(n) for n in (1, 501, 1002, 1003, 1007, 1008)] == [
         *(1, 501, 1002, 1008, 1008, 1008)
     ]
-    assert [position_behind(tokens, n) for n in (2, 1002, 1008, 1009)] == [2, 1002, 1005, 1006]
+    assert [tokens.position(n) for n in (2, 1002, 1004, 1008, 1009)] == [2, 1002, 1002, 1005, 1006]
+    tokens.truncate(1002)
+    tokens.extend([7] * 9)
+    assert tokens.position(1011) == 1011, "the dropped picture still takes positions"
 
 
 def test_pictures_must_have_their_pixels() -> None:

@@ -26,6 +26,7 @@ import xxhash
 
 from edgeinfer.errors import BlockDamagedError
 from edgeinfer.runtime.kv_cache import ANYWHERE, MappedFile, State
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 MAGIC = b"eiblock3" if mmap.PAGESIZE == 4096 else b"eiblk%03d" % (mmap.PAGESIZE >> 10)
 _HEAD = struct.Struct("<8sQQI")
@@ -60,8 +61,8 @@ class KvBlock(msgspec.Struct, frozen=True):
     states: tuple[State, ...]
 
     @property
-    def tokens(self) -> list[int]:
-        return unpack_tokens(self.header.tokens)
+    def tokens(self) -> PromptTokens:
+        return PromptTokens(unpack_tokens(self.header.tokens))
 
     @property
     def n_bytes(self) -> int:

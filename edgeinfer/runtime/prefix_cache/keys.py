@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.platform.disk import new_file, open_own, stamps
 from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
-from edgeinfer.runtime.pictures import uncut_end
 from edgeinfer.runtime.prefix_cache.format import Header, pack_tokens, unpack_tokens
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.prefix_cache.store import ModelBlocks
@@ -114,19 +114,19 @@ class PrefixKeys:
         words = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._blocks.names.root(salt, words)
 
-    def chain(self, tokens: list[int], adapters: AdapterKey, salt: str) -> Chain:
+    def chain(self, tokens: PromptTokens, adapters: AdapterKey, salt: str) -> Chain:
         """Return the root, and the name of every whole block."""
         chain = Chain([self.root(adapters, salt)])
         self.extend(chain, tokens)
         return chain
 
-    def extend(self, chain: Chain, tokens: list[int]) -> None:
+    def extend(self, chain: Chain, tokens: PromptTokens) -> None:
         """Append the whole blocks of `tokens` that `chain` lacks.
 
         A block is longer if it would end inside a picture whose rows lie in one place.
         """
         start = chain.ends[-1]
-        while (end := uncut_end(tokens, start + self.block_tokens)) <= len(tokens):
+        while (end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
             chain.names.append(self._blocks.names.full(chain.names[-1], tokens[start:end]))
             chain.ends.append(end)
             start = end

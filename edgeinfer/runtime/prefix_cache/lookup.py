@@ -23,12 +23,12 @@ from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.prefix_cache.format import KvBlock
 from edgeinfer.runtime.prefix_cache.keys import Chain, PrefixKeys, model_key
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
 #: Tokens of a block, unless a sliding window is shorter.
@@ -67,7 +67,7 @@ class PrefixCache:
         )
 
     def match(
-        self, tokens: list[int], adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
+        self, tokens: PromptTokens, adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
     ) -> Restore | None:
         """Start to read the blocks of `tokens` beyond the `cached` ones in memory; None if not worth
         it.
@@ -138,7 +138,9 @@ class PrefixCache:
             return False
         return self.can_store and self.writing.takes(cached_seq)
 
-    def note_preamble(self, request: GenerateRequest, tokens: list[int], adapters: AdapterKey) -> None:
+    def note_preamble(
+        self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
+    ) -> None:
         """Record the blocks of an agent's session, so that the shared ones are evicted last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.names.chain(tokens, adapters, request.cache_salt).names[1:]
@@ -151,7 +153,7 @@ class PrefixCache:
         if block is None:
             return False
         its = block.tokens
-        n = picture_start(its, min(common_prefix(its, tokens[at:]), restore.end - at))
+        n = its.cut(min(common_prefix(its, tokens[at:]), restore.end - at))
         fits = n > 0 and self.kv.make_room(len(its))
         if not fits or not self.states.write(cached_seq.seq_id, block.states[0]):
             return False

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.prefix_cache.format import Header, Kind, KvBlock, pack_tokens, unpack_tokens
 from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, Chain, PrefixKeys
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 #: Sequences that prefill faster than this (s) are not stored: a file costs as much.
 _WORTH_WRITING_S = 0.05
@@ -147,8 +146,8 @@ class BlockWriter:
     ) -> tuple[State, ...] | None:
         """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
         end = start + len(unpack_tokens(header.tokens))
-        position = partial(self.kv.position_behind, cached_seq.tokens)
-        state = self.states.read(cached_seq.seq_id, start, end, self.kv.pinned_cells, position)
+        shift, position = self.kv.pinned_cells, cached_seq.tokens.position
+        state = self.states.read(cached_seq.seq_id, start, end, shift, position)
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next(
@@ -165,7 +164,7 @@ class BlockWriter:
         elif not cached_seq.active:
             yield from self._missing_tail(tokens, found.chain)
 
-    def _name(self, cached_seq: CachedSequence, tokens: list[int], found: _Pass) -> None:
+    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, found: _Pass) -> None:
         """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
         n_same = found.chain.at(cached_seq.n_unchanged)
         del found.chain.names[n_same + 1 :], found.chain.ends[n_same + 1 :]
@@ -240,7 +239,8 @@ class BlockWriter:
         self.blocks.writer.put(note)
 
 
-def _writable(cached_seq: CachedSequence) -> list[int]:
-    tokens = cached_seq.tokens[: cached_seq.memory_only_from]
-    # a picture at the end may lack rows, of which no position tells
-    return tokens[: picture_start(tokens, len(tokens) - 1)] if tokens and tokens[-1] < 0 else tokens
+def _writable(cached_seq: CachedSequence) -> PromptTokens:
+    tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
+    if tokens and tokens[-1] < 0:  # a picture at the end may lack rows, of which no position tells
+        tokens.truncate(tokens.cut(len(tokens) - 1))
+    return tokens

@@ -16,7 +16,6 @@ from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.pictures import picture_start
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
@@ -67,7 +66,7 @@ class Executor:
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 seq = entry.seq
-                self.kv.truncate(seq.claimed, picture_start(seq.tokens, seq.n_past))
+                self.kv.truncate(seq.claimed, seq.n_whole)
                 self.kv.remove_behind(seq.claimed)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()

@@ -7,8 +7,8 @@ import time
 from edgeinfer.runtime.kv_cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.pictures import picture_start, without_rows
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
+from edgeinfer.runtime.prompt_tokens import text_only
 from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
 from edgeinfer.runtime.scheduler.prefill_policy import Chunks
@@ -69,7 +69,7 @@ class Prefixes:
             return
         seq.cached_seq = cached_seq
         cached_seq.is_private = not request.cache_prompt
-        kept = picture_start(seq.tokens, common_prefix(cached_seq.tokens, seq.tokens[:-1]))
+        kept = seq.tokens.cut(common_prefix(cached_seq.tokens, seq.tokens[:-1]))
         if n_top is not None:
             kept = min(kept, len(cached_seq.logprobs))
             seq.prompt_logprobs = cached_seq.logprobs[:kept]
@@ -147,8 +147,8 @@ class Prefixes:
         restore.cancel()
         if self.blocks is not None and seq.cached_seq is not None and not restore.succeeded:
             self.blocks.drop_unfinished(seq.cached_seq)
-        if seq.cached_seq is not None and seq.pictures.spans:
-            self._kv.truncate(seq.cached_seq, picture_start(seq.tokens, seq.n_past))
+        if seq.cached_seq is not None:
+            self._kv.truncate(seq.cached_seq, seq.n_whole)
         self._begin(seq, restore.cached)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
@@ -168,9 +168,9 @@ class Prefixes:
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one here."""
         n_past = seq.n_past
-        is_place = seq.pictures.is_edge(n_past) or is_checkpoint_position(n_past, len(seq.tokens))
-        is_inside = picture_start(seq.tokens, n_past) < n_past
-        if is_place and not is_inside and seq.request.cache_prompt and seq.cached_seq is not None:
+        if not seq.request.cache_prompt or seq.cached_seq is None or seq.n_whole < n_past:
+            return
+        if seq.pictures.is_edge(n_past) or is_checkpoint_position(n_past, len(seq.tokens)):
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
@@ -185,11 +185,11 @@ class Prefixes:
         self._end_restore(seq)
         if seq.cached_seq is None:
             return
-        is_inside = picture_start(seq.tokens, seq.n_past) < seq.n_past
+        is_whole = seq.n_whole == seq.n_past
         cached_seq, seq.cached_seq = seq.cached_seq, None
         cached_seq.conversation = seq.request.conversation
         cached_seq.is_prefetched = seq.is_prefill_only
-        if keep and not is_inside:
+        if keep and is_whole:
             self._kv.save_checkpoint(cached_seq)
         self._kv.release(cached_seq, keep=keep)
         if not seq.request.cache_on_disk:
@@ -199,6 +199,6 @@ class Prefixes:
             self.blocks.writing.add(cached_seq, self._chunks.s_per_token)
             self.blocks.note_preamble(seq.request, seq.tokens, seq.adapters)
             if seq.n_generated >= _WORTH_DRAFTING_TOKENS:
-                answer = without_rows(seq.tokens[-seq.n_generated - CONTEXT_TOKENS :])
+                answer = text_only(seq.tokens[-seq.n_generated - CONTEXT_TOKENS :])
                 request = seq.request
                 self.blocks.blocks.add_answer(request.cache_salt, request.conversation, answer)

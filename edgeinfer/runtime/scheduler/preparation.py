@@ -14,6 +14,7 @@ from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.pictures import MAX_PICTURES, PICTURE_MARK
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,
@@ -75,7 +76,7 @@ class Preparer:
         seed = fresh if s.seed is None else s.seed
         return Sequence(
             request=request,
-            tokens=tokens,
+            tokens=PromptTokens(tokens),
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
             output=output,
             drafting=self._drafting(request),

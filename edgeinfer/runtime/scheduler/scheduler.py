@@ -21,6 +21,7 @@ from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.memory_plan import invariant_rows
 from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, make_states, scratch_id
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
@@ -279,7 +280,9 @@ class Scheduler:
 
     def measure_steps(self, token: int) -> None:
         """Learn what draft tokens cost. Only while idle. Raises DecodeError."""
-        cached_seq = self.kv.claim([token], (), reuse=False) if self.kv.supports_truncation else None
+        if not self.kv.supports_truncation:
+            return
+        cached_seq = self.kv.claim(PromptTokens([token]), (), reuse=False)
         if cached_seq is not None:
             self.executor.adapters.use(())
             self.executor.measure_steps(cached_seq, token)
@@ -290,7 +293,7 @@ class Scheduler:
         self._idle_cells.note_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)
-        cached_seq = self.kv.claim(tokens, adapters, reuse=False)
+        cached_seq = self.kv.claim(PromptTokens(tokens), adapters, reuse=False)
         if cached_seq is None or not self.kv.make_room(len(tokens)):
             return 0
         self.executor.compute(cached_seq, tokens)

@@ -26,8 +26,8 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.pictures import without_rows
 from edgeinfer.runtime.prefix_cache.lookup import Restore
+from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
@@ -58,7 +58,7 @@ class Sequence:
     """
 
     request: GenerateRequest
-    tokens: list[int]
+    tokens: PromptTokens
     sampler: Sampler
     output: Output
     drafting: Drafting
@@ -92,7 +92,7 @@ class Sequence:
         self.prompt_tokens = len(self.tokens)
         self.stream = EventStream(self.cancel)
         if self.sampler.history:
-            self.sampler.accept(without_rows(self.tokens[-self.sampler.history :]))
+            self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
         """Request the end; the loop sees it at its next step. Any thread."""
@@ -110,6 +110,11 @@ class Sequence:
         return len(self.cached_seq.tokens) if self.cached_seq else 0
 
     @property
+    def n_whole(self) -> int:
+        """Tokens in the KV cache before a picture of which only some rows are."""
+        return self.tokens.cut(self.n_past)
+
+    @property
     def n_pending(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.n_past
@@ -117,7 +122,7 @@ class Sequence:
     @property
     def position(self) -> int:
         """The position of the next token, or that which the next rows of a picture count from."""
-        return self.pictures.position(self.n_past)
+        return self.tokens.position(self.n_past)
 
     @property
     def is_fetching(self) -> bool:

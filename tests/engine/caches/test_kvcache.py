@@ -11,7 +11,7 @@ from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.kv_cache import CachedSequence, Closest, KvCache, closest, common_prefix
-from edgeinfer.runtime.pictures import picture_start, position_behind, row_tokens
+from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
 
 from .conftest import ask, heard, load, text
@@ -87,7 +87,7 @@ def fill(kv: KvCache, memory: CountingMemory, cached_seq: CachedSequence, tokens
 def claim(
     kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()
 ) -> CachedSequence:
-    cached_seq = kv.claim(tokens, adapters)
+    cached_seq = kv.claim(PromptTokens(tokens), adapters)
     kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
     fill(kv, memory, cached_seq, tokens)
     return cached_seq
@@ -105,7 +105,7 @@ def test_next_turn_continues_in_place() -> None:
     kv, memory = make()
     first = claim(kv, memory, [1, 2, 3])
     kv.release(first, keep=True)
-    again = kv.claim([1, 2, 3, 4, 5], ())
+    again = kv.claim(PromptTokens([1, 2, 3, 4, 5]), ())
     assert again is first
     assert again.tokens == [1, 2, 3]
     assert kv.used_cells == memory.cells == 3
@@ -114,7 +114,7 @@ def test_next_turn_continues_in_place() -> None:
 def test_a_running_sequence_shares_its_prefix_for_free() -> None:
     kv, memory = make()
     leader = claim(kv, memory, list(range(20)))
-    follower = kv.claim([*range(10), 99, 98], ())
+    follower = kv.claim(PromptTokens([*range(10), 99, 98]), ())
     assert follower is not leader
     assert follower.tokens == list(range(10))
     assert kv.used_cells == memory.cells == 20
@@ -127,7 +127,7 @@ def test_cells_that_are_not_kept_are_free_at_once() -> None:
     ended, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
     kv.release(ended, keep=False)
     assert kv.used_cells == memory.cells == 10
-    assert kv.match(list(range(12)), ()) == (None, 0)
+    assert kv.match(PromptTokens(list(range(12))), ()) == (None, 0)
     assert kv.cached_sequences == [running]
 
 
@@ -142,10 +142,12 @@ def test_short_idle_sequences_are_limited_beside_many(n_running: int, left: int)
         ended.append(claim(kv, memory, list(range(base, base + 60))))
         kv.release(ended[-1], keep=True)
     reusable = [
-        cached_seq for cached_seq in ended if kv.match([*cached_seq.tokens, 1], ())[0] is cached_seq
+        cached_seq
+        for cached_seq in ended
+        if kv.match(PromptTokens([*cached_seq.tokens, 1]), ())[0] is cached_seq
     ]
     assert reusable == ended[-left:]
-    assert kv.match([*long.tokens, 1], ())[0] is long
+    assert kv.match(PromptTokens([*long.tokens, 1]), ())[0] is long
     for cached_seq in running:
         kv.release(cached_seq, keep=True)
 
@@ -153,8 +155,8 @@ def test_short_idle_sequences_are_limited_beside_many(n_running: int, left: int)
 def test_other_adapters_share_nothing() -> None:
     kv, memory = make()
     kv.release(claim(kv, memory, [1, 2, 3, 4]), keep=True)
-    assert kv.match([1, 2, 3, 4, 5], (("a", 1.0),)) == (None, 0)
-    other = kv.claim([1, 2, 3, 4, 5], (("a", 1.0),))
+    assert kv.match(PromptTokens([1, 2, 3, 4, 5]), (("a", 1.0),)) == (None, 0)
+    other = kv.claim(PromptTokens([1, 2, 3, 4, 5]), (("a", 1.0),))
     assert other.tokens == []
 
 
@@ -183,8 +185,8 @@ def test_active_sequences_are_never_evicted() -> None:
 def test_sequence_without_truncation_is_reused_whole_or_not() -> None:
     kv, memory = make(supports_truncation=False)
     kv.release(claim(kv, memory, [1, 2, 3]), keep=True)
-    assert kv.match([1, 2, 9, 9], ()) == (None, 0)
-    source, n = kv.match([1, 2, 3, 4], ())
+    assert kv.match(PromptTokens([1, 2, 9, 9]), ()) == (None, 0)
+    source, n = kv.match(PromptTokens([1, 2, 3, 4]), ())
     assert n == 3
     source.active = True
     assert not kv.truncate(source, 2)
@@ -206,7 +208,6 @@ class Histories:
         for n in _ROWS if kind != "text" else ():
             self.pieces.append(row_tokens(b"%d" % n, n, math.isqrt(n) * (kind == "M-RoPE")))
         self.kv, self.memory = make(n_cells=400, n_seq_max=6)
-        self.kv.position_behind = position_behind
         self.held: dict[int, list[int]] = {}
         self.active: list[CachedSequence] = []
 
@@ -214,7 +215,7 @@ class Histories:
         return self.rng.choices(range(len(self.pieces)), k=self.rng.randrange(1, most))
 
     def n_own(self, piece: int) -> int:
-        return position_behind(self.pieces[piece], len(self.pieces[piece]))
+        return PromptTokens(self.pieces[piece]).position(len(self.pieces[piece]))
 
     def compute(self, seq: CachedSequence, pieces: list[int]) -> None:
         """Store pieces behind a sequence, each at positions of its own."""
@@ -229,7 +230,7 @@ class Histories:
 
     def claim(self) -> None:
         prompt = [*self.some(9), self.rng.randrange(2)]
-        tokens = [token for piece in prompt for token in self.pieces[piece]]
+        tokens = PromptTokens([token for piece in prompt for token in self.pieces[piece]])
         usable = [self.held[c.seq_id] for c in self.kv.cached_sequences]
         shared = max((common_prefix(other, prompt[:-1]) for other in usable), default=0)
         wanted = sum(len(self.pieces[piece]) for piece in prompt[:shared])
@@ -238,7 +239,7 @@ class Histories:
         if seq is None:
             assert len(self.active) == 6
             return
-        kept = picture_start(tokens, common_prefix(seq.tokens, tokens[:-1]))
+        kept = tokens.cut(common_prefix(seq.tokens, tokens[:-1]))
         assert kept == wanted
         self.kv.truncate(seq, kept)
         self.held[seq.seq_id] = prompt[:shared]
@@ -256,7 +257,7 @@ class Histories:
         if not self.active:
             return
         seq = self.rng.choice(self.active)
-        at = picture_start(seq.tokens, self.rng.randrange(len(seq.tokens) + 1))
+        at = seq.tokens.cut(self.rng.randrange(len(seq.tokens) + 1))
         self.kv.truncate(seq, at)
         pieces = self.held[seq.seq_id]
         while sum(len(self.pieces[piece]) for piece in pieces) > at:
@@ -304,10 +305,10 @@ def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: st
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
     kv, memory = make()
-    private = kv.claim([1, 2, 3], (), reuse=False)
+    private = kv.claim(PromptTokens([1, 2, 3]), (), reuse=False)
     private.is_private = True
     fill(kv, memory, private, [1, 2, 3])
-    assert kv.match([1, 2, 3, 4], ()) == (None, 0)
+    assert kv.match(PromptTokens([1, 2, 3, 4]), ()) == (None, 0)
     assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
     kv.release(private, keep=False)
     assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
@@ -318,7 +319,7 @@ def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
     pinned = claim(kv, memory, [1, 2, 3])
     kv.release(pinned, keep=True)
     pinned.pinned = True
-    assert kv.match([1, 2, 9, 9], (), "a key's") == (pinned, 2)
+    assert kv.match(PromptTokens([1, 2, 9, 9]), (), "a key's") == (pinned, 2)
     assert closest(kv.cached_sequences, [1, 2, 9], (), "a key's") == Closest(2, ())
     pinned.pinned = False
     assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest(2, (3,))

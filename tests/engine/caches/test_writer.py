@@ -12,6 +12,7 @@ from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversations
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 from .test_kvcache import CountingMemory, claim, fill, make
 
@@ -62,7 +63,7 @@ class Side:
 
     def there(self, tokens: list[int]) -> int:
         """Tokens of a text that the store has, in whole blocks."""
-        chain = self.names.chain(tokens, (), "").names[1:]
+        chain = self.names.chain(PromptTokens(tokens), (), "").names[1:]
         return SIZE * sum(self.blocks.has(name) for name in chain)
 
 
@@ -182,10 +183,10 @@ def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
 
 
 def test_sequence_sharing_prefetched_tokens_stays_in_memory(side: Side) -> None:
-    early = side.kv.claim(list(range(50)), ())
+    early = side.kv.claim(PromptTokens(list(range(50))), ())
     side.kv.keep_in_memory(early)
     fill(side.kv, side.memory, early, list(range(50)))
-    later = side.kv.claim([*range(40), 99], ())
+    later = side.kv.claim(PromptTokens([*range(40), 99]), ())
     assert (len(later.tokens), later.memory_only_from) == (40, 0)
     fill(side.kv, side.memory, later, list(range(60)))
     later.memory_only_from = 55
