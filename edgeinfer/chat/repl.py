@@ -20,7 +20,7 @@ from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.launch import Launch, started
-from edgeinfer.chat.model_choices import list_choices, size_words
+from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
@@ -32,6 +32,7 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import ToolUse
+from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
@@ -365,10 +366,12 @@ class Repl:
         for row in list_choices(self.launch.host.warm_models()):
             state = f", {row.state}" if row.state else ""
             state += f" from {row.store}" if row.store else ""
-            size = f", {size_words(row.size_bytes)}" if row.size_bytes else ""
+            size = f", {format_bytes(row.size_bytes)}" if row.size_bytes else ""
             base = ", base" if row.purpose == "base" else ""
             verdict = f", {row.verdict}" if row.verdict else ""
-            self.show_text(f"{row.name}: {row.parameters}{size}, {row.licence}{base}{verdict}{state}")
+            short = f" ({row.fit.shortage})" if row.fit and row.fit.shortage else ""
+            facts = f"{row.parameters}{size}, {row.licence}{base}{verdict}{short}{state}"
+            self.show_text(f"{row.name}: {facts}")
         self.show_text("Take one: /model NAME")
 
     def pick_session(self, words: str) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import msgspec
 
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
-from edgeinfer.platform.machine import Machine, MemoryRate, read_memory, read_memory_rate
-from edgeinfer.platform.paths import DEFAULT_MODEL
+from edgeinfer.platform.disk import new_file
+from edgeinfer.platform.machine import (
+    Machine,
+    Memory,
+    MemoryRate,
+    memory_threads,
+    read_memory,
+    read_memory_rate,
+)
+from edgeinfer.platform.paths import DEFAULT_MODEL, cache_dir
 from edgeinfer.runtime.memory_plan import Plan, make_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
@@ -35,12 +46,21 @@ _OFFERED = """
 """.split()
 
 
+#: Share of the machine's memory that a model may take; the system and other programs need the rest.
+_MEMORY_SHARE = 0.95
+
+
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context."""
+    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context.
+
+    Nothing but `shortage` depends on what other programs do at this moment.
+    """
 
     group: Group
     tokens_per_s: float
     why: str
+    needed_bytes: int
+    shortage: str = ""
 
 
 class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +88,25 @@ def needed_bytes(size_bytes: int) -> int:
     return int(size_bytes * 1.2) + (100 << 20)
 
 
-def fit(
-    size_bytes: int, purpose: str, active_share: float, rate: MemoryRate, available_bytes: int
-) -> Fit:
+class Estimator:
+    """Estimates for this machine: the same in `list`, the chat's models, the page and a first run."""
+
+    def __init__(self) -> None:
+        self.catalog = load_catalog()
+        self.rate = memory_rate()
+        self.memory = read_memory()
+
+    def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
+        """Estimate a model whose file has `size_bytes`."""
+        share = active_share(self.catalog.get(name), name, parameters)
+        return fit(size_bytes, purpose, share, self.rate, self.memory)
+
+    def fit_of(self, model: Model) -> Fit:
+        """Estimate a model of the catalogue as `pull` stores it."""
+        return self.fit(model.name, model.stored_bytes, model.purpose, model.parameters)
+
+
+def fit(size_bytes: int, purpose: str, active_share: float, rate: MemoryRate, memory: Memory) -> Fit:
     """Estimate a model of `size_bytes`, of which each token reads `active_share`."""
     reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
     speed = round(reachable / (size_bytes * active_share), 1)
@@ -79,15 +115,37 @@ def fit(
     why = f"{_ANSWER_TOKENS} tokens in {format_duration(max(1, _ANSWER_TOKENS / max(speed, 0.1)))}"
     if purpose in ("embedding", "reranker"):
         group, why = "embedding", ""
-    if needed > available_bytes:
+    shortage = ""
+    if memory.total_bytes and needed > memory.total_bytes * _MEMORY_SHARE:
         group = "embedding" if group == "embedding" else "too big"
-        why = f"needs {format_bytes(needed)}, {format_bytes(available_bytes)} free"
-    return Fit(group=group, tokens_per_s=speed, why=why)
+        why = f"needs {format_bytes(needed)} of {format_bytes(memory.total_bytes)}"
+    elif needed > memory.available_bytes:
+        shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
+    return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
 
 
-def speed_of(size_bytes: int, share: float, rate: MemoryRate) -> float:
-    """Estimate decode tokens/s; each token reads `share` of the weights. 0 if the size is unknown."""
-    return fit(size_bytes, "chat", share, rate, 0).tokens_per_s if size_bytes else 0.0
+@cache
+def memory_rate() -> MemoryRate:
+    """Return how fast this machine reads memory: the fastest of the measurements so far, 0.2 s each.
+
+    A rate that was measured on a busy machine is measured again by the next process.
+    """
+    path = cache_dir() / "memory-rate.json"
+    machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
+    rates: dict[str, MemoryRate] = {}
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        rates = msgspec.json.decode(path.read_bytes(), type=dict[str, MemoryRate])
+    stored = rates.get(machine)
+    if stored is not None and not stored.busy:
+        return stored
+    rate = read_memory_rate()
+    if stored is not None:
+        rate = MemoryRate(max(stored.bytes_per_s, rate.bytes_per_s), rate.threads, rate.busy)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new_file(path, 0o600) as file:
+            file.write(msgspec.json.encode({machine: rate}))
+    return rate
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:
@@ -105,12 +163,12 @@ def first_run_choices() -> list[FirstRunChoice]:
     Measures memory for some 0.2 s; asks nothing of the network. "tiny" is the default model, which
     comes from the package index; it alone is offered where no other is fast enough.
     """
-    rate, available = read_memory_rate(), read_memory().available_bytes
+    estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
-    for model in map(load_catalog().models.__getitem__, (*_OFFERED, DEFAULT_MODEL)):
-        share = active_share(model, model.name, model.parameters)
-        figures = fit(model.stored_bytes, model.purpose, share, rate, available)
-        if figures.group == "comfortable" or model.name == DEFAULT_MODEL:
+    for model in map(estimator.catalog.models.__getitem__, (*_OFFERED, DEFAULT_MODEL)):
+        figures = estimator.fit_of(model)
+        is_comfortable = figures.group == "comfortable" and not figures.shortage
+        if is_comfortable or model.name == DEFAULT_MODEL:
             fitting.append((model, figures.tokens_per_s))
     *larger, tiny = fitting
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]

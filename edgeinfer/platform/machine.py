@@ -82,20 +82,13 @@ def read_memory(root: Path = _ROOT) -> Memory:
     info = _table(root / "proc/meminfo")
     if "MemAvailable:" not in info:
         return Memory(total_bytes=0, available_bytes=1 << 62, reason="unknown: no /proc/meminfo")
-    found = Memory(
-        total_bytes=info.get("MemTotal:", 0) * 1024,
-        available_bytes=info["MemAvailable:"] * 1024,
-        reason="MemAvailable of /proc/meminfo",
-    )
-    for limit, used, place in _memory_groups(root):
-        if limit - used < found.available_bytes:
-            left = max(0, limit - used)
-            found = Memory(
-                total_bytes=min(limit, found.total_bytes),
-                available_bytes=left,
-                reason=f"the limit in {place}",
-            )
-    return found
+    total = info.get("MemTotal:", 0) * 1024
+    available, reason = info["MemAvailable:"] * 1024, "MemAvailable of /proc/meminfo"
+    for limit, used, group in _memory_groups(root):
+        total = min(total, limit)
+        if limit - used < available:
+            available, reason = max(0, limit - used), f"the limit in {group}"
+    return Memory(total_bytes=total, available_bytes=available, reason=reason)
 
 
 def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
@@ -125,14 +118,19 @@ def resident_bytes() -> int:
     return pages * mmap.PAGESIZE
 
 
+def memory_threads() -> int:
+    """Return the number of threads that `read_memory_rate` reads with."""
+    processors = read_processors()
+    return max(1, min(processors.logical_cpus, round(processors.quota or processors.logical_cpus), 32))
+
+
 def read_memory_rate() -> MemoryRate:
     """Measure how fast all CPUs read memory, which bounds decoding: the best of 4 rounds, 0.2 s."""
     import ctypes  # with the pool 10 ms, for this alone
     from concurrent.futures import ThreadPoolExecutor
 
-    found = read_processors()
-    threads = max(1, min(found.logical_cpus, round(found.quota or found.logical_cpus), 32))
-    busy = os.getloadavg()[0] > found.logical_cpus / 4
+    threads = memory_threads()
+    busy = os.getloadavg()[0] > read_processors().logical_cpus / 4
     memchr = ctypes.CDLL(None).memchr  # vectorized, and ctypes lets go of the GIL
     memchr.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t)
     memchr.restype = ctypes.c_void_p

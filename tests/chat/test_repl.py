@@ -144,7 +144,7 @@ def test_first_run_offers_models_and_saves_the_choice(tmp_path, monkeypatch, lin
     monkeypatch.setattr("edgeinfer.models.pull.pull", lambda name, report, cancel: pulled[name])
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     out, _ = talk(tmp_path, line, host=host)
-    assert "1. qwen3-0.6b: comfortable · 484 MB · Apache-2.0 · about 31 tokens/s" in out
+    assert "1. qwen3-0.6b: comfortable · 484.0 MB · Apache-2.0 · about 31 tokens/s" in out
     assert (f"Model: {model}, " in out) == bool(model)
     assert load_config().default_model == (model or MODEL)
 

@@ -1,9 +1,10 @@
 """Which models suit a machine, as `list --fits` and the first run tell."""
 
+import msgspec
 import pytest
 
+from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.cli.main import main
-from edgeinfer.cli.verbs import list as list_verb
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
@@ -18,9 +19,8 @@ def machine(monkeypatch):
     def make(available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False) -> None:
         memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes, reason="")
         rate = MemoryRate(bytes_per_s, threads, busy)
-        for module in (fits, list_verb):
-            monkeypatch.setattr(module, "read_memory", lambda: memory)
-            monkeypatch.setattr(module, "read_memory_rate", lambda: rate)
+        monkeypatch.setattr(fits, "read_memory", lambda: memory)
+        monkeypatch.setattr(fits, "memory_rate", lambda: rate)
 
     return make
 
@@ -36,12 +36,33 @@ def test_memory_rate_is_measured_on_this_machine() -> None:
     assert found.threads >= 1
 
 
+def test_memory_rate_is_the_fastest_measured_so_far(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(fits, "cache_dir", lambda: tmp_path)
+    measured = iter([MemoryRate(3e9, 2, True), MemoryRate(1e9, 2, True), MemoryRate(5e9, 2, False)])
+    monkeypatch.setattr(fits, "read_memory_rate", lambda: next(measured))
+    rates = [fits.memory_rate.__wrapped__().bytes_per_s for _process in range(5)]
+    assert rates == [3e9, 3e9, 5e9, 5e9, 5e9]
+
+
+def test_picker_shows_the_figures_of_list_whatever_memory_is_free(machine, listed, monkeypatch) -> None:
+    machine(12 * GB, 40e9, 2)
+    by_name = {model["name"]: model["fit"] for model in listed()}
+    memory = Memory(total_bytes=12 * GB, available_bytes=GB, reason="")
+    monkeypatch.setattr(fits, "read_memory", lambda: memory)
+    choices = {choice.name: choice.fit for choice in list_choices() if choice.fit is not None}
+    assert len(choices) > 20
+    for name, fit in choices.items():
+        assert msgspec.to_builtins(msgspec.structs.replace(fit, shortage="")) == by_name[name]
+    assert {bool(fit.shortage) for fit in choices.values() if fit.group == "slow"} == {True}
+    assert {bool(fit.shortage) for fit in choices.values()} == {True, False}
+
+
 def test_groups_are_headed_and_in_order_of_use(machine, capsys) -> None:
     machine(12 * GB, 40e9, 2, busy=True)
     assert main(["list", "--fits"]) == 0
     out = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in out.split("\n\n") for line in [line.splitlines()[0]]]
-    too_big = "too big for the memory that is available"
+    too_big = "too big for the memory of this machine"
     assert heads[1:-1] == ["comfortable", "slow", too_big, "embedding and reranking"]
     assert "the machine was busy" in out.splitlines()[-1]
     assert max(map(len, out.splitlines())) <= 120

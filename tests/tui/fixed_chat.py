@@ -12,13 +12,16 @@ from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
-from edgeinfer.models.fits import FirstRunChoice
+from edgeinfer.models.fits import FirstRunChoice, fit
+from edgeinfer.platform.machine import Memory, MemoryRate
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.tui.app import ChatApp
 
 MODEL = "smollm2-135m-instruct"
 NOON = 1_790_000_000_000
+#: Memory of the machine that the models are judged for.
+MEMORY = Memory(total_bytes=4 * 10**9, available_bytes=4 * 10**9, reason="made up")
 
 
 def end(prompt=312, cached=280, completion=96, reason="stop", ttft=23.0, decode=2261.0):
@@ -35,7 +38,7 @@ def words(text):
     return [*(w + " " for w in text.split(" ")), end()]
 
 
-def shelved(name, title, parameters, context, size, needs, **state):
+def shelved(name, title, parameters, context, size, **state):
     return ModelChoice(
         name=name,
         title=title,
@@ -43,18 +46,15 @@ def shelved(name, title, parameters, context, size, needs, **state):
         licence="Apache-2.0",
         context_length=context,
         size_bytes=size,
-        needs_bytes=needs,
-        available_bytes=8 << 30,
+        fit=fit(size, "chat", 1.0, MemoryRate(40e9, 2, busy=False), MEMORY),
         **state,
     )
 
 
 SHELF = [
-    shelved(
-        MODEL, "SmolLM2 135M Instruct", "135M", 8192, 98_362_432, 400 << 20, pulled=True, warm=True
-    ),
-    shelved("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, 800 << 20, size_is_estimate=True),
-    shelved("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000, 30 << 30),
+    shelved(MODEL, "SmolLM2 135M Instruct", "135M", 8192, 98_362_432, pulled=True, warm=True),
+    shelved("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, size_is_estimate=True),
+    shelved("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000),
 ]
 
 

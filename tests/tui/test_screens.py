@@ -5,12 +5,14 @@ import threading
 import msgspec
 import pytest
 from fake_engine import FakeEngine
-from fixed_chat import MODEL, SHELF, FixedHost
+from fixed_chat import MEMORY, MODEL, SHELF, FixedHost
 
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
+from edgeinfer.models.fits import fit
 from edgeinfer.models.progress import PullProgress, progress_text
+from edgeinfer.platform.machine import Memory, MemoryRate
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.dialogs import ChoiceScreen, HelpScreen, help_content
@@ -62,7 +64,7 @@ async def open_models(d):
 
 class TestModels:
     def test_detail_tells_the_memory_that_is_missing(self):
-        assert "Does not fit: about 32.2 GB needed, 8.6 GB free" in model_picker.detail(SHELF[2])
+        assert "Too big: needs 5.3 GB of 4.0 GB" in model_picker.detail(SHELF[2])
 
     async def test_pulled_model_is_used(self, drive):
         async with drive() as d:
@@ -235,22 +237,24 @@ async def test_palette_offers_the_commands(drive):
 
 
 @pytest.mark.parametrize(
-    ("needs", "speed", "verdict"),
-    [
-        (1 << 30, 0.0, "fits"),
-        (1 << 30, 9.0, "fits"),
-        (1 << 30, 0.4, "slow"),
-        (3 << 30, 9.0, "too big"),
-        (0, 9.0, ""),
-    ],
+    ("group", "verdict"), [("comfortable", "fits"), ("slow", "slow"), ("too big", "too big"), ("", "")]
 )
-def test_model_is_judged_by_memory_and_speed(needs, speed, verdict):
-    row = msgspec.structs.replace(
-        SHELF[1], needs_bytes=needs, available_bytes=2 << 30, tokens_per_s=speed, licence="LFM-1.0"
-    )
+def test_model_is_judged_by_memory_and_speed(group, verdict):
+    judged = msgspec.structs.replace(SHELF[1].fit, group=group) if group else None
+    row = msgspec.structs.replace(SHELF[1], fit=judged, licence="LFM-1.0")
     assert row.verdict == verdict
     assert "LFM-1.0: not an open-source licence" in model_picker.detail(row)
     assert "Apache-2.0:" not in model_picker.detail(msgspec.structs.replace(row, licence="Apache-2.0"))
+
+
+def test_memory_that_other_programs_take_is_a_note_and_changes_no_figure():
+    judged = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), MEMORY)
+    busy = Memory(total_bytes=MEMORY.total_bytes, available_bytes=10**8, reason="")
+    short = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), busy)
+    assert msgspec.structs.replace(short, shortage="") == judged
+    free, full = (msgspec.structs.replace(SHELF[1], fit=judged) for judged in (judged, short))
+    assert model_picker.detail(full).startswith(model_picker.detail(free).partition("\nEnter")[0])
+    assert "Short at the moment: needs 685.7 MB, 100.0 MB free now" in model_picker.detail(full)
 
 
 def test_models_that_cannot_chat_are_not_offered():

@@ -16,11 +16,10 @@ from edgeinfer.errors import ConfigError
 from edgeinfer.host import Host
 from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
-from edgeinfer.models.catalog import Catalog, load_catalog
-from edgeinfer.models.fits import Fit
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
 from edgeinfer.models.store import unfinished
-from edgeinfer.platform.machine import MemoryRate, read_memory, read_memory_rate
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshots.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
@@ -29,7 +28,7 @@ from edgeinfer.units import format_bytes
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
-    "too big": "too big for the memory that is available",
+    "too big": "too big for the memory of this machine",
     "embedding": "embedding and reranking",
 }
 
@@ -44,7 +43,7 @@ class ModelRow(ModelSummary, frozen=True, kw_only=True):
 class ListResult(Result, frozen=True, kw_only=True):
     """Pulled models first, then external stores', then the rest of the catalogue, each by name.
 
-    With `fits`, grouped instead; `busy`: the machine was busy when the rates were measured.
+    With `fits`, grouped instead; `busy`: the machine was busy whenever its memory was measured.
     """
 
     models: tuple[ModelRow, ...]
@@ -107,7 +106,15 @@ def _fits_table(models: Sequence[ModelRow]) -> str:
 
 def _fit_row(model: ModelRow, fit: Fit) -> tuple[str, ...]:
     speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
-    return model.name, _here(model), model.quantization, _size(model), speed, model.purpose, fit.why
+    return (
+        model.name,
+        _here(model),
+        model.quantization,
+        _size(model),
+        speed,
+        model.purpose,
+        fit.shortage or fit.why,
+    )
 
 
 def _size(model: ModelRow) -> str:
@@ -152,11 +159,11 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     )
     wanted = [word.lower() for word in options.words]
     models = tuple(row for row in rows if _matches(row, wanted))
-    rate = read_memory_rate() if options.fits else None
+    estimator = Estimator() if options.fits else None
     return ListResult(
-        models=_grouped(models, catalog, rate) if rate else models,
+        models=_grouped(models, estimator) if estimator else models,
         fits=options.fits,
-        busy=bool(rate and rate.busy),
+        busy=bool(estimator and estimator.rate.busy),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
         unfinished=unfinished(),
         adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
@@ -169,14 +176,12 @@ def _matches(model: ModelRow, words: list[str]) -> bool:
     return all(word in text for word in words)
 
 
-def _grouped(models: Sequence[ModelRow], catalog: Catalog, rate: MemoryRate) -> tuple[ModelRow, ...]:
-    available = read_memory().available_bytes
+def _grouped(models: Sequence[ModelRow], estimator: Estimator) -> tuple[ModelRow, ...]:
     fitting = []
     for model in models:
         if model.size_bytes:
-            share = fits.active_share(catalog.get(model.name), model.name, model.parameters)
-            figures = fits.fit(model.size_bytes, model.purpose, share, rate, available)
-            fitting.append(msgspec.structs.replace(model, fit=figures))
+            fit = estimator.fit(model.name, model.size_bytes, model.purpose, model.parameters)
+            fitting.append(msgspec.structs.replace(model, fit=fit))
     return tuple(sorted(fitting, key=_rank))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import aclosing
-from functools import cache
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.models import fits
-from edgeinfer.models.catalog import Model, load_catalog
+from edgeinfer.models.catalog import Model
+from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.progress import progress_text
 from edgeinfer.models.store import list_pulled
-from edgeinfer.platform.machine import read_memory, read_memory_rate
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.model_pool import ModelAdministrator
 from edgeinfer.server.problems import from_error
@@ -79,24 +77,18 @@ class Pulls:
             self.now[name] = wire.Pull(name=name, text=failure, failed=True)
 
 
-#: Measured once: 0.2 s.
-_memory_rate = cache(read_memory_rate)
-
-
 def offered() -> list[wire.Offer]:
     """List chat and base models of the catalogue that are not pulled, with estimated speed here."""
     here = {model.name for model in list_pulled()}
-    available = read_memory().available_bytes
+    estimator = Estimator()
     return [
-        wire.Offer(name=model.name, title=model.title, about=_about(model, available))
-        for model in load_catalog().models.values()
+        wire.Offer(name=model.name, title=model.title, about=_about(model, estimator.fit_of(model)))
+        for model in estimator.catalog.models.values()
         if model.name not in here and model.purpose not in ("embedding", "reranker")
     ]
 
 
-def _about(model: Model, available: int) -> str:
-    share = fits.active_share(model, model.name, model.parameters)
-    fit = fits.fit(model.stored_bytes, model.purpose, share, _memory_rate(), available)
+def _about(model: Model, fit: Fit) -> str:
     is_chat = model.purpose == "chat"
     speed = f"{'slow: ' * (fit.group == 'slow')}about {fit.tokens_per_s:.1f} tokens/s"
     facts = [
@@ -105,5 +97,6 @@ def _about(model: Model, available: int) -> str:
         model.licence,
         format_bytes(model.stored_bytes),
         fit.why if fit.group == "too big" else speed,
+        fit.shortage,
     ]
     return " · ".join(filter(None, facts))

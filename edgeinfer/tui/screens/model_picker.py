@@ -14,7 +14,7 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import model_choices
 from edgeinfer.chat.launch import Launch
-from edgeinfer.chat.model_choices import ModelChoice, list_choices, size_words
+from edgeinfer.chat.model_choices import ModelChoice, list_choices
 from edgeinfer.config.config_file import offline
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
@@ -22,6 +22,7 @@ from edgeinfer.models.fits import is_restricted
 from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.screens.dialogs import ListScreen, sheet
+from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
     from edgeinfer.models.fits import FirstRunChoice
@@ -127,7 +128,7 @@ class ModelScreen(ListScreen[str | None]):
         elsewhere = [row for row in rows if row.store]
         if not elsewhere:
             return ""
-        best = next((row for row in elsewhere if row.fits is not False), elsewhere[0])
+        best = next((row for row in elsewhere if row.verdict != "too big"), elsewhere[0])
         self.query_one(".first", Static).update(
             f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
             f"{self.wanted} would be fetched."
@@ -246,9 +247,9 @@ class ModelScreen(ListScreen[str | None]):
 def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
     """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
     about = "~" if row.size_is_estimate else ""
-    size = f"{about}{size_words(row.size_bytes)}" if row.size_bytes else ""
+    size = f"{about}{format_bytes(row.size_bytes)}" if row.size_bytes else ""
     name = f"{row.name} (base)" if row.purpose == "base" else row.name
-    too_big = "$error" if row.fits is False else ""
+    too_big = "$error" if row.verdict == "too big" else ""
     if room < _ROOM_FOR_ALL:
         width = room - len(size) - 3
         text = f"{_cut(name, width):<{width}} "
@@ -270,7 +271,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def detail(row: ModelChoice) -> str:
-    """Return up to three lines about the chosen model."""
+    """Return up to four lines about the chosen model."""
     facts = [
         f"from {row.store}, used where it is" if row.store else row.title,
         row.purpose,
@@ -278,14 +279,14 @@ def detail(row: ModelChoice) -> str:
         f"{row.licence}: not an open-source licence" if is_restricted(row.licence) else row.licence,
     ]
     lines = [" · ".join(f for f in facts if f)]
-    if row.needs_bytes:
-        verb = {True: "Fits", False: "Does not fit", None: "Needs"}[row.fits]
-        about = "about " if not row.pulled else ""
-        free = size_words(row.available_bytes)
-        speed = f", about {row.tokens_per_s:.1f} tokens/s" if row.fits and row.tokens_per_s else ""
-        lines.append(f"{verb}: {about}{size_words(row.needs_bytes)} needed, {free} free{speed}")
+    if row.fit is not None:
+        memory = f"about {format_bytes(row.fit.needed_bytes)} of memory"
+        speed = f"{memory}, about {row.fit.tokens_per_s:.1f} tokens/s"
+        lines.append(f"Too big: {row.fit.why}" if row.verdict == "too big" else f"Fits: {speed}")
+        if row.fit.shortage:
+            lines.append(f"Short at the moment: {row.fit.shortage}")
     if not row.pulled:
-        lines.append(f"Enter fetches {size_words(row.size_bytes) if row.size_bytes else 'it'}.")
+        lines.append(f"Enter fetches {format_bytes(row.size_bytes) if row.size_bytes else 'it'}.")
     return "\n".join(line for line in lines if line)
 
 
