@@ -55,6 +55,7 @@ lint-text:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/style.py
+	$(BIN)/python scripts/plain_english.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 	PYTHONPATH=. $(BIN)/python scripts/docs.py --check
 
