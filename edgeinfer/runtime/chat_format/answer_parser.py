@@ -16,10 +16,9 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     ToolFormat,
     Tools,
     could_become,
-    first_marker,
-    hold_back,
+    split_at_marker,
 )
-from edgeinfer.runtime.chat_format.tool_call_parser import FENCE, Section
+from edgeinfer.runtime.chat_format.tool_call_parser import FENCE, JsonSection, Section
 from edgeinfer.runtime.chat_format.xml_calls import FUNCTION, XmlSection
 from edgeinfer.runtime.events import Parsed, ReasoningDelta, TextDelta
 from edgeinfer.runtime.requests import random_bytes
@@ -59,23 +58,18 @@ class AnswerParser:
         self._phase: Literal["start", "thinking", "closed", "answer"] = "start" if span else "answer"
         if opened:
             self._phase = "thinking"
-        begin = tuple(marker for marker in self._form.begin if not marker.startswith(FENCE))
+        begin = (marker for marker in self._form.begin if not marker.startswith(FENCE))
         self._ends_of_reasoning = (self._span.close, *begin)
-        self._steps = {
-            "start": self._start,
-            "thinking": self._think,
-            "closed": self._skip_space,
-            "answer": self._outside,
-        }
         self.special_tokens = special_tokens
         self.n_broken_calls = 0
         self._events: list[Parsed] = []
         self._text = ""
-        self._section: Section | XmlSection | None = None
+        self._section: Section | None = None
         self._n_calls = 0
+        #: White space that is emitted with the text after it.
         self._space = ""
-        self._fresh, self._after_call = True, False
-        self._has_thought = False
+        self._fresh, self._has_thought = True, False
+        self._after_call = False
         self._answer = ""
 
     @property
@@ -91,139 +85,110 @@ class AnswerParser:
     def feed(self, text: str) -> Sequence[Parsed]:
         """Return the events certain after `text`, without what could still become a marker."""
         self._text += text
-        return self._parse()
+        while self._step():
+            pass
+        events, self._events = self._events, []
+        return _merge(events) if len(events) > 1 else events
 
     def finish(self, *, cut: bool = False) -> Sequence[Parsed]:
         """Return what was held back, at the end of the generation; `cut`: the model did not end it."""
-        events = list(self._parse())
+        events = list(self.feed(""))
         text = ""
         while (section := self._section) is not None:
             section.finish(cut=cut)
-            self._take_calls(section)
-            self._section = None
-            marker, left = section.leftover
-            self.n_broken_calls += bool(marker)
-            if marker or not isinstance(section, XmlSection):
-                text = marker + left  # what an unfinished call shows is no call
+            marker, rest = self._close_section(section)
+            if marker:
+                text = marker + rest  # what an unfinished call shows is no call
             else:
-                self._text = left
-            events += self._parse()
+                self._text = rest
+            events += self.feed("")
         text, self._text = text + self._text, ""
-        if self._phase == "thinking":
-            self._reason(text)
-        elif self._phase != "closed":
-            self._say(text)
-            if not self._after_call:
-                self._flush_space()
-        return [*events, *self._parse()]
+        if self._phase != "closed":
+            self._emit(text)
+        if self._phase in ("start", "answer") and not self._after_call:
+            self._flush_space()
+        return [*events, *self.feed("")]
 
-    def _parse(self) -> Sequence[Parsed]:
-        while self._inside_section() if self._section is not None else self._steps[self._phase]():
-            pass
-        events, self._events = self._events, []
-        return _merged(events) if len(events) > 1 else events
-
-    # the steps: each says whether there is more to do
+    def _step(self) -> bool:
+        """Parse on; return whether there is more to do."""
+        if self._section is not None:
+            return self._parse_section(self._section)
+        if self._phase == "start":
+            return self._start()
+        if self._phase == "closed":  # white space between the span and the answer belongs to neither
+            self._text = self._text.lstrip()
+            self._phase = "answer" if self._text else "closed"
+            return bool(self._text)
+        return self._find_marker()
 
     def _start(self) -> bool:
-        begun = self._text.lstrip()
-        if begun.startswith(self._span.open):
-            self._text = begun[len(self._span.open) :]
+        text = self._text.lstrip()
+        if text.startswith(self._span.open):
+            self._text = text[len(self._span.open) :]
             self._phase = "thinking"
             return True
-        if not begun or could_become(begun, (self._span.open, self._span.plain)):
+        if not text or could_become(text, (self._span.open, self._span.plain)):
             return False
-        if self._span.plain and begun.startswith(self._span.plain):
-            self._text = begun[len(self._span.plain) :]
+        if self._span.plain and text.startswith(self._span.plain):
+            self._text = text[len(self._span.plain) :]
         self._phase = "answer"
         return True
 
-    def _think(self) -> bool:
-        at, marker = first_marker(self._text, self._ends_of_reasoning)
-        if at < 0:
-            certain, self._text = hold_back(self._text, self._ends_of_reasoning)
-            self._reason(certain)
-            return False
-        self._reason(self._text[:at])
-        self._text = self._text[at:]
-        if marker != self._span.close:
-            return self._open(marker)
-        self._text = self._text[len(marker) :]
-        self._phase, self._space = "closed", ""
-        self._fresh = True
-        return True
+    def _find_marker(self) -> bool:
+        """Emit the text before the next marker, and act on the marker."""
+        markers = self._form.begin
+        if self._phase == "thinking":
+            markers = self._ends_of_reasoning
+        elif self._form.bare and self._fresh and self._text.lstrip()[:1] in ("{", "["):
+            self._space += self._text[: len(self._text) - len(self._text.lstrip())]
+            self._text = self._text.lstrip()
+            return self._open_section("")
+        text, marker, self._text = split_at_marker(self._text, markers)
+        self._emit(text)
+        if marker and self._phase == "thinking" and marker == self._span.close:
+            self._phase, self._space = "closed", ""
+            self._fresh = True
+            return True
+        return bool(marker) and self._open_section(marker)
 
-    def _skip_space(self) -> bool:
-        """White space between the span and the answer belongs to neither."""
-        self._text = self._text.lstrip()
-        if self._text:
-            self._phase = "answer"
-        return bool(self._text)
-
-    def _outside(self) -> bool:
-        form = self._form
-        if form.bare and self._fresh:
-            stripped = self._text.lstrip()
-            if stripped[:1] in ("{", "["):
-                self._space += self._text[: len(self._text) - len(stripped)]
-                self._text = stripped
-                return self._open("")
-        at, marker = first_marker(self._text, form.begin)
-        if at < 0:
-            certain, self._text = hold_back(self._text, form.begin)
-            self._say(certain)
+    def _open_section(self, marker: str) -> bool:
+        """Open a section at the marker, which stood before the text."""
+        is_xml = self._form.inner == "xml"
+        first = self._text.lstrip()[:1]
+        if is_xml and marker != FUNCTION and not first:
+            self._text = marker + self._text
             return False
-        self._say(self._text[:at])
-        self._text = self._text[at:]
-        return self._open(marker)
-
-    def _open(self, marker: str) -> bool:
-        """Open a section at the marker, which the text begins with."""
-        text = self._text[len(marker) :]
-        begun = text.lstrip()[:1]
-        if self._form.inner == "xml" and marker != FUNCTION and not begun:
-            return False
-        self._text = text
         if marker == FUNCTION and self._answer.count(FENCE) % 2:  # an example in a block of code
-            self._leave(marker, "")
+            self._emit(marker)
             return True
         self._fresh = False
-        # a constraint knows the family's first marker alone
+        # a constraint knows only the family's first marker
         certain = self._certain and marker in ("", *self._form.begin[:1])
-        if self._form.inner == "xml" and begun not in ("{", "["):
-            self._section = XmlSection(marker, self._tools, certain, self._new_call)
-        else:
-            self._section = Section(self._form, marker, self._tools, certain, self._new_call)
+        kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
+        self._section = kind(self._form, marker, self._tools, certain=certain, new_call=self._new_call)
         return True
 
-    def _inside_section(self) -> bool:
-        section = self._section
-        assert section is not None
+    def _parse_section(self, section: Section) -> bool:
         text, self._text = self._text, ""
         section.feed(text)
-        self._take_calls(section)
-        if not section.is_over:
-            return False
-        marker, text = section.leftover
-        self._section = None
-        self.n_broken_calls += bool(marker)
-        self._leave(marker, text)
-        return bool(self._text)
+        if section.is_over:
+            marker, self._text = self._close_section(section)
+            self._emit(marker)  # as text, or it would open a section again
+        else:
+            self._take_calls(section)
+        return section.is_over and bool(self._text)
 
-    def _take_calls(self, section: Section | XmlSection) -> None:
+    def _close_section(self, section: Section) -> tuple[str, str]:
+        self._take_calls(section)
+        self._section = None
+        marker, rest = section.leftover
+        self.n_broken_calls += bool(marker)
+        return marker, rest
+
+    def _take_calls(self, section: Section) -> None:
         if events := section.take_events():
             self._phase = "answer"
             self._events += events
-
-    def _leave(self, marker: str, text: str) -> None:
-        """Go on after a section; the marker of one that failed is text, or it would open again."""
-        if self._phase == "thinking":
-            self._reason(marker)
-        else:
-            self._say(marker)
-        self._text = text + self._text
-
-    # what comes of it
 
     def _new_call(self) -> tuple[int, str]:
         """Return (index, id) of a new call. White space before it was layout."""
@@ -232,12 +197,23 @@ class AnswerParser:
         self._n_calls += 1
         return self._n_calls - 1, call_id(short=self._form.short_ids)
 
-    def _say(self, text: str) -> None:
-        """Emit text; white space at the beginning and after a call waits for what follows."""
+    def _emit(self, text: str) -> None:
+        """Emit text of the answer, or of the reasoning without white space around the span.
+
+        White space at the beginning, after a call and at the end of reasoning waits for what follows.
+        """
+        if self._phase == "thinking":
+            text = self._space + text
+            if not self._has_thought:
+                text = text.lstrip()
+            self._space = text[len(text.rstrip()) :]
+            if text := text.rstrip():
+                self._has_thought = True
+                self._events.append(ReasoningDelta(text))
+            return
         if self._fresh or self._after_call:
-            stripped = text.lstrip()
-            self._space += text[: len(text) - len(stripped)]
-            text = stripped
+            self._space += text[: len(text) - len(text.lstrip())]
+            text = text.lstrip()
         if text:
             self._fresh = self._after_call = False
             self._flush_space()
@@ -249,19 +225,8 @@ class AnswerParser:
             self._events.append(TextDelta(self._space))
             self._space = ""
 
-    def _reason(self, text: str) -> None:
-        """Emit reasoning without white space around the span; inside it that waits for more text."""
-        text = self._space + text
-        if not self._has_thought:
-            text = text.lstrip()
-        begun = text.rstrip()
-        self._space = text[len(begun) :]
-        if begun:
-            self._has_thought = True
-            self._events.append(ReasoningDelta(begun))
 
-
-def _merged(events: list[Parsed]) -> list[Parsed]:
+def _merge(events: list[Parsed]) -> list[Parsed]:
     """Join neighbouring pieces of text, which may have been held apart."""
     merged: list[Parsed] = []
     for event in events:

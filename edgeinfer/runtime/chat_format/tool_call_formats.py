@@ -136,14 +136,17 @@ def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
     return text, ""
 
 
-def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
-    """Return (place, marker) of the earliest, then longest, marker in `text`; else (-1, "")."""
-    best, found = -1, ""
-    for marker in markers:
-        at = text.find(marker)
-        if at >= 0 and (best < 0 or at < best or (at == best and len(marker) > len(found))):
-            best, found = at, marker
-    return best, found
+def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+    """Return (text before, marker, text after) of the earliest, then longest, marker.
+
+    Without one, the marker is "", and the text after is what could begin one.
+    """
+    places = [(at, -len(marker)) for marker in markers if (at := text.find(marker)) >= 0]
+    if not places:
+        before, rest = hold_back(text, markers)
+        return before, "", rest
+    at, length = min(places)
+    return text[:at], text[at : at - length], text[at - length :]
 
 
 def could_become(text: str, literals: Sequence[str]) -> bool:

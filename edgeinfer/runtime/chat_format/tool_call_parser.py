@@ -1,9 +1,9 @@
-"""Parse tool calls in JSON or Python out of a section of an answer: `Section`.
+"""Parse tool calls out of a section of an answer: `Section`, and `JsonSection` for JSON and Python.
 
-It holds calls, read one object at a time: it keeps all that it was fed and walks it with one cursor. A
-call is emitted once it is whole, known and valid JSON; if it cannot be one, its text is emitted to the
-last character. With `certain` (the output is constrained, so calls are well formed) name and arguments
-are streamed.
+A section keeps all that it was fed, and walks it with one cursor. Its parser is a generator that yields
+where it needs more text. A JSON call is emitted once it is whole, known and valid; if it cannot be one,
+its text is emitted to the last character. With `certain` (the output is constrained, so calls are well
+formed) name and arguments are streamed. `xml_calls` has the other notation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,59 +19,49 @@ import msgspec
 from edgeinfer.runtime.chat_format.tool_call_formats import MAX_NAME, ToolFormat, Tools, could_become
 from edgeinfer.runtime.events import ToolCallDelta
 
-_BRACKETS = ("[", ",", "]")
 FENCE = "```"
 
 
 class Section:
-    """One section, opened by `marker` or "". `new_call` gives the next (index, id)."""
+    """The calls after one marker, or "". `new_call` returns the next (index, id)."""
 
     def __init__(
         self,
         form: ToolFormat,
         marker: str,
         tools: Tools,
+        *,
         certain: bool,
         new_call: Callable[[], tuple[int, str]],
     ) -> None:
-        self._form = form
-        self._marker = marker
-        self._tools = tools
-        self._certain = certain
-        self._new_call = new_call
-        self._raw = marker
-        self._at = len(marker)
-        self._done_to = 0
-        # a fence closes what a fence opened, the family's own end any other
-        self._end = FENCE if marker.startswith(FENCE) else form.end
-        brackets = () if form.named and form.end else _BRACKETS
-        self._literals = tuple(
-            sorted({*form.literals, self._end, *brackets} - {""}, key=len, reverse=True)
-        )
-        self._step: Callable[[], bool] = self._between
-        self._name = ""
-        self._reader: ObjectReader | None = None
-        self._sent, self._index = 0, -1
+        self._form, self._tools = form, tools
+        self._certain, self._new_call = certain, new_call
+        self._marker = self._raw = marker
+        self._cursor = self._end_of_calls = 0
+        self._ended = self._cut = False
         self._events: list[ToolCallDelta] = []
+        #: Index of the call whose arguments are being streamed.
+        self._index = -1
+        self._steps = self._parse()
         self.is_over = False
+
+    def _parse(self) -> Iterator[None]:
+        raise NotImplementedError
 
     def feed(self, text: str) -> None:
         """Parse on. Sets `is_over` at the section's end or failure."""
         self._raw += text
-        while not self.is_over and self._step():
-            pass
+        self.is_over = next(self._steps, True) is True
+        if self.is_over and self._index >= 0:  # begun, so it is no text: its arguments stay open
+            self._end_of_calls = self._cursor
 
     def finish(self, *, cut: bool) -> None:
-        """End inside the section: the generation is over; what was not whole before is no call."""
-        if self.is_over:
-            return
+        """End inside the section: the generation is over, `cut` if the model did not end it."""
+        self._ended, self._cut = True, cut
+        self.feed("")
+        if self._index >= 0:
+            self._end_of_calls = len(self._raw)
         self.is_over = True
-        if not cut and self._step == self._block and self._block_calls(self._raw[len(self._marker) :]):
-            return
-        rest = self._raw[self._done_to :].strip()
-        cut_while_streaming = self._index >= 0
-        if cut_while_streaming or (self._done_to and (not rest or rest in self._literals)):
-            self._at = self._done_to = len(self._raw)
 
     def take_events(self) -> list[ToolCallDelta]:
         """Return the events since the last time."""
@@ -80,282 +70,236 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Return (text, rest) that no call took; `rest` may hold more markers."""
-        if self._done_to:
-            return "", self._raw[self._done_to :]
-        return self._marker or self._raw[:1], self._raw[len(self._marker) or 1 :]
+        """The (text, rest) that no call took; `rest` may hold more markers."""
+        n_text = 0 if self._end_of_calls else len(self._marker) or 1
+        end = self._end_of_calls + n_text
+        return self._raw[end - n_text : end], self._raw[end:]
 
-    # the steps: each looks at what is behind the cursor, and says whether there is more to do
+    def _upcoming(self, literals: Sequence[str]) -> Generator[None, None, str]:
+        """Skip white space; return the text after it, once it is not a part of a literal.
 
-    def _between(self) -> bool:
-        """Expect white space, a literal to skip, a name, or an object."""
-        rest = self._raw[self._at :].lstrip()
-        self._at = len(self._raw) - len(rest)
-        if not rest or could_become(rest, self._literals):
-            return False
-        literal = next((literal for literal in self._literals if rest.startswith(literal)), "")
-        if literal:
-            self._at += len(literal)
-            if literal == self._end:
-                self._close()
-        elif rest[0] == "{" and (self._name or not self._form.named):
-            self._begin_object()
-        elif self._form.named and not self._name and not rest[0].isspace():
-            self._step = self._naming
-        elif self._may_hold_block and not self._done_to:
-            self._step = self._block
-        else:
-            self._stop()
-        return not self.is_over
+        At the end of the answer such a part is skipped too.
+        """
+        while True:
+            text = self._raw[self._cursor :].lstrip()
+            self._cursor = len(self._raw) - len(text)
+            if text and not could_become(text, literals):
+                return text
+            if self._ended:
+                self._cursor = len(self._raw)
+                return ""
+            yield
 
-    def _naming(self) -> bool:
-        rest = self._raw[self._at :]
-        ends = [at for at in (rest.find(ending) for ending in self._form.name_ends) if at >= 0]
-        if not ends:
-            if len(rest) > MAX_NAME:
-                self._stop()
-            return False
-        name = rest[: min(ends)].strip()
-        if name not in self._tools:
-            self._stop()
-            return False
-        self._name = name
-        self._at += min(ends)
-        self._step = self._awaiting
-        return True
+    def _begin_call(self, name: str) -> None:
+        self._index, call_id = self._new_call()
+        self._events.append(ToolCallDelta(self._index, id=call_id, name=name))
 
-    def _awaiting(self) -> bool:
-        """Skip an id, a marker or a fence between a name and its arguments."""
-        at = self._raw.find("{", self._at)
-        if at < 0:
-            if len(self._raw) - self._at > MAX_NAME:
-                self._stop()
-            return False
-        self._at = at
-        self._begin_object()
-        return True
-
-    def _begin_object(self) -> None:
-        self._reader = ObjectReader(self._name, whole=self._form.named)
-        self._index = -1
-        self._step = self._object
-
-    def _object(self) -> bool:
-        reader = self._reader
-        assert reader is not None
-        self._at += reader.feed(self._raw[self._at :])
-        if reader.failed:
-            self._stop()
-            return False
-        if self._certain:
-            self._stream(reader)
-        if not reader.done:
-            return False
-        arguments = reader.arguments()
-        if self._index < 0 and (arguments is None or not self._emit(reader.name, arguments)):
-            self._stop()
-            return False
-        self._called()
-        return True
-
-    @property
-    def _may_hold_block(self) -> bool:
-        return self._form.inner == "python" and (not self._form.bare or self._end == FENCE)
-
-    def _block(self) -> bool:
-        """Parse calls of Python, up to the first end of the section that is not in a string."""
-        at = self._raw.find(self._end, self._at)
-        if at < 0:
-            return False
-        code = self._raw[len(self._marker) : at]
-        if self._block_calls(code):
-            self._at = at + len(self._end)
-            self._over()
-        elif len(code) <= _MAX_PYTHON and _ends_in_string(code):
-            self._at = at + len(self._end)
-            return True
-        else:
-            self._stop()
-        return False
-
-    def _block_calls(self, code: str) -> bool:
-        calls = python_calls(code)
-        if not calls or any(not self._known(name) for name, _ in calls):
-            return False
-        for name, arguments in calls:
-            self._emit(name, arguments)
-        self._done_to = len(self._raw)
-        return True
-
-    # what comes of it
-
-    def _known(self, name: str) -> str:
-        """Resolve a tool's name, `functions.get_weather` being get_weather; "" for none."""
-        candidates = (name, name.rpartition(".")[2])
-        return next((one for one in candidates if one in self._tools), "")
-
-    def _emit(self, name: str, arguments: str) -> bool:
-        known = self._known(name)
-        if known:
-            index, made = self._new_call()
-            self._events += [
-                ToolCallDelta(index, id=made, name=known),
-                ToolCallDelta(index, arguments=arguments),
-            ]
-        return bool(known)
-
-    def _stream(self, reader: ObjectReader) -> None:
-        if reader.args_start < 0 or reader.name not in self._tools:
+    def _send(self, arguments: str) -> None:
+        if not arguments:
             return
-        if self._index < 0:
-            self._index, made = self._new_call()
-            self._events.append(ToolCallDelta(self._index, id=made, name=reader.name))
-            self._sent = reader.args_start
-        end = reader.args_end if reader.args_end >= 0 else len(reader.raw)
-        if end > self._sent:
-            self._events.append(ToolCallDelta(self._index, arguments=reader.raw[self._sent : end]))
-            self._sent = end
+        if self._events and not self._events[-1].name:
+            arguments = self._events.pop().arguments + arguments
+        self._events.append(ToolCallDelta(self._index, arguments=arguments))
 
-    def _called(self) -> None:
-        self._reader = None
-        self._name = ""
+    def _end_call(self) -> None:
         self._index = -1
-        self._done_to = self._at
-        self._step = self._between
-
-    def _over(self) -> None:
-        self._done_to = self._at
-        self.is_over = True
-
-    def _close(self) -> None:
-        """Close at the marker; without a call the whole section is text."""
-        self._over() if self._done_to else self._stop()
-
-    def _stop(self) -> None:
-        """Take no further call: the section ends after a whole one, else it failed."""
-        if self._done_to and self._step == self._between:
-            self._done_to = self._at
-        self.is_over = True
+        self._end_of_calls = self._cursor
 
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
-#: What JSON has outside of strings, brackets aside.
-_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")
+_BRACKETS = ("[", ",", "]")
 #: The longest call, characters; a longer one is text.
 MAX_CALL = 1_000_000
+#: A string after its first quote, and what may stand between strings and brackets.
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
+_OUTSIDE_STRINGS = re.compile(r"[ \t\r\n:+\-.0-9eEtrufalsn]*")
 
 
-class ObjectReader:
-    """Read one object. `whole`: it is the arguments themselves, and the name is known already."""
+class JsonSection(Section):
+    """Calls as JSON objects, or Python where the family writes that."""
 
-    def __init__(self, name: str = "", *, whole: bool = False) -> None:
-        self.name = name
-        self.raw = ""
-        self.done = False
-        self.failed = False
-        self.args_start = 0 if whole else -1
-        self.args_end = -1
-        self._depth = 0
-        #: Depth of the object with the name: calls come as `{"function": {…}}` too.
-        self._call_depth = -1 if whole else 1
-        self._args_depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._string_start = 0
-        self._key: str | None = None
-        self._at = 0
+    def _parse(self) -> Iterator[None]:
+        form = self._form
+        self._cursor = len(self._marker)
+        # a fence closes what a fence opened, the family's own end any other
+        end = FENCE if self._marker.startswith(FENCE) else form.end
+        brackets = () if form.named and form.end else _BRACKETS
+        literals = sorted({*form.literals, end, *brackets} - {""}, key=len, reverse=True)
+        while text := (yield from self._upcoming(literals)):
+            literal = next((literal for literal in literals if text.startswith(literal)), "")
+            self._cursor += len(literal)
+            if literal and literal == end:
+                break
+            if literal:
+                continue
+            if not form.named and text[0] != "{":
+                is_fenced = end == FENCE or not form.bare
+                if form.inner == "python" and is_fenced and not self._end_of_calls:
+                    yield from self._read_python(end)
+                break
+            if not (yield from self._read_call()):
+                return
+            self._end_call()
+        if self._end_of_calls:
+            self._end_of_calls = self._cursor
 
-    def feed(self, text: str) -> int:
-        """Take characters up to the object's end; return how many. Sets `done` or `failed`."""
-        base = len(self.raw)
-        self.raw += text
-        for i, c in enumerate(text):
-            self._at = base + i
-            if self._in_string:
-                self._string_character(c)
-            else:
-                self._structure(c)
-            if self.done or self.failed:
-                self.raw = self.raw[: self._at + 1]
-                return i + 1
-        self.failed = self.failed or len(self.raw) > MAX_CALL
-        return len(text)
+    def _find(self, *texts: str) -> Generator[None, None, int]:
+        """Return where the first of `texts` is, -1 if there is none within MAX_NAME characters."""
+        begin, end = self._cursor, self._cursor + MAX_NAME
+        while True:
+            places = [at for text in texts if (at := self._raw.find(text, begin, end)) >= 0]
+            if places or len(self._raw) >= end:
+                return min(places, default=-1)
+            yield
 
-    def _string_character(self, c: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif c == "\\":
-            self._escaped = True
-        elif c == '"':
-            self._in_string = False
-            self._string_ended()
+    def _read_call(self) -> Generator[None, None, bool]:
+        call = _JsonCall(is_bare=not self._form.named)
+        if self._form.named:
+            name_end = yield from self._find(*self._form.name_ends)
+            call.name = self._raw[self._cursor : max(name_end, self._cursor)].strip()
+            if call.name not in self._tools:
+                return False
+            self._cursor = name_end
+            # an id, a marker or a fence may stand between a name and its arguments
+            self._cursor = yield from self._find("{")
+            if self._cursor < 0:
+                return False
+        call.start = self._cursor
+        call.arguments_start = call.start if self._form.named else -1
+        if not (yield from self._read_object(call)):
+            return False
+        if self._certain:
+            self._stream(call)
+        if self._index >= 0:
+            return True
+        arguments = call.arguments(self._raw[call.start : self._cursor], self._raw)
+        return arguments is not None and self._emit(call.name, arguments)
 
-    def _string_ended(self) -> None:
-        if self._depth != self._call_depth:
+    def _skip(self, characters: re.Pattern[str], call: _JsonCall) -> Generator[None, None, str]:
+        """Move the cursor over `characters`; return the next one, "" if the call is too long."""
+        while True:
+            skipped = characters.match(self._raw, self._cursor)
+            self._cursor = skipped.end() if skipped else self._cursor
+            if self._cursor - call.start > MAX_CALL:
+                return ""
+            if self._raw[self._cursor :] not in ("", "\\"):
+                return self._raw[self._cursor]
+            if self._certain:
+                self._stream(call)
+            yield
+
+    def _read_object(self, call: _JsonCall) -> Generator[None, None, bool]:
+        """Move the cursor to the object's end; return whether it may be a call."""
+        depth, key = 0, None
+        while character := (yield from self._skip(_OUTSIDE_STRINGS, call)):
+            begin = self._cursor
+            self._cursor += 1
+            if character == '"':
+                yield from self._skip(_IN_STRING, call)
+                self._cursor += 1
+                if depth == call.depth:
+                    text = _decode(self._raw[begin : self._cursor])
+                    if key is None and text not in _KEYS:
+                        return False
+                    if key == "name":
+                        call.name = text if isinstance(text, str) else ""
+                    key = key or text
+            elif character in "{[":
+                if depth == call.depth and character == "{":
+                    if key in ARGUMENT_KEYS and call.arguments_start < 0:
+                        call.arguments_start, call.arguments_depth = begin, depth
+                    elif key == "function" and depth == 1:
+                        call.depth, key = 2, None
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+                if depth == call.arguments_depth and call.arguments_start >= 0 > call.arguments_end:
+                    call.arguments_end = self._cursor
+                if depth <= 0:
+                    return True
+            elif character != ",":
+                return False
+            elif depth == call.depth:
+                key = None
+        return False
+
+    def _stream(self, call: _JsonCall) -> None:
+        """Send what is new of the arguments."""
+        if call.arguments_start < 0 or call.name not in self._tools:
             return
-        text = _decoded(self.raw[self._string_start : self._at + 1])
-        if self._key is None:
-            if text not in _KEYS:
-                self.failed = True
-            self._key = text if isinstance(text, str) else ""
-        elif self._key == "name":
-            self.name = text if isinstance(text, str) else ""
+        if self._index < 0:
+            self._begin_call(call.name)
+            call.n_sent = call.arguments_start
+        end = call.arguments_end if call.arguments_end >= 0 else len(self._raw)
+        self._send(self._raw[call.n_sent : end])
+        call.n_sent = end
 
-    def _structure(self, c: str) -> None:
-        if self._depth == 0 and c != "{":
-            self.failed = True
-        elif c == '"':
-            self._string_start = self._at
-            self._in_string = True
-        elif c in "{[":
-            self._opened(c)
-        elif c in "}]":
-            self._closed()
-        elif c == "," and self._depth == self._call_depth:
-            self._key = None
-        elif c not in _OUTSIDE_STRINGS:
-            self.failed = True
+    def _read_python(self, end: str) -> Iterator[None]:
+        """Parse calls of Python, up to the first end of the section that is not in a string."""
+        begin = search_from = len(self._marker)
+        while True:
+            while (place := self._raw.find(end, search_from)) < 0 and not self._ended:
+                yield
+            code = self._raw[begin : place if place >= 0 else None]
+            calls = python_calls(code) or []
+            is_whole = place >= 0 or not self._cut
+            if is_whole and calls and all(self._resolve(name) for name, _ in calls):
+                for name, arguments in calls:
+                    self._emit(name, arguments)
+                self._end_of_calls = self._cursor = begin + len(code) + len(end)
+                return
+            if place < 0 or len(code) > _MAX_PYTHON or not _ends_in_string(code):
+                return
+            search_from = place + len(end)
 
-    def _opened(self, c: str) -> None:
-        if self._depth == self._call_depth and c == "{":
-            if self._key in ARGUMENT_KEYS and self.args_start < 0:
-                self.args_start, self._args_depth = self._at, self._depth
-            elif self._key == "function" and self._call_depth == 1:
-                self._call_depth, self._key = 2, None
-        self._depth += 1
+    def _resolve(self, name: str) -> str:
+        """Return the tool's name, get_weather for `functions.get_weather`; "" for none."""
+        candidates = (name, name.rpartition(".")[2])
+        return next((candidate for candidate in candidates if candidate in self._tools), "")
 
-    def _closed(self) -> None:
-        self._depth -= 1
-        if self.args_start >= 0 and self.args_end < 0 and self._depth == self._args_depth:
-            self.args_end = self._at + 1
-        self.done = self._depth <= 0
+    def _emit(self, name: str, arguments: str) -> bool:
+        if tool := self._resolve(name):
+            self._begin_call(tool)
+            self._send(arguments)
+            self._index = -1
+        return bool(tool)
 
-    def arguments(self) -> str | None:
-        """Return the arguments as JSON text, once `done`; None if this is no call."""
-        call = _decoded(self.raw)
+
+class _JsonCall:
+    """The places of one call in the text of its section; -1 for those not reached yet."""
+
+    def __init__(self, *, is_bare: bool) -> None:
+        self.name = ""
+        self.start = self.n_sent = 0
+        self.arguments_start = self.arguments_end = -1
+        self.arguments_depth = 0
+        #: Depth of the object with the name: calls come as `{"function": {…}}` too.
+        self.depth = 1 if is_bare else -1
+
+    def arguments(self, text: str, raw: str) -> str | None:
+        """Return the arguments of the whole call `text` as JSON; None if this is no call."""
+        call = _decode(text)
         if not isinstance(call, dict):
             return None
-        if self.args_start >= 0:
-            return self.raw[self.args_start : self.args_end]
-        return _loose_arguments(call.get("function", call))
+        if self.arguments_start >= 0:
+            return raw[self.arguments_start : self.arguments_end]
+        # missing, or an object in a string, as some models write it
+        call = call.get("function", call)
+        if not isinstance(call, dict):
+            return None
+        arguments: Any = next((call[key] for key in ARGUMENT_KEYS if key in call), {})
+        if isinstance(arguments, str):
+            return arguments if isinstance(_decode(arguments), dict) else None
+        return "{}" if arguments in ({}, None) else None
 
 
-def _decoded(text: str, otherwise: Any = None) -> Any:
+def _decode(text: str) -> Any:
+    """Return the value of JSON; None for other texts."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
-        return otherwise
-
-
-def _loose_arguments(call: Any) -> str | None:
-    """Return arguments that are missing, or an object in a string, as some models write it."""
-    if not isinstance(call, dict):
         return None
-    value: Any = next((call[key] for key in ARGUMENT_KEYS if key in call), {})
-    if isinstance(value, str):
-        return value if isinstance(_decoded(value), dict) else None
-    return "{}" if value in ({}, None) else None
 
 
 #: The longest block that is parsed, characters.
@@ -382,16 +326,15 @@ def python_calls(code: str) -> list[tuple[str, str]] | None:
     try:
         tree = ast.parse(code.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
-        return [_call(node) for node in nodes] or None
+        return [_python_call(node) for node in nodes] or None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _call(node: ast.expr) -> tuple[str, str]:
+def _python_call(node: ast.expr) -> tuple[str, str]:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
         node = node.args[0]  # Gemma likes to print what it calls
     if not isinstance(node, ast.Call) or node.args or None in [k.arg for k in node.keywords]:
         raise ValueError("not a call with keyword arguments")
-    name = ast.unparse(node.func)
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return name, json.dumps(arguments, ensure_ascii=False)
+    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)

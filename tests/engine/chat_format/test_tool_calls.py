@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser, call_id
 from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, detect, is_open
-from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, first_marker, hold_back
+from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, hold_back, split_at_marker
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.chat_format.tool_call_parser import python_calls
@@ -121,7 +121,7 @@ def test_call_events_do_not_depend_on_chunks(case, places):
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(FAMILIES)), st.text(), st.lists(st.integers(0, 400), max_size=6))
 def test_text_without_markers_goes_through_unchanged(family, text, places):
-    if first_marker(text, FAMILIES[family].begin)[1]:
+    if split_at_marker(text, FAMILIES[family].begin)[1]:
         return
     assert read(family, *cut(text, places)) == ([("text", text)] if text else [])
 
@@ -199,7 +199,8 @@ def test_python_is_parsed_and_never_run():
 def test_partial_markers_are_held_back():
     assert hold_back("text <tool_", ("<tool_call>",)) == ("text ", "<tool_")
     assert hold_back("text <tool_call>", ("<tool_call>",)) == ("text <tool_call>", "")
-    assert first_marker("a ```json b", ("```", "```json")) == (2, "```json")
+    assert split_at_marker("a ```json b", ("```", "```json")) == ("a ", "```json", " b")
+    assert split_at_marker("a ``", ("```",)) == ("a ", "", "``")
 
 
 def test_families_are_detected_by_their_templates():
