@@ -148,8 +148,6 @@ def our_command(model: Path, port: int, threads: int) -> list[str]:
         str(CONTEXT),
         "--threads",
         str(threads),
-        "--max-queue",
-        "256",
     ]
 
 

@@ -64,7 +64,9 @@ def at_terminal(arguments: list[str]) -> tuple[float, float]:
         for fd in (0, 1, 2):
             os.dup2(slave, fd)
         os.environ["TERM"] = "xterm-256color"
-        os.execv(EDGEINFER, [str(EDGEINFER), "chat", "--temp", "0", "--max-tokens", "8", *arguments])
+        os.execv(
+            EDGEINFER, [str(EDGEINFER), "chat", "--temperature", "0", "--max-tokens", "8", *arguments]
+        )
     os.close(slave)
     seen = Screen(master)
     painted = seen.until(lambda text: "Ask something" in text) - began

@@ -187,10 +187,7 @@ def main() -> None:
     load = ("--ctx", str(CONTEXT), "--parallel", str(PARALLEL))
     with (
         home_with(MODEL, ["one"], load) as env,
-        endpoint(env, "one", port, "--max-queue", "256", "--resume", "always", load=load) as (
-            served,
-            _,
-        ),
+        endpoint(env, "one", port, "--resume", "always", load=load) as (served, _),
     ):
         wait_healthy(port, served)
         begun = time.monotonic()

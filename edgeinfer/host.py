@@ -79,6 +79,8 @@ def _slow_stages_on_stderr() -> LoadProgress:
 class Host:
     """The host of a process without a launcher, which loads models itself; `AppHost` extends it."""
 
+    _is_worker = False
+
     def __init__(
         self, start: Start | None = None, config: Config | None = None, exec_ns: int = 0
     ) -> None:
@@ -93,8 +95,13 @@ class Host:
     def config(self) -> Config:
         """Return the user's configuration, read on first use."""
         if self._config is None:
-            self._config = load_config()
+            self._config = load_config(on_removed=self._warn_of_key)
         return self._config
+
+    def _warn_of_key(self, message: str) -> None:
+        """Write a warning about config.toml to stderr; a worker's parent has written it already."""
+        if not self._is_worker:
+            sys.stderr.write(f"warning: {message}\n")
 
     @property
     def loaded_model(self) -> str:
@@ -149,8 +156,7 @@ class Host:
         """Have `engine` attach this launch's devices in the background, while the CPU computes."""
         from edgeinfer.runtime.llama.backends import OffloadRequest  # imported with the engine
 
-        gpu = self.config.gpu
-        engine.use_devices(OffloadRequest.of(options.gpu_layers, gpu.devices, gpu.max_memory_gib))
+        engine.use_devices(OffloadRequest(layers=options.gpu_layers, devices=self.config.gpu.devices))
 
     def keep_blocks(self, engine: LlamaEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.

@@ -21,10 +21,7 @@ from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """Return load options passed whole; otherwise typed ones over the configuration's."""
-    ordered = getattr(options, "load_options", None)
-    if ordered:
-        return msgspec.json.decode(ordered, type=LoadOptions)
+    """Return the typed load options over the configuration's."""
     typed = {
         option.field: getattr(options, option.field, None) for option in LOAD_OPTIONS if option.flag
     }

@@ -159,7 +159,7 @@ async def _run(
     endpoint, app = offline_endpoint(options, host, models)
     tally = _Tally(len(todo))
     try:
-        width = options.concurrency or await _width(endpoint)
+        width = await _width(endpoint)
         quiet = options.quiet or not sys.stderr.isatty()
         with StageProgress(sys.stderr, quiet=quiet) as progress:
             work = asyncio.ensure_future(_work(app, iter(todo), output, tally, width, progress))

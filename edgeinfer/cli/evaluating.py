@@ -180,7 +180,7 @@ def evaluate(options: argparse.Namespace, host: Host) -> EvalResult:
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name a model that judges: `--judge MODEL`")
-    options.model, options.concurrency = options.models[0], None
+    options.model = options.models[0]
     candidates = _candidates(options, host)
     no_adapter = NO_ADAPTERS if options.adapter else None
     judge = _candidate(options.judge or options.model, "", no_adapter, options, host)

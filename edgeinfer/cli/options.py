@@ -92,9 +92,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     """Add the options of request scope, and return their group; None: the model's defaults."""
     group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
-        flags = (option.flag, "--temp") if option.field == "temperature" else (option.flag,)
         metavar = "N" if option.kind is int else "X"
-        group.add_argument(*flags, type=_parser_of(option), metavar=metavar, help=option.help)
+        group.add_argument(option.flag, type=_parser_of(option), metavar=metavar, help=option.help)
     return group
 
 

@@ -55,7 +55,7 @@ VERBS = {
         has_json=False,
     ),
     "web": Verb(
-        "chat in the browser, in the same conversations as in the terminal", ("web", "web --no-open")
+        "chat in the browser, in the same conversations as in the terminal", ("web", "web --json")
     ),
     "launch": Verb(
         "run a coding agent (claude, codex, …) on a local model",
@@ -325,9 +325,11 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word that was probably meant, or "" if none is close."""
-    import difflib  # 5 ms, for mistakes alone
+    """Return the known word that was probably meant, or "" if none is close or begins like it."""
+    import difflib  # 5 ms, only for mistakes
 
-    spelled = {one.lower().lstrip("-"): one for one in known}
-    near = difflib.get_close_matches(word.lower().lstrip("-"), spelled, n=1, cutoff=0.65)
+    typed = word.lower().lstrip("-")
+    spelled = {candidate.lower().lstrip("-"): candidate for candidate in known}
+    near = difflib.get_close_matches(typed, spelled, n=1, cutoff=0.65)
+    near += [candidate for candidate in spelled if len(typed) > 2 and candidate.startswith(typed)]
     return spelled[near[0]] if near else ""

@@ -19,7 +19,6 @@ import msgspec
 from edgeinfer import requesting
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.config.config_file import ServeConfig, replica_range
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.platform import paths
@@ -110,7 +109,7 @@ async def _serve(
         host.note_replicas(info)
 
     loader = ModelLoader(options.model, name, host, load_options)
-    bounds = replica_bounds(options, host.config.serve)
+    bounds = replica_bounds(options)
     sources = ModelSources(
         load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
         pulled=pulled_models(),
@@ -130,14 +129,13 @@ async def _serve(
         most,
         log,
         host,
-        refuse_unknown=config.unknown_fields == "refuse",
         normalizer=PromptNormalizer(config.normalize_prompts),
         responses=ResponseStore(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
         traces=options.traces or "",
         model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
     )
-    if pick(options.web, config.web):
+    if config.web:
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0
         endpoint.web = Web(Access(port, gate.keys), endpoint, ModelAdmin(host))
@@ -169,8 +167,7 @@ def offline_endpoint(
     )
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
-    refuse_unknown = host.config.serve.unknown_fields == "refuse"
-    endpoint = Endpoint(models, limits, Log("off"), host, refuse_unknown=refuse_unknown)
+    endpoint = Endpoint(models, limits, Log("off"), host)
     return endpoint, App(endpoint, Gate(keys=keys.Keys([])))
 
 
@@ -254,10 +251,10 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
     return sizes if kv_type is None else sizes | {"kv_type": str(kv_type.value)}
 
 
-def replica_bounds(options: argparse.Namespace, config: ServeConfig) -> Bounds:
+def replica_bounds(options: argparse.Namespace) -> Bounds:
     """Return how many replicas of the default model may run, and when their number changes."""
-    least, most = replica_range(pick(options.replicas, config.replicas))
-    return Bounds(least=least, most=most, wait_s=config.replicas_wait_s, idle_s=config.replicas_idle_s)
+    least, most = options.replicas or (1, 1)
+    return Bounds(least=least, most=most)
 
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
@@ -346,10 +343,10 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
     hosts = set(LOOPBACK_HOSTS) | own_names(listeners)
-    hosts |= {name.lower() for name in (*config.allowed_hosts, *(options.allow_host or ()))}
+    hosts |= {name.lower() for name in options.allow_host}
     if not is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
-    origins = {*config.allowed_origins, *(options.allow_origin or ())}
+    origins = set(options.allow_origin)
     if "*" in origins:
         raise ServeError(
             "'*' is not an origin: name the web pages that may call",
@@ -361,12 +358,12 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         origins=frozenset(origins),
         any_address=not is_loopback(listeners),
         owner=os.getuid(),
-        any_user=pick(options.any_user, config.any_user),
+        any_user=config.any_user,
     )
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """Return the defaults, replaced by the typed limits. Raises UsageError, ServeError."""
+    """Return the limits of this process. Raises UsageError, ServeError for the TLS files."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key must be given together")
     for file in (options.tls_cert, options.tls_key):
@@ -377,12 +374,7 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
     return msgspec.structs.replace(
         base,
         max_connections=max(_OWN_DESCRIPTORS // 8, min(base.max_connections, descriptors)),
-        max_body_bytes=base.max_body_bytes
-        if options.max_body_mib is None
-        else options.max_body_mib << 20,
-        max_queue=pick(options.max_queue, max_queue),
-        max_requests=pick(options.max_requests, base.max_requests),
-        drain_s=pick(options.drain, base.drain_s),
+        max_queue=max_queue,
     )
 
 

@@ -63,16 +63,9 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold launch.")] = (
         True
     )
-    resume: Annotated[
-        Literal["auto", "always", "never"],
-        key_doc('Resume when possible ("auto"), fail otherwise ("always"), or never.'),
-    ] = "auto"
     max_total_gib: Annotated[
         float, key_doc("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
     ] = 40.0
-    disk_margin_gib: Annotated[
-        float, key_doc("Disk space, GiB, that building a snapshot leaves free.", ge=0)
-    ] = 4.0
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):
@@ -105,24 +98,6 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
         tuple[str, ...],
         key_doc('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
     ] = ()
-    max_memory_gib: Annotated[
-        float, key_doc("Memory, GiB, to take of each device at most; 0 takes what is free.", ge=0)
-    ] = 0.0
-
-
-#: Replicas of a model that one endpoint may have.
-_MOST_REPLICAS = 64
-
-
-def replica_range(text: str) -> tuple[int, int]:
-    """Parse the number of replicas, `N` or `MIN..MAX`. Raises ValueError."""
-    least, dots, most = text.partition("..")
-    choices = (least, most) if dots else (least, least)
-    if all(word.isascii() and word.isdecimal() for word in choices):
-        bounds = int(choices[0]), int(choices[1])
-        if 1 <= bounds[0] <= bounds[1] <= _MOST_REPLICAS:
-            return bounds
-    raise ValueError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
 #: The rules of `agents.prompt_normalization`.
@@ -140,28 +115,13 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     max_queue: Annotated[
         int, key_doc("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
     ] = 64
-    replicas: Annotated[
-        str, key_doc("Replicas of the default model, `N` or `MIN..MAX`, each in its own process.")
-    ] = "1"
-    replicas_wait_s: Annotated[
-        float, key_doc("One replica more if a request has waited for longer (s).", gt=0)
-    ] = 5.0
-    replicas_idle_s: Annotated[
-        float, key_doc("One replica less if fewer were enough for this long (s).", gt=0)
-    ] = 60.0
     ollama: Annotated[
         bool, key_doc("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
     ] = False
     web: Annotated[bool, key_doc("Answer browsers with the chat page.")] = True
-    allowed_origins: Annotated[
-        tuple[str, ...], key_doc("Origins of web pages that may call the endpoint.")
-    ] = ()
     any_user: Annotated[
         bool, key_doc("Without an API key: answer every user of this machine, not the own one alone.")
     ] = False
-    allowed_hosts: Annotated[
-        tuple[str, ...], key_doc("Host names accepted besides loopback's own; `.NAME` is a suffix.")
-    ] = ()
     aliases: Annotated[
         dict[str, str],
         key_doc(
@@ -177,13 +137,6 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         tuple[PromptRule, ...],
         key_doc("Rules that normalize the prompts of known coding agents; `[]` switches that off."),
     ] = get_args(PromptRule)
-    unknown_fields: Annotated[
-        Literal["ignore", "refuse"],
-        key_doc("What becomes of a request's fields that nothing here knows; ignored ones are named."),
-    ] = "ignore"
-
-    def __post_init__(self) -> None:
-        replica_range(self.replicas)
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
@@ -257,10 +210,6 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
         Literal["auto", "required"],
         key_doc('"required": a question is first answered by a call, which helps small models.'),
     ] = "auto"
-    max_rounds: Annotated[int, key_doc("Rounds of calls for one question at most.", ge=1, le=100)] = 10
-    max_result_kib: Annotated[
-        int, key_doc("KiB of one result that the model gets at most.", ge=1, le=1024)
-    ] = 32
     timeout_s: Annotated[float, key_doc("How long a call may take (s).", gt=0)] = 120.0
 
     @property
@@ -291,7 +240,26 @@ def config_path() -> Path:
     return Path(paths.config_file())
 
 
-def load_config(path: Path | None = None) -> Config:
+#: Keys of earlier versions, which are ignored, each with its replacement.
+REMOVED_KEYS = {
+    "load.flash-attention": "flash attention is chosen automatically",
+    "snapshots.resume": "type `--resume never`, or set `auto-warm = false` and remove the snapshots",
+    "snapshots.disk-margin-gib": "building a snapshot leaves 4 GiB free",
+    "gpu.max-memory-gib": "`--gpu-layers N` limits the memory used on GPUs",
+    "serve.replicas": "type `--replicas`",
+    "serve.replicas-wait-s": "a replica is added after 5 s of waiting",
+    "serve.replicas-idle-s": "a replica is removed after 60 s of idleness",
+    "serve.allowed-origins": "type `--allow-origin`",
+    "serve.allowed-hosts": "type `--allow-host`",
+    "serve.unknown-fields": "unknown fields are named in the header `x-edgeinfer-ignored`",
+    "tools.max-rounds": "10 rounds are allowed",
+    "tools.max-result-kib": "the limit is 32 KiB",
+}
+
+
+def load_config(
+    path: Path | None = None, on_removed: Callable[[str], None] = lambda _message: None
+) -> Config:
     """Read the configuration. Raises ConfigError naming file, key and the nearest valid key."""
     source = path or config_path()
     try:
@@ -300,16 +268,23 @@ def load_config(path: Path | None = None) -> Config:
         content = b""
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from error
-    return _parse(content, source)
+    return _parse(content, source, on_removed)
 
 
-def _parse(content: bytes, source: Path) -> Config:
+def _parse(
+    content: bytes, source: Path, on_removed: Callable[[str], None] = lambda _message: None
+) -> Config:
     import tomllib  # 5 ms, and not needed where the file is absent
 
     try:
         document = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from error
+    for key, replacement in REMOVED_KEYS.items():
+        section, _, name = key.partition(".")
+        table = document.get(section)
+        if isinstance(table, dict) and table.pop(name, None) is not None:
+            on_removed(f"{source}: `{key}` is no longer a key and is ignored; {replacement}")
     refuse_unknown_keys(document, Config, str(source))
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     if bundled:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class LoadOption:
     """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
 
-    It is typed as `--name` and configured as `name`; neither if that is "". `of_snapshot`: another
-    value needs another snapshot.
+    It is typed as `--name`, if `is_typed`, and configured as `name`; neither if that is "".
+    `of_snapshot`: another value needs another snapshot.
     """
 
     #: Whether values that are typed one after the other are joined with commas.
@@ -40,6 +40,7 @@ class LoadOption:
         help: str,
         *,
         name: str = "",
+        is_typed: bool = True,
         choices: tuple[str, ...] = (),
         low: int = 0,
         high: int = 0,
@@ -49,7 +50,7 @@ class LoadOption:
         self.field = field
         self.default = default
         self.help = help
-        self.flag = f"--{name}" if name else ""
+        self.flag = f"--{name}" if name and is_typed else ""
         self.key = "" if self.exact else name
         self.choices = choices
         self.low = low
@@ -126,7 +127,6 @@ def name_of_file(path: str) -> str:
 
 #: Values that let the engine choose: any snapshot has one.
 ENGINE_CHOOSES = (0, "auto")
-_SWITCH = ("auto", "on", "off")
 
 N_CTX = LoadOption(
     "n_ctx", 0, "context in tokens; 0 fits it to memory", name="ctx", high=1 << 24, metavar="TOKENS"
@@ -160,8 +160,7 @@ FLASH_ATTENTION = LoadOption(
     "flash_attention",
     "auto",
     "llama.cpp's flash attention; a quantized KV cache needs it",
-    name="flash-attention",
-    choices=_SWITCH,
+    choices=("auto", "on", "off"),
 )
 GPU_LAYERS = LoadOption(
     "gpu_layers",
@@ -178,6 +177,7 @@ CONTENT_TOKENS = LoadOption(
     "off",
     "read <|im_end|> and its like in messages as control tokens",
     name="special-tokens-in-content",
+    is_typed=False,
     choices=("on", "off"),
 )
 

@@ -54,8 +54,10 @@ SAMPLING_OPTIONS = (
         "repeat_last_n", int, -1, _TOKENS, "tokens that the penalties look back on; -1 is all"
     ),
     _row("presence_penalty", float, -2, 2, "penalize tokens that have appeared"),
-    _row("frequency_penalty", float, -2, 2, "penalize tokens by how often they have appeared"),
-    _row("dry_multiplier", float, 0, 100, "penalize repeated phrases (DRY); 0 is off"),
+    SamplingOption(
+        "frequency_penalty", float, -2, 2, "penalize tokens by how often they have appeared"
+    ),
+    SamplingOption("dry_multiplier", float, 0, 100, "penalize repeated phrases (DRY); 0 is off"),
     SamplingOption(
         "dry_base", float, 1, 100, "growth of the DRY penalty with the length of the phrase"
     ),

@@ -42,10 +42,10 @@ class LaunchChoice:
 def launch_choice(argv: list[str]) -> LaunchChoice:
     """Make the choice from the command line, then from config.toml."""
     line, config = CommandLine(argv), read_config()
-    snapshots, snapshot = config.get("snapshots", {}), line.value("--snapshot")
+    snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
     options = {}
-    for one in filter(lambda row: row.flag, LOAD_OPTIONS):
+    for one in filter(lambda row: row.flag or row.key, LOAD_OPTIONS):
         words = line.values(one.flag)
         text = ",".join(words if one.many else words[-1:]) or str(load.get(one.key, ""))
         if text and one.of_snapshot:
@@ -62,7 +62,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
         model = warm
     elif format.part_of(model) not in known:  # no snapshot: the error names this model
         model = line.named_model or model
-    resume = line.value("--resume") or str(snapshots.get("resume", "auto"))
+    resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 

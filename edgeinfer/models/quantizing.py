@@ -223,7 +223,7 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`name` replaces `NAME:TYPE`, `keep` leaves a stored one; `imatrix` is a path.
 
-    `score_tokens` bounds the scored text; 0 takes all. `text` is a file to score.
+    `score_tokens` bounds the scored text; 0 takes all.
     """
 
     name: str | None = None
@@ -231,7 +231,6 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     imatrix: str = ""
     perplexity: bool = True
     score_tokens: int = 0
-    text: str = ""
 
 
 def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
@@ -277,17 +276,10 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
 
 def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
     """Measure the perplexity of a model, and its divergence from `compared` if given."""
-    text = checked_text(options.text) if options.text else paths.shipped_file("perplexity.txt")
+    text = paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)
     child = "edgeinfer.runtime.llama.helpers.perplexity"
     failure = f"the perplexity of {Path(model).name} cannot be measured"
     event = run_child(child, model, str(text), limit, compared, job=job, failure=failure)
     return {name: float(value) for name, value in event.items() if name != "event"}
-
-
-def checked_text(text: str) -> Path:
-    """Return the path of a text file. Raises UsageError if there is none."""
-    if not Path(text).is_file():
-        raise UsageError(f"there is no text {text}")
-    return Path(text)

@@ -59,8 +59,7 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
             "title": "edgeinfer",
             "version": __version__,
             "description": "The local endpoint of edgeinfer. Fields that are not described are "
-            "ignored, and named in the header x-edgeinfer-ignored; with "
-            '`serve.unknown-fields = "refuse"` they are refused.',
+            "ignored, and named in the header x-edgeinfer-ignored.",
         },
         "paths": paths,
         "components": {

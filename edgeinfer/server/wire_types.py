@@ -19,7 +19,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     A hint cannot change what the answer means: it is left out and named in a header. A refused field
     would change it, and is an error with the reason, unless its value asks for nothing. Any other field
-    is unknown, and follows the configuration (`serve.unknown-fields`).
+    is unknown: it is ignored and named like a hint.
     """
 
     hints: ClassVar[frozenset[str]] = frozenset()

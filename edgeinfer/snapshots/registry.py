@@ -187,6 +187,8 @@ def find(name: str) -> Path:
 
 
 _GIB = 1 << 30
+#: Free disk space that building a snapshot leaves.
+DISK_MARGIN_BYTES = 4 * _GIB
 
 
 def remove_snapshot(folder: Path) -> None:
@@ -215,7 +217,7 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
-        is_on_disk = free_bytes(root) - need_bytes >= config.disk_margin_gib * _GIB
+        is_on_disk = free_bytes(root) - need_bytes >= DISK_MARGIN_BYTES
         if is_on_disk and total <= config.max_total_gib * _GIB:
             break
         total -= sizes.get(folder, 0)

@@ -33,6 +33,8 @@ from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
+#: Limits of one question: rounds of calls, and bytes of a result that the model gets.
+_MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
 #: Size of one page of a card in a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -205,7 +207,7 @@ class ChatTools:
         return self._short(self.toolbox.client(server).read(uri))
 
     def _short(self, text: str) -> str:
-        return safe_text(text, self.toolbox.config.max_result_kib << 10)
+        return safe_text(text, _MOST_RESULT_BYTES)
 
     def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
@@ -280,7 +282,7 @@ class ChatTools:
         self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object
     ) -> tuple[ToolUse, ...]:
         ended = list(uses)
-        if len(past) >= self.toolbox.config.max_rounds:
+        if len(past) >= _MOST_ROUNDS:
             return tuple(use.ended("refused", _NO_MORE) for use in uses)
         # small models repeat a call for ever; polling goes on while results differ
         repeated = {call[:2] for call in _made(past[-1:]) & _made(past[-2:-1])}

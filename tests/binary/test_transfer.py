@@ -26,7 +26,9 @@ def test_it_computes_the_same_on_another_machine(warm, modern, binary, tmp_path)
         done = there.run(*args, "--json", options=("--uid", str(UID)), HOME=HOME)
         return json.loads(done.stdout.splitlines()[-1])["result"]
 
-    words = ("snapshots", "import", "/tmp/exported", "--trust", signer, "--quiet")
+    run("snapshots", "trust", signer)
+    modern.json("snapshots", "trust", signer)
+    words = ("snapshots", "import", "/tmp/exported", "--quiet")
     assert run(*words)["snapshot"]["model"] == MODEL
     here = run(*ASK)
     assert here["start"]["how"] == "resumed"

@@ -231,13 +231,13 @@ def test_damaged_note_of_the_newest_manifest_names_the_way_out(updates):
 
 def test_trial_leaves_no_trace(updates):
     """With the user's configuration otherwise, and nothing that it started goes on."""
-    config_file.save(("gpu", "max-memory-gib"), 3.0)
+    config_file.save(("serve", "keep-alive-s"), 3.0)
     used, lock = (updates.folder / name for name in ("used", "lock"))
     lingering = f"exec 9>{lock}; flock 9; sleep 600 2>&- &"
     updates.publish(behaviour=f"cat $EDGEINFER_CONFIG >{used}; {lingering}")
     updates.update()
     config = config_file.load_config(used)
-    assert config.gpu.max_memory_gib == 3.0
+    assert config.serve.keep_alive_s == 3.0
     switches = (config.snapshots.auto_warm, config.blocks.enabled, config.drift.record)
     assert switches == (False, False, False)
     wait_until(lambda: not disk.is_locked(lock), "the end of what the trial started")

@@ -44,7 +44,7 @@ def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
 def test_kinds_of_results_are_those_that_scripts_know():
     kinds = """
         agents batch bench chat completion config doctor drift eval forget launch licenses list
-        preload ps ps-usage pull pull-adapter quantize quantize-compare rm run self-check serve show
+        ps ps-usage pull pull-adapter quantize quantize-compare rm run self-check serve show
         snapshot snapshots snapshots-export snapshots-import snapshots-removed snapshots-take
         snapshots-trust snapshots-verify stop tools update version warm web
     """.split()
@@ -98,7 +98,7 @@ def test_verb_of_snapshots_is_refused_off_linux(as_json, monkeypatch):
     [
         (("warm", "m", "--temperature", "0.5"), "request", "`edgeinfer chat` or `edgeinfer run`"),
         (("serve", "--top-k=5"), "request", 'put "top_k" into the body of a request'),
-        (("batch", "a", "b", "--temp", "0"), "request", 'put "temperature" into the body'),
+        (("batch", "a", "b", "--temperature", "0"), "request", 'put "temperature" into the body'),
         (("warm", "m", "--port", "8000"), "launch", "`edgeinfer serve`; any snapshot serves it"),
         (("warm", "--resume", "never"), "launch", "`edgeinfer chat`"),
         (("run", "m", "x", "--port", "8000"), "launch", "`edgeinfer serve`"),
@@ -237,7 +237,7 @@ def test_completion_offers_verbs_after_help_and_only_local_models_to_remove(caps
 
 def test_web_refuses_an_unknown_model_though_an_endpoint_runs(as_json, monkeypatch):
     monkeypatch.setattr("edgeinfer.cli.verbs.web.own_endpoint", lambda *_: pytest.fail("was asked"))
-    assert as_json("web", "--no-open", "nosuch", code=3)["code"] == "unknown-model"
+    assert as_json("web", "nosuch", code=3)["code"] == "unknown-model"
 
 
 def test_endpoint_of_another_home_is_not_ours(monkeypatch):

@@ -23,7 +23,7 @@ COMMANDS = {
     "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
     "eval": (("items.jsonl", MODEL, "--ctx", "512"), 0),
-    "launch": (("--list",), 0),  # what it launches is a third-party program
+    "launch": ((), 0),  # what it launches is a third-party program
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
     "show": ((MODEL,), 0),
@@ -133,7 +133,7 @@ def test_endpoint_only_listens(home):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (("web", "--no-open"), None),  # starts no endpoint: the default model is not here
+        (("web",), None),  # starts no endpoint: the default model is not here
         (("bench", MODEL, "-p", "8", "-n", "1", "-r", "1", "--ctx", "512", "--quiet"), 0),
     ],
 )

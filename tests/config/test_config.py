@@ -8,6 +8,7 @@ import threading
 import msgspec
 import pytest
 
+from edgeinfer.cli.main import main
 from edgeinfer.config import config_file
 from edgeinfer.errors import ConfigError
 
@@ -48,6 +49,26 @@ def test_mistakes_name_file_and_key(tmp_path, text, expected):
         config_file.load_config(path)
     assert str(path) in caught.value.message
     assert expected in caught.value.message
+
+
+def test_removed_keys_are_ignored_and_each_is_named_once(tmp_path):
+    tables: dict[str, list[str]] = {}
+    for key in config_file.REMOVED_KEYS:
+        section, _, name = key.partition(".")
+        tables.setdefault(section, []).append(f"{name} = 1\n")
+    text = "".join(f"[{section}]\n{''.join(lines)}" for section, lines in tables.items())
+    path, messages = write(tmp_path, text), list[str]()
+    assert config_file.load_config(path, messages.append) == config_file.Config()
+    assert [message.split("`")[1] for message in messages] == list(config_file.REMOVED_KEYS)
+    config_file.save(("offline",), True, path)
+    assert "[load]\nflash-attention = 1\n" in path.read_text()
+
+
+def test_a_removed_key_is_warned_of_and_the_verb_runs(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path, '[serve]\nreplicas = "2"\n')
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
+    assert main(["config"]) == 0
+    assert capsys.readouterr().err.count("`serve.replicas` is no longer a key") == 1
 
 
 @pytest.mark.parametrize(

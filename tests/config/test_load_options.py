@@ -81,7 +81,7 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
     check_options(LoadOptions(**{option.field: option.high}))
 
 
-@pytest.mark.parametrize("option", LOAD_OPTIONS, ids=lambda option: option.field)
+@pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
 def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
     wanted = LoadOptions(**{option.field: other(option)})

@@ -115,12 +115,6 @@ def test_auto_warm_off_builds_nothing(user):
     assert not (user.data / "state/auto-warm.log").exists()
 
 
-def test_background_build_respects_the_disk_margin(user):
-    user.settings("[snapshots]\ndisk-margin-gib = 1000000\n")
-    user.ask()
-    assert "stay free" in user.logged("not built")
-
-
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     warm.run("pull", str(warm.model), "--name", "second", "--in-place", "--quiet").check()
     guessed = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")

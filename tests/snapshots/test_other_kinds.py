@@ -70,14 +70,15 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     exported = user.home / "exported"
     user.run("snapshots", "export", "sees", str(exported), "--quiet").check()
     signer = user.run("snapshots", "trust", "--json").result["own"]
-    trusting = ("import", str(exported), "--trust", signer, "--quiet")
-    abroad.run("snapshots", *trusting).check()
+    abroad.run("snapshots", "trust", signer).check()
+    importing = ("import", str(exported), "--quiet")
+    abroad.run("snapshots", *importing).check()
     travelled = abroad.run("run", "sees", *words).check()
     assert travelled.start["how"] == "resumed"
     assert travelled.result["text"] == cold.result["text"]
     abroad.run("rm", "sees", "--yes").check()
     abroad.run("pull", str(model), "--name", "seeing", "--quiet").check()
-    abroad.run("snapshots", *trusting).check()  # of the model that is here by another name
+    abroad.run("snapshots", *importing).check()  # of the model that is here by another name
     assert abroad.run("run", "sees", *words).result["text"] == cold.result["text"]
     os.utime(projector)
     changed = user.run("run", "sees", *words).check()

@@ -23,6 +23,7 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs.snapshots import SnapshotsResult
 from edgeinfer.config.config_file import Config, SnapshotsConfig
 from edgeinfer.errors import (
+    DiskFullError,
     SnapshotCorruptError,
     SnapshotMissingError,
     SnapshotStaleError,
@@ -32,7 +33,7 @@ from edgeinfer.host import Host, Start
 from edgeinfer.launcher import builds, selection, supervise
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import locked
+from edgeinfer.platform.disk import free_bytes, locked
 from edgeinfer.platform.page_cache import is_cold
 from edgeinfer.runtime.llama.mappings import Area
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -169,9 +170,9 @@ def test_removing_asks_on_a_terminal(root, typed, answer_no, capsys):
     assert not folder.exists()
 
 
-def test_trust_remove_without_a_key_is_an_error(capsys):
-    assert main(["snapshots", "trust", "--remove"]) == 2
-    assert "name the key to stop trusting" in capsys.readouterr().err
+def test_distrust_without_a_key_is_an_error(capsys):
+    assert main(["snapshots", "distrust"]) == 2
+    assert "FINGERPRINT" in capsys.readouterr().err
 
 
 HOLDER = """
@@ -200,7 +201,7 @@ def test_warm_takes_over_a_background_build_but_waits_for_another(root, monkeypa
                 stages.append(stage)
                 holder.kill()
 
-            assert jobs.build(inputs, SnapshotsConfig(disk_margin_gib=0), on_stage) == "built"
+            assert jobs.build(inputs, SnapshotsConfig(), on_stage) == "built"
         finally:
             holder.kill()
     assert stages == ([] if is_background else [jobs.WAITING])
@@ -459,11 +460,17 @@ def test_least_recently_used_snapshots_are_pruned_first(root):
     mib = 1 << 20
     for n, name in enumerate(("a", "b", "c")):
         use(publish(root, name, n + 1, size=4 * mib), 1000 + n)
-    config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30), disk_margin_gib=0.0)
+    config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30))
     for path in root.rglob(format.MEMORY):
         path.write_bytes(os.urandom(4 * mib))
     assert registry.make_room(root, config, keep="a") == ["b"]
     assert sorted(format.generations(str(root))) == ["a", "c"]
+
+
+def test_build_leaves_free_disk_space(root):
+    free = free_bytes(root)
+    with pytest.raises(DiskFullError, match="stay free"):
+        jobs.refuse_full(root, "m", free - (1 << 30))
 
 
 def test_named_snapshot_is_pruned_last(root):

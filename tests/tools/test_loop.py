@@ -8,6 +8,7 @@ from tools_here import tools_config
 
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import ToolServerError, UsageError
+from edgeinfer.tools import loop
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.builtin import wrong_names
 from edgeinfer.tools.loop import ChatTools
@@ -236,8 +237,9 @@ def test_a_servers_schema_names_missing_and_unknown_arguments(schema, said):
     assert wrong_names(schema, {"a": 1}) == said
 
 
-def test_rounds_are_limited(opened):
-    tools = opened("plain", max_rounds=2)
+def test_rounds_are_limited(opened, monkeypatch):
+    monkeypatch.setattr(loop, "_MOST_ROUNDS", 2)
+    tools = opened("plain")
     past = []
     for a in (1, 2, 3):
         assert tools.fields(past)["tool_choice"].mode == "auto"

@@ -63,7 +63,7 @@ def until_restored(terminal):
 
 def begin(terminal, how, *words):
     """Start the chat and wait for its first paint and its model."""
-    start(terminal, f"edgeinfer chat --temp 0 {' '.join(words)}", how)
+    start(terminal, f"edgeinfer chat --temperature 0 {' '.join(words)}", how)
     terminal.until_shown("Ask something")
     terminal.until_shown("context")
 
@@ -126,7 +126,7 @@ def app_of(terminal):
 
 
 def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
-    start(terminal, "edgeinfer chat --temp 0", how)
+    start(terminal, "edgeinfer chat --temperature 0", how)
     terminal.run("Name three colours.")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet, count
+from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
@@ -51,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(
         parser, "--model MODEL", "model of requests that name none (default: the configured one)"
-    )
-    add_option(
-        parser, "--concurrency N", "requests run at once (default: chosen automatically)", type=count
     )
     add_quiet(parser)
     add_load_options(parser)

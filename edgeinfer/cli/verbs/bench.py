@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import csv
-import io
 import os
 import secrets
 import shutil
@@ -53,14 +51,9 @@ class BenchResult(Result, frozen=True, kw_only=True):
     noise_ms: tuple[float, ...]
     energy: str
     notes: tuple[str, ...]
-    layout: str = ""
+    is_markdown: bool = False
 
     def human(self) -> str:
-        if self.layout == "csv":
-            out = io.StringIO()
-            fields = [field for field in Row.__struct_fields__ if field != "samples"]
-            csv.writer(out).writerows([fields, *([getattr(r, f) for f in fields] for r in self.rows)])
-            return out.getvalue().rstrip()
         cells = [_cells(row) for row in self.rows]
         low, middle, high = statistics.quantiles(self.noise_ms * 2, n=4)
         spread = (high - low) / middle
@@ -70,7 +63,7 @@ class BenchResult(Result, frozen=True, kw_only=True):
         right = frozenset({2, 3, 4, 5})
         return "\n".join(
             [
-                markdown(_HEAD, cells) if self.layout else table([_HEAD, *cells], right=right),
+                markdown(_HEAD, cells) if self.is_markdown else table([_HEAD, *cells], right=right),
                 "",
                 f"edgeinfer {__version__}, {self.machine}",
                 *(f"- {line}" for line in (noise, f"energy: {self.energy}", *self.notes)),
@@ -113,9 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         metavar = "N,…" if kind is _numbers else "N"
         add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
-    layout = parser.add_mutually_exclusive_group()
-    for name, text in (("markdown", "a table to paste"), ("csv", "a line for each test")):
-        layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=text)
+    add_option(parser, "--markdown", "print a Markdown table", dest="is_markdown")
     add_quiet(parser)
     add_load_options(parser)
     add_attached_options(parser)
@@ -172,7 +163,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         noise_ms=tuple(noise),
         energy=f"not readable: {meter.reason}" if meter.reason else meter.source,
         notes=tuple(sorted(set[str]().union(*(side.notes for side in sides)))),
-        layout=options.layout or "",
+        is_markdown=options.is_markdown,
     )
 
 

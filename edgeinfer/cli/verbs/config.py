@@ -7,7 +7,7 @@ import argparse
 import msgspec
 
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import Config, config_path, load_config
+from edgeinfer.config.config_file import Config, config_path
 from edgeinfer.host import Host
 
 
@@ -26,12 +26,10 @@ class ConfigResult(Result, frozen=True, kw_only=True):
         return f"# {origin}\n{tomlkit.dumps(values)}".rstrip()
 
 
-def run(_options: argparse.Namespace, _host: Host) -> ConfigResult:
+def run(_options: argparse.Namespace, host: Host) -> ConfigResult:
     """Show the configuration. Raises ConfigError if the file has a mistake."""
     path = config_path()
-    return ConfigResult(
-        path=str(path), exists=path.is_file(), config=_without_secrets(load_config(path))
-    )
+    return ConfigResult(path=str(path), exists=path.is_file(), config=_without_secrets(host.config))
 
 
 def _without_secrets(config: Config) -> Config:

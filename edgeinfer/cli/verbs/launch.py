@@ -23,7 +23,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.config.config_file import Config
 from edgeinfer.config.load_options import N_CTX
-from edgeinfer.errors import ServeError, UsageError
+from edgeinfer.errors import ServeError
 from edgeinfer.host import Host
 from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
@@ -47,7 +47,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `launch --list`."""
+    """A line of `launch` without an agent."""
 
     name: str
     title: str
@@ -71,7 +71,6 @@ def _row(agent: KnownAgent) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--list", "list the agents that can be launched")
     add_option(parser, "--model MODEL", "the model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
     parser.add_argument(
@@ -86,11 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run an agent on a local model. Raises UsageError, ServeError, and what resolving one raises."""
-    if options.list:
-        return AgentsResult(agents=tuple(map(_known, AGENTS.values())))
+    """Run an agent on a local model, or list the agents if none is named.
+
+    Raises UsageError, ServeError, and what naming a model raises.
+    """
     if not options.agent:
-        raise UsageError("name an agent", hint="`edgeinfer launch --list` shows them")
+        return AgentsResult(agents=tuple(map(_known, AGENTS.values())))
     agent = AGENTS[options.agent]
     find_program(agent)  # before a model is loaded for it
     remote, model, n_ctx = _find_endpoint(agent, options, host)

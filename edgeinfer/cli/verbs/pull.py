@@ -99,7 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--sha256 HEX", "refuse a file that has another SHA-256", default="")
     add_option(parser, "--in-place", "point at a local file instead of copying it")
-    add_option(parser, "--without-projector", "do not fetch the vision projector")
     add_option(parser, "--again", "fetch it even if it is already here")
     add_quiet(parser)
 
@@ -128,7 +127,6 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         sha256=options.sha256,
         in_place=options.in_place,
         again=options.again,
-        without_projector=options.without_projector,
     )
     fetched = False
 

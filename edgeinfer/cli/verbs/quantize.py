@@ -24,7 +24,7 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(TimedResult, frozen=True, kw_only=True):
-    """Source and result. Perplexities over `n_scored_tokens` of a text; None: unknown.
+    """Source and result. Perplexities over `n_scored_tokens` of a text; None: not measured.
 
     `divergence` (nats per token) and `same_top` (share of 1) compare the result with the source.
     """
@@ -42,7 +42,6 @@ class QuantizeResult(TimedResult, frozen=True, kw_only=True):
     divergence: float | None
     same_top: float | None
     n_scored_tokens: int
-    text: str
     quantized_twice: bool
 
     def human(self) -> str:
@@ -58,8 +57,7 @@ class QuantizeResult(TimedResult, frozen=True, kw_only=True):
         ]
         text = table(rows, right=frozenset({2, 3}))
         if self.n_scored_tokens:
-            whose = self.text or "the text shipped with edgeinfer"
-            text += f"\n\nperplexity over {self.n_scored_tokens} tokens of {whose}; lower is better"
+            text += f"\n\nperplexity over {self.n_scored_tokens} tokens of a text; lower is better"
         if self.divergence is not None and self.same_top is not None:
             text += (
                 f"\nbeside {self.source}: KL divergence {self.divergence:.4f} nats a token, the same "
@@ -132,13 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare TYPE,…",
         "make those not stored, and show size, speed, loss and score of each beside MODEL",
     )
-    add_option(
-        parser,
-        "--set SET.jsonl",
-        "with --compare: the items of `edgeinfer eval` to score (default: basics)",
-        default="basics",
-    )
-    add_option(parser, "--text FILE", "text for the perplexity (default: the shipped one)", default="")
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     add_option(
         parser,
@@ -153,10 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> Result:
     """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
     quantize_options = QuantizeOptions(
-        name=options.name,
-        imatrix=options.imatrix,
-        perplexity=not options.no_perplexity,
-        text=options.text,
+        name=options.name, imatrix=options.imatrix, perplexity=not options.no_perplexity
     )
     if options.compare:
         return _compare(options, quantize_options, host)
@@ -172,7 +160,6 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         size_bytes=model.size_bytes,
         sha256=model.sha256,
         path=str(model.paths[0]),
-        text=options.text,
     )
 
 
@@ -185,11 +172,10 @@ _ROUNDS = 3
 def _compare(
     options: argparse.Namespace, quantize_options: QuantizeOptions, host: Host
 ) -> QuantizeCompareResult:
-    from edgeinfer.cli.evaluating import evaluate, read_set  # the server
+    from edgeinfer.cli.evaluating import evaluate  # the server
     from edgeinfer.cli.parser import build_parser
 
     kinds = [FILE_TYPES[parse_file_type(kind)] for kind in options.compare.split(",")]
-    read_set(options.set)  # a mistake in it costs no hours
     made = []
     for kind in kinds:
         name = f"{options.name}:{kind}" if options.name else None
@@ -203,7 +189,7 @@ def _compare(
         rows.append((*row, one.divergence, one.same_top))
     models = [Compared(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
-    typed = ["eval", options.set, *(one.name for one in models), *quiet]
+    typed = ["eval", "basics", *(one.name for one in models), *quiet]
     evaluation = evaluate(build_parser("eval").parse_args(typed), host)
     return QuantizeCompareResult(models=models, evaluation=evaluation)
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Literal
 
-from edgeinfer.cli.options import (
-    add_launch_options,
-    add_load_options,
-    add_model,
-    add_traces,
-    count,
-    ranged,
-)
+from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, add_traces, ranged
 from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import replica_range
 from edgeinfer.host import Host
+
+#: Replicas of a model that one endpoint may have.
+_MOST_REPLICAS = 64
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
@@ -44,8 +40,6 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         "also listen on Ollama's port (127.0.0.1:11434), and let clients pull and delete models",
         default=None,
     )
-    without_web = {"dest": "web", "action": "store_false", "default": None}
-    add_option(where, "--no-web", "without the chat page that browsers get at /", **without_web)
     add_option(
         where,
         "--api-key-file FILE",
@@ -53,17 +47,10 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     add_option(
         where,
-        "--any-user",
-        "without an API key: answer every user of this machine, not the own one alone",
-        default=None,
-    )
-    add_option(
-        where,
         "--allow-host NAME...",
         "also accept this Host header; .NAME accepts every name that ends so",
-        default=None,
     )
-    add_option(where, "--allow-origin ORIGIN...", "a web page's origin that may call", default=None)
+    add_option(where, "--allow-origin ORIGIN...", "a web page's origin that may call")
     add_option(where, "--tls-cert FILE", "certificate chain in PEM; with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
     add_option(
@@ -79,15 +66,8 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         where,
         "--replicas N|MIN..MAX",
         "replicas of the model, each in its own process; as many of a range as requests need",
-        type=_replicas,
+        type=replica_range,
     )
-    add_option(where, "--drain S", "seconds that running requests have after SIGTERM", type=positive_s)
-    for flag, limited in (
-        ("--max-queue", "requests that may wait; beyond it the answer is 503"),
-        ("--max-requests", "requests run at once, over all models"),
-        ("--max-body-mib", "largest request body"),
-    ):
-        where.add_argument(flag, type=count, metavar="N", help=limited)
     where.add_argument(
         "--log",
         choices=("json", "text", "off"),
@@ -96,12 +76,14 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_traces(where)
 
 
-def _replicas(text: str) -> str:
-    try:
-        replica_range(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def replica_range(text: str) -> tuple[int, int]:
+    """Parse the number of replicas, `N` or `MIN..MAX`."""
+    least, dots, most = text.partition("..")
+    with contextlib.suppress(ValueError):
+        bounds = int(least), int(most if dots else least)
+        if 1 <= bounds[0] <= bounds[1] <= _MOST_REPLICAS:
+            return bounds
+    raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
 port_number = ranged(int, 0, 65_535)

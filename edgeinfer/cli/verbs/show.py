@@ -49,7 +49,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
     """Plan the offload to this machine's GPUs; None if there are none, or offload is off."""
-    request = OffloadRequest.of(layers, config.devices, config.max_memory_gib)
+    request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
     answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))

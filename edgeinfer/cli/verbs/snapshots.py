@@ -182,12 +182,12 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     bring.add_argument("--name", default="", help="which one of a folder that holds several")
-    add_option(bring, "--trust FINGERPRINT", "trust this key from now on, as `trust` does", default="")
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
-    add_option(trust, "--remove", "stop trusting FINGERPRINT")
+    distrust = add("distrust", "stop trusting a key", "SHA256:…")
+    distrust.add_argument("fingerprint", metavar="FINGERPRINT", help="SHA256:…, as `trust` lists it")
 
 
 def _add_take(parser: argparse.ArgumentParser) -> None:

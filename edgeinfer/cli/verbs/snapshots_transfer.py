@@ -47,7 +47,7 @@ class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
             f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{reused}"
             f"; {self.wall_s:.1f} s\n"
             f"signed by {self.signer}: the importer needs this fingerprint\n"
-            f"to import it: {shlex.join([*command, '--trust', self.signer])}"
+            f"to import it: edgeinfer snapshots trust {self.signer}; {shlex.join(command)}"
         )
 
 
@@ -139,8 +139,6 @@ def _may_fill(folder: Path) -> bool:
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
-    if options.trust:
-        signing.trust(options.trust)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with (
         stoppable("stopped; nothing of the snapshot is kept"),
@@ -179,14 +177,19 @@ def _artifact(text: str) -> sources.OciArtifact | None:
 
 
 def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
-    """List, add or remove trusted keys. Raises UsageError for a missing or unknown fingerprint."""
-    if options.remove and not options.fingerprint:
-        raise UsageError(
-            "name the key to stop trusting",
-            hint="`edgeinfer snapshots trust` lists them; then `… trust --remove SHA256:…`",
-        )
+    """List trusted keys, after adding one. Raises UsageError for a bad fingerprint."""
     if options.fingerprint:
-        (signing.distrust if options.remove else signing.trust)(options.fingerprint)
+        signing.trust(options.fingerprint)
+    return _trusted_keys()
+
+
+def distrust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
+    """Remove a trusted key. Raises UsageError for an unknown fingerprint."""
+    signing.distrust(options.fingerprint)
+    return _trusted_keys()
+
+
+def _trusted_keys() -> SnapshotsTrustResult:
     own = signing.own_key(make=False)
     return SnapshotsTrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())
 
@@ -195,4 +198,5 @@ ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {
     "export": export,
     "import": import_,
     "trust": trust,
+    "distrust": distrust,
 }

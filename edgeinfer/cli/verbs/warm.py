@@ -11,20 +11,16 @@ from pathlib import Path
 from edgeinfer import requesting
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
 from edgeinfer.cli.parser import add_option
-from edgeinfer.cli.result import Result, TimedResult
+from edgeinfer.cli.result import TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
-from edgeinfer.models.progress import Job, progress_on
-from edgeinfer.platform.machine import read_memory
-from edgeinfer.platform.page_cache import cached_bytes, read_in
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.safe_text import without_controls
 from edgeinfer.snapshots import format
 from edgeinfer.snapshots.build import jobs
-from edgeinfer.snapshots.format import generations, read_manifest
 from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
@@ -58,21 +54,15 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_option(parser, "--system TEXT|@FILE", SYSTEM, default="")
-    add_option(
-        parser, "--preload", "no snapshot: read the model's files into memory before they are needed"
-    )
     add_option(parser, "--tools", "prefill the configured tools, for `chat --tools` and `run`")
     parser.add_argument("--name", default="", help="name of this snapshot")
     add_attached_options(parser)
-    parser.add_argument("--load-options", help=argparse.SUPPRESS)  # all of them in JSON (`watch_build`)
     add_quiet(parser)
     add_load_options(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
+def run(options: argparse.Namespace, host: Host) -> WarmResult:
     """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad system prompt."""
-    if options.preload:
-        return _preload(options, host)
     format.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
@@ -117,59 +107,3 @@ def _own_name(system: str, options: LoadOptions) -> str:
     """Name a snapshot with a system prompt, so that it does not replace the plain one."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(text)}" if system else ""
-
-
-class PreloadResult(TimedResult, frozen=True, kw_only=True):
-    """Files in load order. `was_resident_bytes` were in the page cache before."""
-
-    name: str
-    files: tuple[str, ...]
-    size_bytes: int
-    was_resident_bytes: int
-    available_bytes: int
-
-    def human(self) -> str:
-        read = self.size_bytes - self.was_resident_bytes
-        rate = f", {format_bytes(int(read / self.wall_s))}/s" if read and self.wall_s else ""
-        text = (
-            f"{self.name} is in the page cache: {format_bytes(self.size_bytes)} in {len(self.files)} "
-            f"files, {format_bytes(read)} read in {self.wall_s:.1f} s{rate}"
-        )
-        if self.size_bytes > self.available_bytes:
-            text += (
-                f"\nnote: {format_bytes(self.available_bytes)} of memory are available: what was read "
-                "first may be out again"
-            )
-        return text
-
-
-def _preload(options: argparse.Namespace, host: Host) -> PreloadResult:
-    model = host.files(options.model or host.config.default_model)
-    files = _in_load_order(model.name, [Path(path) for path in model.paths])
-    size = sum(path.stat().st_size for path in files)
-    resident = sum(map(cached_bytes, files))
-    available = read_memory().available_bytes
-    stopped = "stopped; what was read stays in memory"
-    with progress_on(quiet=options.quiet) as report, stoppable(stopped, ""):
-        job = Job(report)
-        job.begin("reading", model.name, total=size)
-        read_in(files, job.at)
-    return PreloadResult(
-        name=model.name,
-        files=tuple(map(str, files)),
-        size_bytes=size,
-        was_resident_bytes=resident,
-        available_bytes=available,
-    )
-
-
-def _in_load_order(model: str, own: list[Path]) -> list[Path]:
-    for folders in generations().values():
-        try:
-            manifest = read_manifest(folders[0])
-        except EdgeInferError:
-            continue  # `snapshots list` says what is wrong with it
-        if manifest.model != model:
-            continue
-        return [*(Path(folders[0]) / name for name in manifest.images), *own]
-    return own

@@ -8,7 +8,6 @@ import sys
 
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.options import add_model
-from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
@@ -28,20 +27,21 @@ class WebResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "model of a new conversation, if an endpoint is started for it")
-    add_option(parser, "--no-open", "only print the address")
 
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
-    """Open the page of this user's endpoint. Raises ServeError, and what naming a model raises."""
+    """Open the page of this user's endpoint; with `--json` only report its address.
+
+    Raises ServeError, and what naming a model raises.
+    """
     if options.model and not host.is_model(options.model):  # an endpoint that runs would not say so
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
         raise ServeError(
-            f"{remote.url} serves no page",
-            hint="start it without --no-web, and without `web = false` in [serve]",
+            f"{remote.url} serves no page", hint="start it without `web = false` in [serve]"
         )
-    opened = not options.no_open and _open(remote)
+    opened = not options.json and _open(remote)
     return WebResult(url=f"{remote.url}/#code={make_code()}", opened=opened)
 
 

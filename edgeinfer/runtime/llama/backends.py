@@ -206,17 +206,10 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`layers` is `--gpu-layers`; the rest is `[gpu]` of the configuration.
 
     `devices` are llama.cpp's names of those to use, none for every one but software devices.
-    `memory_bytes` is the limit on each, 0 for its free memory.
     """
 
     layers: int | str = "auto"
     devices: tuple[str, ...] = ()
-    memory_bytes: int = 0
-
-    @classmethod
-    def of(cls, layers: int | str, devices: tuple[str, ...], max_memory_gib: float) -> OffloadRequest:
-        """Convert from the configuration's units."""
-        return cls(layers=layers, devices=devices, memory_bytes=int(max_memory_gib * (1 << 30)))
 
     @property
     def is_explicit(self) -> bool:
@@ -242,7 +235,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     def room(self, device: Device) -> Room:
         """Return the memory that may be used of a device."""
         free = device.free_bytes
-        return Room(name=device.name, free_bytes=min(free, self.memory_bytes or free))
+        return Room(name=device.name, free_bytes=free)
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"

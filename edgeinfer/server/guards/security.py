@@ -104,7 +104,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             name = f"uid-{connection.uid if connection else None}"
             return Asker(name, is_admin=False, turn=name)
         message = f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
-        message += "start it with `EDGEINFER_API_KEY=KEY` or `--any-user`."
+        message += "start it with `EDGEINFER_API_KEY=KEY` or `any-user = true` in [serve]."
         raise Problem(403, message, code="user_not_allowed")
 
     def cache_salt(self, asker: Asker) -> str:

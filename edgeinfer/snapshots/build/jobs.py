@@ -41,7 +41,6 @@ from edgeinfer.units import format_bytes
 WAITING = "waiting for another build of this snapshot"
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
-_GIB = 1 << 30
 #: The lock of builds beside a computing process: one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
 #: Python's heap, KV cache and compute buffers that were touched.
@@ -68,7 +67,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
     with locked(lock, on_busy):
         sweep(root)
         registry.make_room(root, config, name, _NEED_BYTES)
-        refuse_full(root, name, _NEED_BYTES, config)
+        refuse_full(root, name, _NEED_BYTES)
         details = _build_in_new_folder(root, inputs, probed, progress)
         registry.forget_failure(name)
         registry.drop_older(root, name)
@@ -101,13 +100,13 @@ def _build_in_new_folder(
         raise
 
 
-def refuse_full(root: Path, name: str, need_bytes: int, config: SnapshotsConfig) -> None:
+def refuse_full(root: Path, name: str, need_bytes: int) -> None:
     """Raise DiskFullError if the snapshot would leave less free than the margin."""
     free = free_bytes(root)
-    if free - need_bytes < config.disk_margin_gib * _GIB:
+    if free - need_bytes < registry.DISK_MARGIN_BYTES:
         raise DiskFullError(
             f"the snapshot {name} needs about {format_bytes(need_bytes)} and {format_bytes(free)} are "
-            f"free; {config.disk_margin_gib:g} GiB stay free (snapshots.disk-margin-gib)"
+            f"free; {format_bytes(registry.DISK_MARGIN_BYTES)} stay free"
         )
 
 

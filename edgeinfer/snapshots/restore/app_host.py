@@ -16,7 +16,7 @@ import msgspec
 
 from edgeinfer import requesting
 from edgeinfer.config.config_file import Config, LoadConfig
-from edgeinfer.config.load_options import snapshot_options
+from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
 from edgeinfer.errors import (
     DumpError,
     EdgeInferError,
@@ -318,8 +318,9 @@ def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
-    """Return the arguments after `edgeinfer warm`."""
-    return (model, "--json", "--load-options", msgspec.json.encode(options).decode())
+    """Return the arguments after `edgeinfer warm`, with every load option that can be typed."""
+    values = {option.flag: getattr(options, option.field) for option in LOAD_OPTIONS if option.flag}
+    return (model, "--json", *(f"{flag}={value}" for flag, value in values.items() if value != ""))
 
 
 def follow_build(

@@ -89,13 +89,19 @@ def test_quantize_writes_a_model_and_says_so(smol: str, as_json) -> None:
     assert Path(body["path"]).stat().st_size == body["size_bytes"]
 
 
-def test_types_are_compared_by_size_speed_loss_and_score(smol: str, as_json, tmp_path: Path) -> None:
-    items = tmp_path / "mine.jsonl"
+def test_types_are_compared_by_size_speed_loss_and_score(
+    smol: str, as_json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = tmp_path / "eval-basics.jsonl"
     items.write_text(
         '{"id": "1", "prompt": "Paris is in", "choices": ["France", "wax"], "answer": 0}\n'
     )
+    shipped_file = paths.shipped_file
+    monkeypatch.setattr(
+        paths, "shipped_file", lambda name: items if name == items.name else shipped_file(name)
+    )
     before = quantize(smol, "q2_k", options=QuantizeOptions(perplexity=False)).model
-    body = as_json("quantize", smol, "--compare", "q8_0,q2_k", "--set", str(items), "--quiet")
+    body = as_json("quantize", smol, "--compare", "q8_0,q2_k", "--quiet")
     assert resolve(f"{smol}:Q2_K").pulled == before
     assert [one["name"] for one in body["models"]] == [smol, f"{smol}:Q8_0", f"{smol}:Q2_K"]
     source, large, small = body["models"]
@@ -109,10 +115,8 @@ def test_types_are_compared_by_size_speed_loss_and_score(smol: str, as_json, tmp
     assert body["evaluation"]["candidates"] == [one["name"] for one in body["models"]]
 
 
-def test_comparison_of_bad_types_or_items_begins_with_an_error(smol: str, as_json) -> None:
+def test_comparison_of_bad_types_begins_with_an_error(smol: str, as_json) -> None:
     assert "quantization" in as_json("quantize", smol, "--compare", "q8_0,q9", code=2)["message"]
-    wrong = as_json("quantize", smol, "--compare", "q8_0", "--set", "nowhere", code=2)
-    assert "nowhere" in wrong["message"]
     as_json("quantize", smol, code=2)
     assert [model.name for model in store.list_pulled()] == [smol]
 

@@ -17,6 +17,7 @@ import pytest
 
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.platform import paths
+from edgeinfer.server.limits import Limits
 
 UNITS = Path(__file__).parents[3] / "docs/systemd"
 
@@ -45,8 +46,7 @@ def test_the_units_say_what_the_command_line_takes():
     assert listening["Socket"]["ListenStream"] == "127.0.0.1:8080"
     assert listening["Install"]["WantedBy"] == "sockets.target"
     stop_s = int(service["Service"]["TimeoutStopSec"])
-    drain_s = build_parser().parse_args(["serve", "--drain", "30"]).drain
-    assert stop_s > drain_s
+    assert stop_s > Limits().drain_s
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")

@@ -42,7 +42,8 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
     assert refused.error["code"] == "snapshot-untrusted"
     assert signer in refused.error["message"]
 
-    abroad.run("snapshots", "import", str(exported), "--trust", signer, "--quiet").check()
+    abroad.run("snapshots", "trust", signer).check()
+    abroad.run("snapshots", "import", str(exported), "--quiet").check()
     here, there = abroad.ask(), warm.ask()
     assert here.start["how"] == "resumed"
     assert here.result["text"] == there.result["text"]
@@ -70,7 +71,8 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         for blob in (tmp_path / "blobs").rglob("data"):
             if blob.stat().st_size == abroad.model.stat().st_size:
                 blob.unlink()  # who has the model does not ask for it
-        abroad.run("snapshots", "import", f"{name}:b", "--trust", signer, "--quiet").check()
+        abroad.run("snapshots", "trust", signer).check()
+        abroad.run("snapshots", "import", f"{name}:b", "--quiet").check()
     assert abroad.ask().start["how"] == "resumed"
 
 

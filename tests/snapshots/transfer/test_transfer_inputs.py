@@ -65,7 +65,8 @@ def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad
     shutil.copy(exporter.home / "blue.gguf", azure)
     for path in (azure.parent, azure):
         os.chown(path, abroad.uid, abroad.gid)
-    abroad.run("snapshots", "import", str(exported), "--trust", signer, "--quiet").check()
+    abroad.run("snapshots", "trust", signer).check()
+    abroad.run("snapshots", "import", str(exported), "--quiet").check()
     assert place_of(abroad, "red").read_bytes() == place_of(exporter, "red").read_bytes()
     assert place_of(abroad, "blue").samefile(azure)
 
