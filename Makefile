@@ -80,10 +80,6 @@ bench-resume: full  ## launches of warm models, 135M to 14B-shaped, beside cold 
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
 
-bench-take: full  ## a snapshot taken of a busy endpoint: the longest gap of eight streams; 135M and a 7B shape, 15 GB of disk
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_take.py $(ARGS)
-
 bench-memory: full  ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
@@ -112,10 +108,6 @@ bench-attention: full  ## steps behind a long context, with kernels of our own a
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_attention.py $(ARGS)
 
-bench-adapters: full  ## what LoRA adapters cost, alone and mixed in one batch
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_adapters.py $(ARGS)
-
 bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from the prefix cache, after a restart; perplexity
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
@@ -133,16 +125,9 @@ bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what s
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
 
-bench-web: full    ## the page in Chromium: first paint, frames while an answer streams into 10,000 lines
-	$(BIN)/python benchmarks/bench_web.py $(ARGS)
-
 bench-replicas: full  ## what replicas of a model in one endpoint give and cost
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
-
-bench-scale: full  ## Ray Serve from no replica to one, and 1 to 4 replicas, beside llama-server
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
 
 screenshots: full  ## the README's pictures of the chat
 	$(BIN)/python scripts/screenshots.py

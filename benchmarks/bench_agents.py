@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
 from bench_memory import work_folder
-from common import ROOT, add_out, model_path, write_figure
-from memory_restart import model_of
-from memory_sides import Side, ours, wait_written
+from common import ROOT, add_out, model_of, model_path, write_figure
+from peer_server import Side, ours, wait_written
 from record import scrub
 from run import FIRST
 

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import add_out, load_only, model_path, spread, write_figure
-from memory_restart import model_of
+from common import add_out, load_only, model_of, model_path, spread, write_figure
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 

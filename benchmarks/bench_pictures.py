@@ -29,7 +29,7 @@ import numpy as np
 from bench_memory import work_folder
 from common import add_out, model_path, spread, write_figure
 from made_projectors import Encoder, make_projector, rename_tokens
-from memory_sides import Answer, Messages, Side, conversation, ours, text_of, theirs
+from peer_server import Answer, Messages, Side, conversation, ours, text_of, theirs
 from PIL import Image
 
 from edgeinfer.bench import markdown

@@ -22,9 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_serve import process, wait_healthy
-from common import add_out, free_port, memory_of, model_path, tree_of, write_figure
-from memory_restart import model_of
-from memory_sides import EDGEINFER, ask
+from common import add_out, free_port, memory_of, model_of, model_path, tree_of, write_figure
+from peer_server import EDGEINFER, ask
 
 CLIENTS = 16
 

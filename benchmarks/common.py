@@ -72,6 +72,11 @@ def random_model(name: str, folder: Path) -> Path:
     return out
 
 
+def model_of(shape: str, small: Path, folder: Path) -> Path:
+    """Return `small`, or make a model of that shape with random weights in `folder`."""
+    return small if shape == "small" else random_model(shape, folder)
+
+
 def link_model(name: str, folder: Path) -> Path:
     """Put `small` (the tests' SmolLM2) or a model of `model_path` into `folder` as NAME.gguf, where another user reads it."""
     source, out = model_path("smollm2" if name == "small" else name), folder / f"{name}.gguf"

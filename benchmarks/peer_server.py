@@ -1,18 +1,214 @@
-"""llama-server as a peer in our benchmarks: started with as many slots as asked, spoken to over its
-streaming completions.
-"""
+"""Servers that benchmarks start and ask: edgeinfer's endpoint over a home, and llama-server as a peer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from common import free_port, is_healthy
+from bench_serve import wait_healthy
+from common import ROOT, free_port, is_healthy, memory_of, peer_program, tree_of
 
-from edgeinfer.bench import Target, ask
+from edgeinfer import bench
+from edgeinfer.bench import Target
+
+EDGEINFER = [sys.executable, "-m", "edgeinfer"]
+WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
+#: With pictures: `content` is a list of parts.
+Messages = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Answer:
+    """One streamed answer: seconds from the request's first byte, and the usage block."""
+
+    text: str = ""
+    first_s: float = 0.0
+    total_s: float = 0.0
+    stamps: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cached(self) -> int:
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    @property
+    def computed(self) -> int:
+        return int(self.usage["prompt_tokens"]) - self.cached
+
+
+def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: Any) -> Answer:
+    """Stream one greedy chat completion."""
+    body = {"model": model, "messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
+    body |= {"stream_options": {"include_usage": True}, **more}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
+    answer, begun = Answer(), time.perf_counter()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SystemExit(f"{response.status}: {response.read()[:400]!r}")
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event.get("choices") or ():
+            if text := choice["delta"].get("content"):
+                answer.stamps.append(time.perf_counter() - begun)
+                answer.text += text
+    connection.close()
+    answer.total_s = time.perf_counter() - begun
+    answer.first_s = answer.stamps[0] if answer.stamps else answer.total_s
+    return answer
+
+
+def text_of(number: int, n_words: int) -> str:
+    """Words that differ from the first one on, so that no two conversations share a prefix."""
+    return f"Story {number}. " + " ".join(
+        f"{WORDS[(number * 7 + i * i) % len(WORDS)]} {WORDS[(number + i) % len(WORDS)]}"
+        for i in range(n_words // 2)
+    )
+
+
+def conversation(number: int, n_words: int) -> Messages:
+    return [{"role": "user", "content": text_of(number, n_words) + ". Go on."}]
+
+
+class Side:
+    """One server that can be started again over the same home."""
+
+    def __init__(self, name: str, command: list[str], model: str, environment: dict[str, str]) -> None:
+        self.name = name
+        self._command = command
+        self.model = model
+        self._environment = {**os.environ, **environment}
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Start it; seconds from exec to healthy."""
+        self.port = free_port()
+        begun = time.perf_counter()
+        command = [word.replace("PORT", str(self.port)) for word in self._command]
+        self._process = subprocess.Popen(
+            command,
+            env=self._environment,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_healthy(self.port, self._process, 600)
+        return time.perf_counter() - begun
+
+    def kill(self) -> None:
+        """`kill -9` of all of it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(60)
+            self.kill()
+
+    def ask(self, messages: Messages, **more: Any) -> Answer:
+        return ask(self.port, messages, **{"model": self.model, **more})
+
+    def unload(self, model: str) -> None:
+        """Give a model back (ours only), and wait until it is gone."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", f"/v1/models/{model}/unload")
+        if (status := connection.getresponse().status) != 200:
+            raise SystemExit(f"unload {model}: {status}")
+
+    def private_mb(self) -> float:
+        """Return the private memory of all its processes."""
+        assert self._process is not None
+        kinds = ("Private_Clean", "Private_Dirty")
+        return sum(memory_of(pid, *kinds) for pid in tree_of(self._process.pid)) / (1 << 20)
+
+
+def name_of(model: Path) -> str:
+    """Return the name of a model file in a home of edgeinfer."""
+    return model.stem.lower()
+
+
+def ours(
+    home: Path, model: Path, n_ctx: int, *, others: Sequence[Path] = (), parallel: int = 4
+) -> Side:
+    """`edgeinfer serve` through its launcher, in a home of its own, which may be one of an earlier run;
+    warm, so that a start is a resume.
+    `others` are further models it can be asked for.
+    """
+    settings = home / "config/config.toml"
+    name = name_of(model)
+    environment = {"EDGEINFER_HOME": str(home)}
+    verbs = []
+    if not settings.exists():
+        settings.parent.mkdir(parents=True)
+        settings.write_text("[snapshots]\nauto-warm = false\n")
+        for one in (model, *others):
+            verbs.append(["pull", str(one), "--name", name_of(one), "--in-place", "--quiet"])
+    verbs.append(["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"])
+    for words in verbs:
+        subprocess.run([*EDGEINFER, *words], env={**os.environ, **environment}, cwd=ROOT, check=True)
+    command = [*EDGEINFER, "serve", name, "--port", "PORT", "--log", "off", "--ctx", str(n_ctx)]
+    return Side("edgeinfer", [*command, "--parallel", str(parallel)], name, environment)
+
+
+def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()) -> Side | None:
+    """`llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. `flags` come last. None
+    without the program.
+    """
+    program = peer_program("llama-server")
+    if program is None:
+        return None
+    command = [
+        program,
+        "-m",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "PORT",
+        "-t",
+        "2",
+        "--no-webui",
+    ]
+    command += ["-np", str(slots), "-c", str(n_ctx * slots), *flags]
+    return Side("llama-server", command, model.stem, {})
+
+
+def wait_written(home: Path, n_tokens: int) -> None:
+    """Wait until the blocks of so many tokens are on the disk and no file is being written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        files = list((home / "cache").rglob("*.block"))
+        if len(files) >= n_tokens // 256 and not list((home / "cache").rglob("*.new")):
+            return
+        time.sleep(0.1)
+
+
+def ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 class Server:
@@ -57,7 +253,7 @@ class Server:
         """Generate n tokens greedily; the arrival time of each, seconds of time.perf_counter."""
         fields = {"max_tokens": n, "temperature": 0, "ignore_eos": True, "cache_prompt": cache}
         began = time.perf_counter()
-        answer = asyncio.run(ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))
+        answer = asyncio.run(bench.ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))
         textless = max(0, answer.completion_tokens - len(answer.arrivals))
         return [began + at for at in (*answer.arrivals, *answer.arrivals[-1:] * textless)]
 
