@@ -47,7 +47,7 @@ from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
 from edgeinfer.workers.remote_engine import RemoteEngine
-from edgeinfer.workers.replica_supervisor import Bounds, ReplicaSupervisor
+from edgeinfer.workers.replica_supervisor import ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ async def _serve(
         host.note_replicas(info)
 
     loader = ModelLoader(options.model, name, host, load_options)
-    bounds = replica_bounds(options)
+    replicas = options.replicas or 1
     sources = ModelSources(
-        load=ReplicaLoader(loader, bounds, replicas_changed) if bounds.most > 1 else loader,
+        load=ReplicaLoader(loader, replicas, replicas_changed) if replicas > 1 else loader,
         pulled=pulled_models(),
         loaded_hook=loaded,
     )
@@ -223,7 +223,7 @@ class ReplicaLoader:
     """Loads the default model as replicas in workers; none of them ends the endpoint."""
 
     loader: ModelLoader
-    bounds: Bounds
+    count: int
     on_change: Callable[[ReplicasInfo], None]
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
@@ -238,7 +238,7 @@ class ReplicaLoader:
             return Replica(cast(RemoteEngine, one.engine), one.how, n_threads)
 
         cores = self.loader.n_threads()
-        supervisor = ReplicaSupervisor(start, self.bounds, cores, self.on_change)
+        supervisor = ReplicaSupervisor(start, self.count, cores, self.on_change)
         return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
 
 
@@ -249,12 +249,6 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
     kv_type = first.choices.get("kv_type")
     return sizes if kv_type is None else sizes | {"kv_type": str(kv_type.value)}
-
-
-def replica_bounds(options: argparse.Namespace) -> Bounds:
-    """Return how many replicas of the default model may run, and when their number changes."""
-    least, most = options.replicas or (1, 1)
-    return Bounds(least=least, most=most)
 
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:

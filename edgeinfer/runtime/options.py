@@ -199,14 +199,13 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model.
+    """The replicas of a model, of which there shall be `count`.
 
     `reason` says why there are so many; `crashed_total` counts those whose process ended by itself.
     """
 
     model: str
-    least: int
-    most: int
+    count: int
     running: tuple[ReplicaInfo, ...]
     reason: str
     crashed_total: int = 0
@@ -214,10 +213,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """Describe how many there are, and why."""
-        n = len(self.running)
-        return (
-            f"{n} {'replica' if n == 1 else 'replicas'} of {self.least} to {self.most}: {self.reason}"
-        )
+        return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
 #: Latest samples kept of each latency.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -39,17 +38,11 @@ class Replica:
         self.number = 0
         self.requests: set[RoutedRequest] = set()
         self.calls = 0
-        self.is_draining = False
 
     @property
     def load(self) -> int:
         """Requests that run or wait in it."""
         return len(self.requests) + self.calls
-
-    @property
-    def is_usable(self) -> bool:
-        """Return True if requests may be routed to it."""
-        return self.engine.is_open and not self.is_draining
 
 
 class ReplicatedEngine(ForwardingEngine):
@@ -63,11 +56,10 @@ class ReplicatedEngine(ForwardingEngine):
         self._routes: dict[RoutedRequest, Replica] = {}
         self._affinity = prefix_affinity.PrefixAffinity()
         self._numbers = 0
-        self._ended_metrics = EngineMetrics()
         self._movers = ThreadPoolExecutor(4, "replicas")
         self._is_closed = False
         self.crashed_total = 0
-        #: Adds bounds and reason to the running replicas; this and the next two are the supervisor's.
+        #: Adds number and reason to the running replicas; this and the next two are the supervisor's.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called when a replica's process has ended, from any thread.
         self.on_death: Callable[[], None] = lambda: None
@@ -114,8 +106,8 @@ class ReplicatedEngine(ForwardingEngine):
                 replica.engine.use_adapters(wanted)
 
     def metrics(self) -> EngineMetrics:
-        """Sums over all replicas, those that have ended included."""
-        return EngineMetrics.sum([self._ended_metrics, *(now for _, now in self._metrics())])
+        """Return the sums over all replicas."""
+        return EngineMetrics.sum([now for _, now in self._metrics()])
 
     def replicas(self) -> ReplicasInfo:
         running = tuple(
@@ -127,7 +119,6 @@ class ReplicatedEngine(ForwardingEngine):
                 completion_tokens_total=now.completion_tokens_total,
             )
             for replica, now in self._metrics()
-            if not replica.is_draining
         )
         return self.describe(running)
 
@@ -155,13 +146,7 @@ class ReplicatedEngine(ForwardingEngine):
     def usable(self) -> list[Replica]:
         """Replicas that requests are routed to, the oldest first."""
         with self._changed:
-            return [replica for replica in self._replicas if replica.is_usable]
-
-    @property
-    def is_draining(self) -> bool:
-        """Return True while a replica only finishes the requests that it has begun."""
-        with self._changed:
-            return any(replica.is_draining for replica in self._replicas)
+            return [replica for replica in self._replicas if replica.engine.is_open]
 
     @property
     def waiting(self) -> list[RoutedRequest]:
@@ -188,21 +173,10 @@ class ReplicatedEngine(ForwardingEngine):
                 self._changed.notify_all()
         self._rebalance(replica)
 
-    def drain(self, replica: Replica) -> None:
-        """Route nothing more to it; it ends once the requests that it has begun are finished."""
-        with self._changed:
-            replica.is_draining = True
-            self._count_slots()
-            requests = list(replica.requests)
-        for request in requests:
-            if request.withdraw():
-                self._movers.submit(self._route_again, request)
-        self._end_if_done(replica)
-
     def reap(self) -> int:
         """Drop the replicas whose process has ended, and return how many that were."""
         with self._changed:
-            dead = [one for one in self._replicas if not one.engine.is_open and not one.is_draining]
+            dead = [replica for replica in self._replicas if not replica.engine.is_open]
             for replica in dead:
                 self._replicas.remove(replica)
             self.crashed_total += len(dead)
@@ -218,8 +192,8 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers.shutdown(wait=False)
 
     def _count_slots(self) -> None:
-        usable = sum(replica.is_usable for replica in self._replicas)
-        parallel = max((one.engine.info.n_parallel for one in self._replicas), default=0)
+        usable = sum(replica.engine.is_open for replica in self._replicas)
+        parallel = max((replica.engine.info.n_parallel for replica in self._replicas), default=0)
         if usable:
             self._info = msgspec.structs.replace(self._info, n_parallel=parallel * usable)
 
@@ -267,7 +241,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     def _wait_for_usable(self) -> list[Replica]:
         """Called with `_changed` held. Raises EngineClosedError."""
-        while not (usable := [replica for replica in self._replicas if replica.is_usable]):
+        while not (usable := [replica for replica in self._replicas if replica.engine.is_open]):
             if self._is_closed:
                 raise _closed()
             self._changed.wait()
@@ -291,12 +265,8 @@ class ReplicatedEngine(ForwardingEngine):
 
     def _request_ended(self, request: RoutedRequest) -> None:
         replica = self._unassign(request)
-        if replica is None:
-            return
-        if not replica.engine.is_open:
+        if replica is not None and not replica.engine.is_open:
             self.on_death()
-        elif replica.is_draining:
-            self._end_if_done(replica)
 
     def _rebalance(self, added: Replica) -> None:
         """Move waiting requests to a new replica, the latest first, until it has its share."""
@@ -306,21 +276,6 @@ class ReplicatedEngine(ForwardingEngine):
                 return
             if request.withdraw():
                 self._route_again(request)
-
-    def _end_if_done(self, replica: Replica) -> None:
-        with self._changed:
-            if replica.load or replica not in self._replicas:
-                return
-            self._replicas.remove(replica)
-        self._movers.submit(self._end, replica)
-
-    def _end(self, replica: Replica) -> None:
-        with contextlib.suppress(EngineClosedError):  # it ended by itself
-            last = msgspec.structs.replace(
-                replica.engine.metrics(), kv_used_tokens=0, kv_total_tokens=0
-            )
-            self._ended_metrics = EngineMetrics.sum([self._ended_metrics, last])
-        replica.engine.close()
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         """Call the least loaded replica; another one if that has ended."""
@@ -337,8 +292,6 @@ class ReplicatedEngine(ForwardingEngine):
             finally:
                 with self._changed:
                     replica.calls -= 1
-                if replica.is_draining:
-                    self._end_if_done(replica)
 
 
 def _closed() -> EngineClosedError:
@@ -361,7 +314,6 @@ class RoutedRequest:
         self.request = request
         self.prefix_hashes = _prefix_hashes(request)
         self.stream = EventStream(self.cancel)
-        self.since = time.monotonic()
         self._on_end, self._on_lost = on_end, on_lost
         self._changing = threading.RLock()
         self._source: EventStream | None = None

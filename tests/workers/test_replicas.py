@@ -1,6 +1,5 @@
-"""Replicas of a model: autoscaling, routing, and the end of a replica."""
+"""Replicas of a model: their number, routing, and the end of a replica."""
 
-import argparse
 import contextlib
 import socket
 import threading
@@ -11,7 +10,6 @@ import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from other_processes import wait_until
 
-from edgeinfer.cli.verbs.serve import replica_range
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
@@ -19,51 +17,10 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
-from edgeinfer.workers.replica_supervisor import Autoscaling, Bounds, ReplicaSupervisor
+from edgeinfer.workers.replica_supervisor import ReplicaSupervisor
 from edgeinfer.workers.replicas import Replica, RoutedRequest
 
-BOUNDS = Bounds(least=1, most=3, wait_s=5, idle_s=60)
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
-
-
-# --- how many
-
-
-@pytest.mark.parametrize(("text", "found"), [("1", (1, 1)), ("2..4", (2, 4)), ("3..3", (3, 3))])
-def test_range_is_a_number_or_two(text, found):
-    assert replica_range(text) == found
-
-
-@pytest.mark.parametrize("text", ["", "0", "2..1", "1..", "..2", "1..65", "a..b", "1..2..3", "-1", "²"])
-def test_wrong_range_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"MIN\.\.MAX"):
-        replica_range(text)
-
-
-def _step(scaling: Autoscaling, now: float, replicas: int, oldest_wait_s: float = 0, load: int = 8):
-    return scaling.step(now, replicas=replicas, oldest_wait_s=oldest_wait_s, load=load, slots=8)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "cores", "step", "reason"),
-    [
-        (1, 4, "grow", "requests waited longer than 5 s"),
-        (3, 4, "stay", "the most that may run"),
-        (2, 2, "stay", "each has one core"),
-    ],
-)
-def test_autoscaling_adds_a_replica_when_requests_wait_up_to_the_limits(replicas, cores, step, reason):
-    scaling = Autoscaling(BOUNDS, cores)
-    assert _step(scaling, 0, replicas, oldest_wait_s=30) == step
-    assert scaling.reason == reason
-
-
-def test_autoscaling_removes_a_replica_when_fewer_were_enough_for_idle_s():
-    scaling = Autoscaling(BOUNDS, cores=4)
-    assert {_step(scaling, n, 2, load=3) for n in range(50)} == {"stay"}
-    assert {_step(scaling, n, 2, load=9) for n in range(50, 80)} == {"stay"}
-    assert [_step(scaling, n, 2) for n in range(80, 141)] == ["stay"] * 60 + ["shrink"]
-    assert {_step(scaling, n, 1, load=0) for n in range(200, 290)} == {"stay"}
 
 
 # --- a request on its way
@@ -142,10 +99,8 @@ class Shop:
         self.sockets[at].shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
-    def open(self, least: int = 2, most: int = 2, cores: int = 4, **bounds) -> Iterator:
-        supervisor = ReplicaSupervisor(
-            self.start, Bounds(least=least, most=most, **bounds), cores, self.heard.append
-        )
+    def open(self, count: int = 2, cores: int = 4) -> Iterator:
+        supervisor = ReplicaSupervisor(self.start, count, cores, self.heard.append)
         try:
             yield supervisor.engine
         finally:
@@ -206,7 +161,7 @@ def test_crashed_replica_ends_its_requests_alone_and_is_replaced():
 
 def test_requests_wait_for_the_replacement_of_the_last_replica():
     shop = Shop()
-    with shop.open(least=1, most=2) as engine:
+    with shop.open(count=1) as engine:
         shop.kill(0)
         assert _text(engine.submit(GenerateRequest(prompt="x"))) == "a"
         shop.refusal = ModelLoadError("the file is gone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from typing import Literal
 
 from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, add_traces, ranged
@@ -64,9 +63,9 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     add_option(
         where,
-        "--replicas N|MIN..MAX",
-        "replicas of the model, each in its own process; as many of a range as requests need",
-        type=replica_range,
+        "--replicas N",
+        "replicas of the model, each in its own process",
+        type=ranged(int, 1, _MOST_REPLICAS),
     )
     where.add_argument(
         "--log",
@@ -74,16 +73,6 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         help="log lines on stderr (default: text on a terminal)",
     )
     add_traces(where)
-
-
-def replica_range(text: str) -> tuple[int, int]:
-    """Parse the number of replicas, `N` or `MIN..MAX`."""
-    least, dots, most = text.partition("..")
-    with contextlib.suppress(ValueError):
-        bounds = int(least), int(most if dots else least)
-        if 1 <= bounds[0] <= bounds[1] <= _MOST_REPLICAS:
-            return bounds
-    raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN..MAX, between 1 and {_MOST_REPLICAS}")
 
 
 port_number = ranged(int, 0, 65_535)

@@ -137,6 +137,27 @@ def test_a_growing_block_of_code_is_appended_to(serve, tab):
     assert page.js("window.block === document.querySelector('.code code')")
 
 
+BOTTOM_GAP = "(() => { const log = document.querySelector('.log'); return log.scrollHeight - log.scrollTop - log.clientHeight; })()"
+
+
+@pytest.mark.parametrize("height", [500, 900])
+def test_the_page_follows_a_long_first_answer(serve, tab, height):
+    gate, pause = StepGate(), Delay(0.02)
+    lines = [
+        item
+        for n in range(60)
+        for item in (f"## Part {n}\n\n{'word ' * 90}\n\n- one\n- two\n\n", pause)
+    ]
+    page = tab(with_page(serve(FakeEngine([[*lines, gate, "The end."]]))), height=height)
+    say(page, "Write a long report.")
+    page.see("Part 59")
+    page.wait(f"{BOTTOM_GAP} < 2")
+    gate.opened.set()
+    page.see("The end.")
+    page.wait(IDLE)
+    page.wait(f"{BOTTOM_GAP} < 2")
+
+
 def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab):
     gate, broken = StepGate(), InvalidRequestError("too long: see `edgeinfer show`")
     script = ["```sh\nls\n```\n\nOne ", gate, "two."]
