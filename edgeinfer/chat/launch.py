@@ -46,6 +46,7 @@ class Launch:
     def session(self) -> ChatSession:
         """Make a session with a new conversation of this model."""
         session = ChatSession(self.open_store, self.model)
+        session.is_window = True
         session.set(system_prompt=self.conversation.system_prompt, sampling=self.conversation.sampling)
         return session
 

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
@@ -84,13 +86,17 @@ class Repl:
             if self.session.tools is not None:
                 self.session.tools.close()
             self._engines.close()
+            self.session.release_draft()
             purge_deleted(self.launch.open_store)
         if self._failure is not None and not self._interactive:
             raise self._failure
 
     def _begin(self) -> None:
-        if self.launch.continue_last and self.session.open_last():
-            self.show_changed()
+        if self.launch.continue_last:
+            if note := self.session.open_last():
+                self.show_text(note)
+            if self.session.conversation.id:
+                self.show_changed()
         if self.session.store and self.session.unstored:
             self.show_text(self.session.unstored)
         for attachment in self._attachments:
@@ -112,9 +118,10 @@ class Repl:
         ):
             self._read_ahead.begin()
         while True:
-            self._write("\n> " if not lines else "… ")
+            if not lines:
+                self._write("\n")
             try:
-                line = self._line()
+                line = self._line("… " if lines else "> ", remembers=True)
             except KeyboardInterrupt:
                 self._write("\n")
                 return ""
@@ -124,16 +131,34 @@ class Repl:
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
 
-    def _line(self) -> str | None:
-        if self._source is sys.stdin and self._source.isatty():
-            with contextlib.suppress(ImportError):  # the shipped file has none
-                import readline  # noqa: F401  2 ms: line editing and history in `input`
-            try:
-                return input()
-            except EOFError:
-                return None
-        line = self._source.readline()
-        return line.rstrip("\n") if line else None
+    def _line(self, prompt: str, *, remembers: bool = False) -> str | None:
+        """Read one line, None at the end; `remembers` it in the history of a terminal."""
+        if self._source is not sys.stdin or not self._interactive:
+            self._write(prompt)
+            line = self._source.readline()
+            return line.rstrip("\n") if line else None
+        history = self._history
+        try:
+            line = input(prompt)
+        except EOFError:
+            self._write("\n")
+            return None
+        if history is not None and remembers and line.strip():
+            history.add_history(line)
+        return line
+
+    @cached_property
+    def _history(self) -> ModuleType | None:
+        """Return readline, by which `input` edits lines, with past questions; None without it."""
+        try:
+            import readline  # 2 ms
+        except ImportError:  # the shipped file has none
+            return None
+        readline.set_auto_history(False)
+        for text in reversed(self.session.store.typed()):
+            if "\n" not in text:
+                readline.add_history(text)
+        return readline
 
     def _take(self, line: str) -> None:
         self._read_ahead.stop()
@@ -359,8 +384,7 @@ class Repl:
         return name
 
     def _answer_to(self, question: str) -> str:
-        self._write(f"{question} ")
-        return (self._line() or "").strip().lower()
+        return (self._line(f"{question} ") or "").strip().lower()
 
     def pick_model(self) -> None:
         for row in list_choices(self.launch.host.warm_models()):

@@ -63,6 +63,8 @@ class ChatSession:
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
         self.unstored = ""
+        #: Whether other windows see that this session has its conversation open.
+        self.is_window = False
         self._draft_lease, self._draft_of = Lease(), 0
         self.conversation = Conversation(model=model)
         self._turns: dict[int, Turn] = {}
@@ -153,6 +155,7 @@ class ChatSession:
         turns = self.store.turns(conversation_id)
         self._leave()
         self.conversation, self._turns = conversation, turns
+        self._hold()
 
     def refresh(self) -> bool:
         """Read the conversation again if another process changed it; return whether one did.
@@ -195,7 +198,7 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this process, not another window, holds the conversation's unsent text."""
+        """Return whether this window was the first to open the conversation: it stores the draft."""
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -209,17 +212,26 @@ class ChatSession:
                     return True
         return True
 
+    def _hold(self) -> None:
+        if self.is_window:
+            self.owns_draft()
+
     def release_draft(self) -> None:
-        """Leave the draft to other windows. Idempotent."""
+        """Leave the conversation and its draft to other windows. Idempotent."""
         self._draft_lease.release()
         self._draft_of = 0
 
-    def open_last(self) -> bool:
-        """Open the conversation used last; return False if there is none."""
-        newest = self.store.last()
-        if newest is not None:
-            self.open(newest)
-        return newest is not None
+    def open_last(self) -> str:
+        """Open the conversation used last that no other window has open; return a note, or ""."""
+        conversations = self.store.listing()
+        for n_skipped, conversation in enumerate(conversations):
+            self.open(conversation.id)
+            if self.owns_draft():
+                return "The last conversation is open in another window." if n_skipped else ""
+        if not conversations:
+            return "There is no conversation yet to continue."
+        self.new()
+        return "Every conversation is open in another window."
 
     def set(self, **fields: Any) -> None:
         """Change fields of the conversation, e.g. its title or model, also in the store once stored."""
@@ -404,6 +416,7 @@ class ChatSession:
             self.conversation = self.store.create(
                 msgspec.structs.replace(self.conversation, title=title, draft="")
             )
+            self._hold()
         turn = Turn(
             conversation_id=self.conversation.id,
             parent_id=parent_id,
@@ -423,6 +436,7 @@ class ChatSession:
         if self.tools is not None:
             self.tools.stop()
         self.answer = None
+        self.release_draft()
 
     # branches
 
@@ -455,6 +469,7 @@ class ChatSession:
         self.conversation = self.store.create(
             msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
         )
+        self._hold()
         self._turns = {}
         parent: int | None = None
         for turn in turns:

@@ -21,12 +21,10 @@ from typing import NamedTuple
 from edgeinfer.platform import confinement, linux
 from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.tools.self_running import SelfRunning
+from edgeinfer.tools.self_running import NEW_FILES, SelfRunning
 
 #: Limits of one call (bytes): memory of all its processes, and decrease of free disk space.
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
-#: Most new files (inodes) during one call; empty files use inodes too.
-NEW_FILES = 100_000
 _PROCESSES, _FILES = 256, 256
 #: Most sockets of all processes: each takes twice the kernel's default buffer of 208 KiB at most.
 SOCKETS = 2048
@@ -78,7 +76,7 @@ def main() -> int:
     status = 125
     try:
         die_with_parent()
-        status = _run(job, user, group)
+        status = _run(job, files.paths(), user, group)
     except OSError as error:
         _refused(error.strerror or str(error))
     finally:
@@ -90,7 +88,7 @@ def _refused(reason: str) -> int:
     return 125
 
 
-def _run(job: Job, user: int, group: int) -> int:
+def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
     try:
         linux.map_this_user(user, group)
     except PermissionError as error:
@@ -102,8 +100,8 @@ def _run(job: Job, user: int, group: int) -> int:
     with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not hold for root
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
-    _change_root(job)
-    files = SelfRunning(job.folder)  # the command can change them once it runs
+    _change_root(job, read_only)
+    files = SelfRunning(job.folder, looks_below=False)  # the command can change them once it runs
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
     if child == 0:
@@ -117,8 +115,8 @@ def _run(job: Job, user: int, group: int) -> int:
     return _watched(job, child, before, files)
 
 
-def _change_root(job: Job) -> None:
-    """Move to a root with programs and the folder alone: no socket of another program is there."""
+def _change_root(job: Job, read_only: set[str]) -> None:
+    """Move to a root with only programs and the folder: no socket of another program is there."""
     linux.mount("tmpfs", _NEW_ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _ROOT_OPTIONS)
     for path in [*_READABLE, *_DEVICES, *job.readable, "/proc", job.folder]:
         target = _NEW_ROOT + path
@@ -131,7 +129,7 @@ def _change_root(job: Job) -> None:
             if not os.path.isdir(path):
                 os.close(os.open(target, os.O_CREAT))
             linux.bind(path, target, read_only=path != job.folder)
-    for path in sorted(SelfRunning(job.folder).paths()):
+    for path in sorted(read_only):
         linux.bind(path, _NEW_ROOT + path, read_only=True)
     with open(f"{_NEW_ROOT}/command", "w", encoding="utf-8") as file:
         file.write(job.code)

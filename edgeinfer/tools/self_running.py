@@ -1,9 +1,11 @@
-"""Files at the top of a folder that other programs execute: a shell prompt, git, an editor."""
+"""Files of a folder that other programs execute: a shell prompt, git, an editor."""
 
 from __future__ import annotations
 
 import os
 import stat
+import time
+from collections import deque
 from contextlib import suppress
 
 #: git takes a folder with HEAD, objects and refs for a bare repository, and obeys its `config`.
@@ -12,47 +14,70 @@ NAMES = """
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
+#: Most names that are looked at below the folder, the nearest to its top first (30 ms).
+MAX_NAMES = 20_000
+#: Most files that one command may create, so that it can hide none behind others.
+NEW_FILES = 100_000
+_MAX_REPORTED = 20
+#: A file's times may lag behind the clock by a tick of the kernel (ns).
+_TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """These files of `folder`, and the folder's permissions, as they are when this is made."""
+    """These files of `folder`, and the folder's permissions, as they are when this is made.
 
-    def __init__(self, folder: str) -> None:
+    `looks_below` False: only those at the top of the folder.
+    """
+
+    def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
         self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._mode = stat.S_IMODE(os.fstat(self._descriptor).st_mode)
         is_bare = os.path.lexists(f"{folder}/HEAD")
         self._before = dict.fromkeys([*NAMES, *(_OF_BARE_REPOSITORY if is_bare else ())], "")
         self._before = {name: self._identity(name) for name in self._before}
+        self._start_ns = time.time_ns() - _TICK_NS
+        self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return what exists of them below the folder: without links, and where `.git` leads."""
-        found = {path for name in self._before for path in self._real_paths(name)}
-        return {path for path in found if self._is_inside(path) and os.path.exists(path)}
+        """Return what exists of them in the folder: without links, and where `.git` leads."""
+        names = [*self._before, *self._below]
+        paths = {path for name in names for path in self._real_paths(name)}
+        return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
 
     def changed(self) -> list[str]:
-        """Return the names that have come, gone or lead elsewhere."""
+        """Return the names at the top that have come, gone or lead elsewhere."""
         return [name for name, before in self._before.items() if self._identity(name) != before]
 
+    def _new_below(self) -> list[str]:
+        """Return the paths below the top that have come since; one moved with its folder has not."""
+        before = {(info.st_dev, info.st_ino) for info in self._below.values()}
+        now, _ = _find_below(self._folder, MAX_NAMES + NEW_FILES, opens=True)
+        return [
+            path
+            for path, info in now.items()
+            if (info.st_dev, info.st_ino) not in before
+            and (self._is_whole or info.st_ctime_ns >= self._start_ns)
+        ]
+
     def restore(self) -> str:
-        """Rename what a command has put under these names; return a message, or ""."""
+        """Rename what an ended command has put under these names; return a message, or ""."""
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only its owner changes it
             os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
-        left: list[str] = []
-        here = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
-        for name in self.changed():
+        failed: list[str] = []
+        for name in [*self.changed(), *self._new_below()]:
             try:
-                os.rename(name, name + ending, **here)
+                os.rename(name, name + ending, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
                 renamed.append(name)
             except FileNotFoundError:
                 pass
             except OSError as error:
-                left.append(f"{name} ({error.strerror})")
-        texts = [f"{', '.join(renamed)} would be executed by other programs; renamed to *{ending}"]
-        texts += [f"other programs would execute {', '.join(left)}: remove it"]
-        return "; ".join(text for text, names in zip(texts, (renamed, left), strict=True) if names)
+                failed.append(f"{name} ({error.strerror})")
+        texts = [f"{_join(renamed)} would be executed by other programs; renamed to *{ending}"]
+        texts += [f"other programs would execute {_join(failed)}: remove it"]
+        return "; ".join(text for text, names in zip(texts, (renamed, failed), strict=True) if names)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -79,7 +104,52 @@ class SelfRunning:
     def _real_paths(self, name: str) -> list[str]:
         """Return where a name leads: through links, and as git reads a file `.git`."""
         path = os.path.realpath(f"{self._folder}/{name}")
-        return [path, *(_git_folder(path) if name == ".git" and os.path.isfile(path) else ())]
+        is_git = os.path.basename(name) == ".git" and os.path.isfile(path)
+        return [path, *(_git_folder(path) if is_git else ())]
+
+
+def _find_below(
+    folder: str, max_names: int, *, opens: bool = False
+) -> tuple[dict[str, os.stat_result], bool]:
+    """Return these files below the top of a folder by relative path, and whether all was looked at.
+
+    Follows no link. `opens`: makes folders readable that a command has closed.
+    """
+    found: dict[str, os.stat_result] = {}
+    folders = deque([""])
+    n_names = 0
+    while folders:
+        parent = folders.popleft()
+        entries = _entries(f"{folder}/{parent}", opens=opens)
+        n_names += len(entries)
+        if n_names > max_names:
+            return found, False
+        is_bare = {"HEAD", "objects", "refs"} <= entries.keys()
+        names = {*NAMES, *_OF_BARE_REPOSITORY} if is_bare else {*NAMES} - {"HEAD"}
+        for name, entry in entries.items():
+            with suppress(OSError):
+                if name in names and parent:
+                    found[parent + name] = entry.stat(follow_symlinks=False)
+                elif name not in NAMES and entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{parent}{name}/")
+    return found, True
+
+
+def _entries(path: str, *, opens: bool) -> dict[str, os.DirEntry[str]]:
+    with suppress(OSError):
+        try:
+            with os.scandir(path) as entries:
+                return {entry.name: entry for entry in entries}
+        except PermissionError:
+            if opens:
+                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | stat.S_IRWXU)
+                return _entries(path, opens=False)
+    return {}
+
+
+def _join(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_REPORTED} more" if len(names) > _MAX_REPORTED else ""
+    return ", ".join(names[:_MAX_REPORTED]) + more
 
 
 def _git_folder(path: str) -> list[str]:

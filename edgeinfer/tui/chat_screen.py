@@ -93,13 +93,12 @@ class ChatScreen(Screen[None]):
             self.run_command("/tools on")
 
     def _open(self) -> None:
-        if self.launch.continue_last and not self.session.open_last():
-            self.front.show_text("There is no conversation yet to continue.")
+        note = self.session.open_last() if self.launch.continue_last else ""
         self.composer.set_past(self.session.store.typed())
         if self.session.path:
             self.view.show_session()
-        if self.session.unstored:
-            self.front.show_text(self.session.unstored)
+        for text in filter(None, (note, self.session.unstored)):
+            self.front.show_text(text)
         draft = self.session.conversation.draft if self.session.owns_draft() else ""
         self.composer.fill(draft or self.composer.text)
 

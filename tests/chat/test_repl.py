@@ -1,11 +1,14 @@
 """The plain chat on two text streams: the same commands, no escape sequence ever."""
 
+import contextlib
 import functools
 import io
 import json
 import os
+import pty
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -168,7 +171,7 @@ def test_turns_of_another_program_are_shown_and_continued(tmp_path):
         yield "hello\n"
         store = ConversationStore.open(tmp_path / "conversations.db")
         other = ChatSession(lambda: store, engine=FakeEngine([["Said there."]]))
-        other.open_last()
+        other.open(store.listing()[0].id)
         other.ask("From the page.")
         consume(other.begin_answer())
         store.close()
@@ -349,3 +352,34 @@ def test_prompts_and_resources_of_a_server(tmp_path):
 def test_prompt_without_tools_is_explained(tmp_path):
     out, _ = talk(tmp_path, "/sdk:review x")
     assert "/sdk:review needs tools" in out
+
+
+_PLAIN_CHAT = """
+import sys
+from pathlib import Path
+from fake_engine import FakeEngine
+from fixed_chat import FixedHost, make_launch
+from edgeinfer.chat.repl import Repl
+Repl(make_launch(Path(sys.argv[1]), FixedHost(FakeEngine([["Yes."]] * 9))), sys.stdin, sys.stdout).run()
+"""
+
+
+def test_lines_are_edited_and_remembered_on_a_terminal(tmp_path):
+    """Arrow keys edit a line; Up brings back questions, also those of an earlier chat."""
+    for keys in (["Hllo\x1b[D\x1b[D\x1b[De\r", "\x1b[A\x7fa\r"], ["\x1b[A\x1b[A!\r"]):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ |= {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+            os.execv(sys.executable, [sys.executable, "-c", _PLAIN_CHAT, str(tmp_path)])
+        with open(terminal, "rb+", buffering=0) as screen:
+            for line in [*keys, "/quit\r"]:
+                shown = b""
+                while not shown.endswith(b"> "):
+                    shown += screen.read(1)
+                screen.write(line.encode())
+            with contextlib.suppress(OSError):  # the terminal is closed
+                while screen.read(4096):
+                    pass
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with contextlib.closing(ConversationStore.open(tmp_path / "conversations.db")) as store:
+        assert store.typed() == ["Hello!", "Hella", "Hello"]

@@ -82,6 +82,34 @@ def test_draft_belongs_to_one_window_of_a_conversation(store):
     assert second.owns_draft(), "the first window has left"
 
 
+def test_continue_takes_the_newest_conversation_that_no_window_has_open(store):
+    windows = []
+    for text in ("oldest", "middle", "newest"):
+        window, _ = session_with(store, ["Because"])
+        window.is_window = True
+        ask(window, text)
+        windows.append(window)
+    windows[0].new()
+    assert windows[0].open_last() == "The last conversation is open in another window."
+    assert windows[0].conversation.title == "oldest", "the other two are open"
+    other = ChatSession(lambda: store)
+    assert other.open_last() == "Every conversation is open in another window."
+    assert not other.conversation.id
+    windows[1].release_draft()
+    other.open_last()
+    assert other.conversation.title == "middle"
+    windows[2].fork()
+    third = ChatSession(lambda: store)
+    third.open_last()
+    assert third.conversation.title == "newest", "its window has opened a copy"
+    page = ChatSession(lambda: store)
+    page.open(windows[0].conversation.id)
+    windows[0].release_draft()
+    fourth = ChatSession(lambda: store)
+    fourth.open_last()
+    assert fourth.conversation.title == "oldest", "the page is no window"
+
+
 def test_chat_goes_on_without_a_store_that_cannot_be_opened():
     def closed():
         raise StoreError("conversations.db: Read-only file system")

@@ -47,7 +47,7 @@ def test_model(as_json):
 def test_conversation_is_migrated():
     for _ in range(2):
         store = ConversationStore.open()
-        conversation = store.conversation(store.last())
+        conversation = store.conversation(store.listing(limit=1)[0].id)
         turns = store.turns(conversation.id)
         question, answer = branch_to(turns, conversation.head_id)
         assert (question.attachments[0].text, answer.content) == ("The sea is wide.", "Blue and grün.")

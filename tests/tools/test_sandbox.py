@@ -231,6 +231,74 @@ def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, mad
     assert len(list(trusted.glob(f"{made}.from-sandbox-*"))) == 1
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo x > sub/.envrc; rm -f sub/.envrc; mv sub/.envrc y; echo x | tee sub/.envrc",
+        "echo x > sub/deep/.git/hooks/pre-commit; mv sub/deep/.git z; rm -rf sub/deep",
+        "rm -rf bare/hooks; mv bare/HEAD b; echo x >> bare/config; echo x > bare/hooks/post-update",
+        "mv sub moved; echo x > moved/.envrc; mv moved sub",
+        "ln -f sub/data sub/.envrc; echo x > conf/real; rm -rf conf",
+    ],
+)
+def test_such_files_below_the_top_are_read_only_too(sandbox, folder, command):
+    contents = {
+        "sub/.envrc": "mine",
+        "sub/data": "data",
+        "sub/deep/.git/hooks/pre-commit": "mine",
+        "bare/HEAD": "ref: refs/heads/main",
+        "bare/config": "[core]",
+        "bare/hooks/post-update": "mine",
+        "conf/real": "mine",
+    }
+    for name, text in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name in ("bare/objects", "bare/refs", "linked"):
+        (folder / name).mkdir()
+    (folder / "linked" / ".envrc").symlink_to("../conf/real")
+    sh(sandbox, command)
+    assert {name: (folder / name).read_text() for name in contents} == contents
+    assert not list(folder.rglob("*.from-sandbox-*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        ("mkdir -p a/b; echo x > a/b/.envrc", "a/b/.envrc"),
+        ("mkdir -p a; git init -q a || mkdir a/.git", "a/.git"),
+        ("mkdir -p r/objects r/refs; echo x > r/HEAD", "r/HEAD"),
+        ("mkdir -p a; ln -s ../sub/data a/.exrc", "a/.exrc"),
+        ("mv sub old; mkdir sub; echo x > sub/.envrc", "sub/.envrc"),
+        ("mkdir a; echo x > a/.envrc; chmod 111 a", "a/.envrc"),
+        ("mkdir -p a z/z; echo x > z/z/.envrc; cd a; seq 2000 | xargs touch", "z/z/.envrc"),
+    ],
+)
+def test_such_files_that_a_command_creates_below_the_top_are_renamed(
+    sandbox, folder, command, path, monkeypatch
+):
+    monkeypatch.setattr("edgeinfer.tools.self_running.MAX_NAMES", 100)
+    (folder / "sub").mkdir()
+    (folder / "sub" / ".envrc").write_text("mine")
+    result = sh(sandbox, command)
+    assert result.is_error
+    assert f"{path} would be executed by other programs" in result.text
+    assert not os.path.lexists(folder / path)
+    assert list((folder / path).parent.glob(f"{(folder / path).name}.from-sandbox-*"))
+    moved = folder / ("old" if command.startswith("mv") else "sub")
+    assert (moved / ".envrc").read_text() == "mine", "it was there before, in a folder that was moved"
+
+
+def test_files_of_a_huge_tree_that_were_not_looked_at_are_not_renamed(sandbox, folder, monkeypatch):
+    (folder / "sub" / "deep").mkdir(parents=True)
+    (folder / "sub" / "deep" / ".envrc").write_text("mine")
+    wait_for(lambda: (folder / "sub" / "deep" / ".envrc").stat().st_ctime < time.time() - 0.1)
+    monkeypatch.setattr("edgeinfer.tools.self_running.MAX_NAMES", 1)
+    result = sh(sandbox, "mkdir new; echo x > new/.envrc")
+    assert "new/.envrc would be executed" in result.text
+    assert (folder / "sub" / "deep" / ".envrc").read_text() == "mine"
+
+
 @pytest.mark.parametrize("name", [".git", "HEAD", ".envrc"])
 @pytest.mark.parametrize("end", ["output", "stop", "closed output", "folder without permissions"])
 def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, end):

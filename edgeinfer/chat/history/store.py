@@ -495,11 +495,6 @@ class ConversationStore:
             snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
         return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
 
-    def last(self) -> int | None:
-        """Return the conversation that was used last, for `--continue`."""
-        newest = self.listing(limit=1)
-        return newest[0].id if newest else None
-
     def typed(self, limit: int = 200) -> list[str]:
         """Return what the user typed before, newest first, without repeats."""
         rows = self._rows(

@@ -43,7 +43,7 @@ def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
     assert page.get("/conversations?q=coffee") == []
 
     chat = terminal(engine)
-    assert chat.open_last()
+    assert not chat.open_last()
     chat.ask("And then?")
     consume(chat.begin_answer())
     assert [words(turn) for turn in page.ended(number)][-1] == "More"
