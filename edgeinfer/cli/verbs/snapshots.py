@@ -181,7 +181,6 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
-    bring.add_argument("--name", default="", help="which one of a folder that holds several")
     for parser in (export, bring):
         add_quiet(parser)
     trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")

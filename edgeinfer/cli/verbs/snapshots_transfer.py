@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
-from edgeinfer.config.load_options import LORA, NO_ADAPTERS
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.models import sources
-from edgeinfer.models.progress import Job
-from edgeinfer.platform import paths
-from edgeinfer.runtime.options import parse_adapters
-from edgeinfer.snapshots import format, registry
+from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import exporting, importing, signing
-from edgeinfer.snapshots.transfer.oci import Layout
+from edgeinfer.snapshots.transfer.image import ImageStore
+from edgeinfer.snapshots.transfer.layout import Layout
 from edgeinfer.units import format_bytes
 
 
@@ -31,7 +28,6 @@ class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
     """An exported snapshot. `written_bytes` counts only layers new at the destination."""
 
     name: str
-    tag: str
     destination: str
     digest: str
     signer: str
@@ -42,7 +38,6 @@ class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
         reused_bytes = self.layers_bytes - self.written_bytes
         reused = f"; {format_bytes(reused_bytes)} were there already" if reused_bytes else ""
         command = ["edgeinfer", "snapshots", "import", self.destination]
-        command += [] if self.destination.startswith("oci:") else ["--name", self.tag]
         return (
             f"{self.name} is in {self.destination}: {format_bytes(self.written_bytes)} written{reused}"
             f"; {self.wall_s:.1f} s\n"
@@ -58,24 +53,13 @@ class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
     signer: str
 
     def human(self) -> str:
-        d = self.snapshot
+        name = self.snapshot.name
         return (
-            f"{d.name} was built here as it was there: {format_bytes(d.disk_bytes)} on disk; "
+            f"{name} was built here as it was there: {format_bytes(self.snapshot.disk_bytes)} on disk; "
             f"{self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
-            f"try it: {_launch(d.name, d.model, d.requested)}"
+            f"try it: edgeinfer chat --snapshot {shlex.quote(name)}"
         )
-
-
-def _launch(name: str, model: str, requested: dict[str, str]) -> str:
-    if format.is_given(name, model, requested):
-        return f"edgeinfer chat --snapshot {name}"
-    adapters = [
-        one.name if one.scale == 1 else f"{one.name}:{one.scale:g}"
-        for one in parse_adapters(requested.get(LORA.field, NO_ADAPTERS))
-    ]
-    lora = ("--lora", ",".join(adapters)) if adapters else ()
-    return " ".join(["edgeinfer chat", model, *lora])
 
 
 class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
@@ -86,55 +70,41 @@ class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         own = f"your key: {self.own}" if self.own else "you have no key yet: the first export makes it"
-        return "\n".join([own, *(f"{who} since {day}" for who, day in self.trusted.items())])
+        return "\n".join([own, *(f"{signer} since {day}" for signer, day in self.trusted.items())])
 
 
 def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
     folder = registry.find(options.name)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
-    name = registry.read_details(folder).name
-    with _destination(options.destination) as (where, tag), progress:
-        done = exporting.export(
-            folder, where, tag or re.sub(r"[^A-Za-z0-9_.-]", "-", name), progress.report
-        )
+    with _opened(options.destination) as store, progress:
+        if isinstance(store, Layout):
+            _refuse_filled(store.folder)
+        exported = exporting.export(folder, store, progress.report)
     return SnapshotsExportResult(
-        name=name,
-        tag=done.name,
+        name=registry.read_details(folder).name,
         destination=options.destination,
-        digest=done.digest,
-        signer=done.signer,
-        layers_bytes=done.layers_bytes,
-        written_bytes=done.written_bytes,
+        **msgspec.structs.asdict(exported),
     )
 
 
 @contextmanager
-def _destination(text: str) -> Iterator[tuple[exporting.Store, str]]:
-    artifact = _artifact(text)
-    if artifact is None:
-        yield Layout(_folder_to_fill(text)), ""
-        return
-    if artifact.reference.startswith("sha256:"):
-        raise UsageError(f"{text} names a digest", hint="name a tag: oci://REGISTRY/NAME:TAG")
-    from edgeinfer.snapshots.transfer import remote  # 100 ms: httpx2
+def _opened(place: str) -> Iterator[ImageStore]:
+    source = sources.parse(place) if place.startswith("oci:") else None
+    if isinstance(source, sources.OciArtifact):
+        from edgeinfer.models.fetching import oci  # 100 ms: httpx2
 
-    with remote.opened(artifact) as store:
-        yield store, artifact.reference
+        with oci.connect(source) as registry:
+            yield registry
+    else:
+        yield Layout(Path(place).expanduser())
 
 
-def _folder_to_fill(text: str) -> Path:
-    folder = Path(text).expanduser()
-    if not text or (folder.exists() and not (folder.is_dir() and _may_fill(folder))):
+def _refuse_filled(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(
-            f"{text or 'nothing'} is no folder to export to: it holds something else",
-            hint="name a new folder, one of an earlier export, or oci://REGISTRY/NAME:TAG",
+            f"{folder} holds something already", hint="name a new folder, or oci://REGISTRY/NAME:TAG"
         )
-    return folder
-
-
-def _may_fill(folder: Path) -> bool:
-    return (folder / "oci-layout").is_file() or not any(folder.iterdir())
 
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
@@ -143,37 +113,10 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     with (
         stoppable("stopped; nothing of the snapshot is kept"),
         progress,
-        _source(options.source, progress) as source,
+        _opened(options.source) as store,
     ):
-        offer = importing.offered(source, options.name)
-        details = importing.import_snapshot(source, offer, host, progress.report)
-    return SnapshotsImportResult(snapshot=details, signer=offer.signer)
-
-
-@contextmanager
-def _source(text: str, progress: StageProgress) -> Iterator[Layout]:
-    artifact = _artifact(text)
-    if artifact is None:
-        yield Layout(Path(text).expanduser())
-        return
-    from edgeinfer.snapshots.transfer import remote  # 100 ms: httpx2
-
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=paths.cache_dir(), prefix="import-") as folder,
-        remote.opened(artifact) as store,
-    ):
-        job = Job(
-            lambda at: progress.report(
-                "download", at.done_bytes / at.total_bytes if at.total_bytes else None
-            )
-        )
-        yield remote.FetchedSnapshot(store, artifact.reference, Path(folder), job)
-
-
-def _artifact(text: str) -> sources.OciArtifact | None:
-    artifact = sources.parse(text) if text.startswith("oci:") else None
-    return artifact if isinstance(artifact, sources.OciArtifact) else None
+        details, signer = importing.import_snapshot(store, host, progress.report)
+    return SnapshotsImportResult(snapshot=details, signer=signer)
 
 
 def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:

@@ -1,7 +1,8 @@
-"""Resolve an artifact of a container registry to its layers that are GGUF files.
+"""Container registries: artifacts whose layers are GGUF files, and images of snapshots.
 
-Ollama's registry and Docker's model artifacts are such: a manifest lists layers by media type and
-digest. The digest is the SHA-256 of the file, so what is fetched is checked against it.
+A manifest lists layers by media type and digest; the digest is the SHA-256 of the file, so a download
+is checked against it. Protocol: https://github.com/opencontainers/distribution-spec. A user who logged
+in with docker or podman is logged in here.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urljoin
 
 import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
 import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError
 from edgeinfer.models import names
-from edgeinfer.models.fetching import http_client
+from edgeinfer.models.fetching import download, http_client
 from edgeinfer.models.fetching.download import Remote
+from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 
 #: A layer that is a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
@@ -45,7 +49,17 @@ _TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 #: Docker Hub's registry, by the names that people write.
 _HUB = "registry-1.docker.io"
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def connect(source: OciArtifact) -> Iterator[Registry]:
+    """Open a registry. Raises OfflineError before any connection, DownloadError."""
+    try:
+        with http_client.client(str(source), _TIMEOUT_S) as client:
+            yield Registry(source, client)
+    except httpx2.TransportError as error:
+        raise DownloadError(f"{source}: {http_client.describe_transport_error(error)}") from error
 
 
 def resolve(source: OciArtifact) -> list[Remote]:
@@ -55,8 +69,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
     DownloadError.
     """
     try:
-        with http_client.client(str(source), _TIMEOUT_S) as client:
-            registry = Registry(source, client)
+        with connect(source) as registry:
             manifest = registry.manifest(source.reference)
             if manifest.get("mediaType") in _INDEXES or "manifests" in manifest:
                 manifest = registry.manifest(manifest["manifests"][0]["digest"])
@@ -68,8 +81,6 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 remote = registry.blob(layer, f"mmproj-{names.sanitize_file_name(source.stem)}.gguf")
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
             return remotes
-    except httpx2.TransportError as error:
-        raise DownloadError(f"{source}: {http_client.describe_transport_error(error)}") from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
 
@@ -130,8 +141,9 @@ class Registry:
             raise ValueError("no object")
         return manifest
 
-    def manifest_content(self, reference: str) -> bytes:
-        """Return the manifest's bytes of a tag or digest, which is verified."""
+    def manifest_content(self, reference: str = "") -> bytes:
+        """Return the manifest's bytes of a tag or digest, which is verified; "" is the source's."""
+        reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
         content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -150,6 +162,33 @@ class Registry:
             sha256=names.digest(digest),
             headers={"Authorization": self._authorization} if self._authorization else {},
         )
+
+    # --- images of snapshots: `snapshots.transfer.image.ImageStore`
+
+    def read_blob(self, digest: str, _size: int) -> bytes:
+        return self.asked("GET", f"{self.base}/blobs/{digest}", {}).content
+
+    def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
+        remote = self.blob({"digest": digest, "size": size}, names.digest(digest))
+        job.begin("downloading", digest, total=size)
+        return download.fetch(remote, folder, job)
+
+    def has_blob(self, digest: str, size: int) -> bool:
+        response = self.asked("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
+        return response.status_code == 200 and response.headers.get("Content-Length") == str(size)
+
+    def put_blob(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
+        upload = self.asked(
+            "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
+        )
+        url = urljoin(str(upload.url), upload.headers.get("Location", ""))
+        url += f"{'&' if '?' in url else '?'}digest={digest}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        self.asked("PUT", url, headers, chunks, wanted=(201,))
+
+    def put_manifest(self, content: bytes) -> None:
+        url = f"{self.base}/manifests/{self._source.reference}"
+        self.asked("PUT", url, {"Content-Type": _MANIFESTS[0]}, content, wanted=(200, 201))
 
     def asked(
         self,

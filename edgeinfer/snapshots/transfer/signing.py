@@ -1,4 +1,4 @@
-"""Whose snapshots are imported: a user's own key, and trusted ones (`platform.ed25519`).
+"""The signers whose snapshots are imported: this user, and keys that this user trusts.
 
 DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
 DATA/snapshot-signers   0600: a FINGERPRINT whose snapshots are imported, the day it was trusted
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from datetime import UTC, datetime
-from pathlib import Path
 
 from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
 from edgeinfer.platform import paths
@@ -19,33 +18,33 @@ from edgeinfer.snapshots.format import refuse_unsafe
 
 PRIVATE_KEY = "snapshot-key.pem"
 SIGNERS = "snapshot-signers"
-_FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
 def own_key(*, make: bool) -> SigningKey | None:
     """Return this user's key; make it if there is none and `make`.
 
-    Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is no key.
+    Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is not a key.
     """
-    path = paths.data_dir() / PRIVATE_KEY
-    text = read_private(path)
-    if text is None and not make:
-        return None
-    if text is None:
+    text = _read_private(PRIVATE_KEY)
+    if not text:
+        if not make:
+            return None
         text = new_key_text()
-        write_private(path, text)
+        _write_private(PRIVATE_KEY, text)
     key = parse_key(text)
     if key is None:
         raise SnapshotUntrustedError(
-            f"{path} is no Ed25519 key", hint="move it aside; the next export makes another"
+            f"{paths.data_dir() / PRIVATE_KEY} is not an Ed25519 key",
+            hint="move it aside; the next export makes another",
         )
     return key
 
 
-def read_private(path: Path) -> str | None:
-    """Read a file of this user's alone, None if there is none. Raises SnapshotUnsafeError."""
+def _read_private(name: str) -> str:
+    """Read a file that only this user can access, "" if there is none. Raises SnapshotUnsafeError."""
+    path = paths.data_dir() / name
     if not os.path.lexists(path):
-        return None
+        return ""
     try:
         refuse_unsafe(str(path), directory=False)
     except SnapshotUnsafeError as error:
@@ -53,8 +52,8 @@ def read_private(path: Path) -> str | None:
     return path.read_text("utf-8", errors="replace")
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that this user alone may read. Raises SnapshotError where this user may not."""
+def _write_private(name: str, text: str) -> None:
+    path = paths.data_dir() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode(), 0o600)
@@ -64,50 +63,45 @@ def write_private(path: Path, text: str) -> None:
         ) from error
 
 
-def _signers_file() -> Path:
-    return paths.data_dir() / SIGNERS
-
-
 def trusted() -> dict[str, str]:
     """Return every trusted fingerprint with its day. Raises SnapshotUnsafeError."""
-    rows = (line.split() for line in (read_private(_signers_file()) or "").splitlines())
+    rows = (line.split() for line in _read_private(SIGNERS).splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def trust(fingerprint: str) -> None:
-    """Trust what this key signs. Raises UsageError for no fingerprint."""
-    if not _FINGERPRINT.fullmatch(fingerprint):
+    """Trust the signatures of this key. Raises UsageError for what is not a fingerprint."""
+    if not re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", fingerprint):
         raise UsageError(
-            f"{fingerprint!r} is no fingerprint of a key",
+            f"{fingerprint!r} is not a fingerprint of a key",
             hint="`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters",
         )
-    today = datetime.now(UTC).date().isoformat()
-    _write_signers({fingerprint: today} | trusted())
+    _write_signers({fingerprint: datetime.now(UTC).date().isoformat()} | trusted())
 
 
 def distrust(fingerprint: str) -> None:
     """Stop trusting this key. Raises UsageError if it was not trusted."""
-    known = trusted()
-    if known.pop(fingerprint, None) is None:
+    signers = trusted()
+    if signers.pop(fingerprint, None) is None:
         raise UsageError(
             f"{fingerprint} is not among the trusted keys",
             hint="`edgeinfer snapshots trust` lists them",
         )
-    _write_signers(known)
+    _write_signers(signers)
 
 
 def _write_signers(signers: dict[str, str]) -> None:
-    write_private(_signers_file(), "".join(f"{who} {day}\n" for who, day in signers.items()))
+    _write_private(SIGNERS, "".join(f"{signer} {day}\n" for signer, day in signers.items()))
 
 
 def refuse_unknown(public: bytes) -> str:
     """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for any other."""
-    who = fingerprint(public)
+    signer = fingerprint(public)
     own = own_key(make=False)
-    if who not in trusted() and (own is None or own.fingerprint != who):
+    if signer not in trusted() and (own is None or own.fingerprint != signer):
         raise SnapshotUntrustedError(
-            f"the snapshot was signed by {who}, whom you have not trusted",
+            f"the snapshot was signed by {signer}, whom you have not trusted",
             hint="ask its maker for the fingerprint; if it is the same: "
-            f"`edgeinfer snapshots trust {who}`",
+            f"`edgeinfer snapshots trust {signer}`",
         )
-    return who
+    return signer

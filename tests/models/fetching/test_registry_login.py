@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from edgeinfer.errors import DownloadError, OfflineError
+from edgeinfer.models.fetching.oci import Registry, connect
 from edgeinfer.models.sources import OciArtifact
-from edgeinfer.snapshots.transfer.remote import RegistryStore, opened
 
 LOGIN = base64.b64encode(b"me:pass").decode()
 SOURCE = OciArtifact("registry.example.org", "people/small", "a")
@@ -34,7 +34,7 @@ def sent(answer: Answer) -> list[tuple[str, str]]:
 
     with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
         try:
-            RegistryStore(SOURCE, client).put("sha256:" + "0" * 64, 3, iter([b"abc"]))
+            Registry(SOURCE, client).put_blob("sha256:" + "0" * 64, 3, iter([b"abc"]))
         except DownloadError as error:
             seen.append(("refused", error.message))
     return seen
@@ -103,7 +103,7 @@ def test_token_service_in_the_open_is_refused() -> None:
 
 def test_registry_is_not_opened_offline(monkeypatch) -> None:
     monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
-    with pytest.raises(OfflineError, match="offline mode is on"), opened(SOURCE):
+    with pytest.raises(OfflineError, match="offline mode is on"), connect(SOURCE):
         pass
 
 
@@ -130,12 +130,8 @@ def test_endless_answer_is_not_read_to_its_end(what: str) -> None:
         return httpx2.Response(404 if what == "refusal" else 200, stream=body)
 
     with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
-        store = RegistryStore(SOURCE, client)
-        ask = (
-            partial(store.put_manifest, "a", b"{}")
-            if what == "upload"
-            else partial(store.manifest, "a")
-        )
+        store = Registry(SOURCE, client)
+        ask = partial(store.put_manifest, b"{}") if what == "upload" else partial(store.manifest, "a")
         with pytest.raises(DownloadError, match="more than 4 MiB"):
             ask()
     assert body.taken <= 8 << 20

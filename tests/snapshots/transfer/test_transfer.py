@@ -1,6 +1,5 @@
 """Snapshots that travel: to another home and another place of the program, and what is refused."""
 
-import base64
 import os
 import shutil
 import stat
@@ -8,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from stores_here import docker_registry, registry_program
 
@@ -15,8 +15,8 @@ from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntru
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by
-from edgeinfer.snapshots.transfer import description, importing, signing
-from edgeinfer.snapshots.transfer.oci import Layout
+from edgeinfer.snapshots.transfer import image, importing, signing
+from edgeinfer.snapshots.transfer.layout import Layout
 
 from ...conftest import BUILD_CACHE
 
@@ -66,7 +66,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         (pulled,) = (abroad.home / "ei/data/models/pulled").glob("*.gguf")
         assert pulled.read_bytes() == warm.model.read_bytes()
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
-        assert missing["code"] == "snapshot-missing"
+        assert missing["code"] == "source-not-found"
         abroad.run("pull", str(abroad.model), "--name", MODEL, "--in-place", "--quiet").check()
         for blob in (tmp_path / "blobs").rglob("data"):
             if blob.stat().st_size == abroad.model.stat().st_size:
@@ -76,57 +76,48 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
     assert abroad.ask().start["how"] == "resumed"
 
 
-# --- what was altered on the way
+# --- images that were altered
 
 
 def resigned(
     exported: Path,
     folder: Path,
     key: SigningKey,
-    change: Callable[[description.SnapshotDescription], description.SnapshotDescription],
+    change: Callable[[image.SnapshotDescription], image.SnapshotDescription],
 ) -> None:
-    """A copy of an export whose description is changed and signed by `key`."""
-    changed = description.config_bytes(change(description_of(exported)))
+    """Copy an export; change its description and sign it with `key`."""
+    config, manifest = image.sign(change(description_of(exported)), key)
     shutil.copytree(exported, folder, copy_function=os.link)
-    (folder / "index.json").unlink()
     layout = Layout(folder)
-    layout.put(description.sha256(changed), len(changed), iter([changed]))
-    annotations = {
-        description.SIGNER: base64.b64encode(key.public).decode(),
-        description.SIGNATURE: base64.b64encode(key.sign(changed)).decode(),
-    }
-    layout.put_manifest("small", description.manifest_bytes(changed, [], annotations))
+    layout.put_blob(image.sha256(config), len(config), iter([config]))
+    layout.put_manifest(manifest)
 
 
-def copied(exported: Path, folder: Path) -> description.ImageManifest:
+def copied(exported: Path, folder: Path) -> image.ImageManifest:
     shutil.copytree(exported, folder, copy_function=os.link)
-    return description.read_manifest(Layout(folder).manifest())
+    return msgspec.json.decode(Layout(folder).manifest_content(), type=image.ImageManifest)
 
 
-def rewritten(folder: Path, manifest: description.ImageManifest) -> None:
-    """Another manifest in a copy of an export, with its own digest right."""
-    (folder / "index.json").unlink()
-    content = Layout(folder).read(manifest.config.digest, manifest.config.size)
-    changed = description.manifest_bytes(content, [], manifest.annotations)
-    Layout(folder).put_manifest("small", changed)
+def rewritten(folder: Path, manifest: image.ImageManifest) -> None:
+    """Write another manifest, under its own digest, into a copy of an export."""
+    Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
 def replaced(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
-    """Other bytes under a blob's name."""
+    """Write other bytes under a blob's name."""
     path = Layout(folder).blob(digest)
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(change(content))
 
 
-def description_of(folder: Path) -> description.SnapshotDescription:
-    manifest = description.read_manifest(Layout(folder).manifest())
-    return description.read_config(Layout(folder).read(manifest.config.digest, manifest.config.size))
+def description_of(folder: Path) -> image.SnapshotDescription:
+    return image.read_signed(Layout(folder))[0]
 
 
-def last_file(folder: Path) -> description.Descriptor:
-    """An adapter's layer, or the only one: that of the model."""
-    return description.layers(description_of(folder))[-1]
+def last_file(folder: Path) -> image.Descriptor:
+    """An adapter's layer, or the only one: the model's."""
+    return image.layers(description_of(folder))[-1]
 
 
 def flipped(content: bytes) -> bytes:
@@ -145,10 +136,10 @@ def flip_config(exported, folder, _key):
 
 def change_config(exported, folder, _key):
     manifest = copied(exported, folder)
-    content = Layout(folder).read(manifest.config.digest, manifest.config.size)
+    content = Layout(folder).read_blob(manifest.config.digest, manifest.config.size)
     content = content.replace(b'"model":"small"', b'"model":"smart"')
-    manifest.config = description.Descriptor("", description.sha256(content), len(content))
-    Layout(folder).put(manifest.config.digest, manifest.config.size, iter([content]))
+    manifest.config = image.Descriptor("", image.sha256(content), len(content))
+    Layout(folder).put_blob(manifest.config.digest, manifest.config.size, iter([content]))
     rewritten(folder, manifest)
 
 
@@ -184,7 +175,7 @@ TAMPERINGS = {
     "a bit of the config": (flip_config, "snapshot-corrupt", "holds other bytes than its name says"),
     "another config": (change_config, "snapshot-untrusted", "altered after it was signed"),
     "a layer left out": (drop, "snapshot-corrupt", "has no sha256:"),
-    "a layer cut short": (cut, "snapshot-corrupt", "has fewer bytes"),
+    "a layer cut short": (cut, "snapshot-corrupt", " bytes, not "),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
     "another signer": (other_signer, "snapshot-untrusted", "whom you have not trusted"),
@@ -193,11 +184,8 @@ TAMPERINGS = {
 
 def refused(folder: Path) -> EdgeInferError:
     """Return the error of importing a folder; assert that nothing is published."""
-    source = Layout(folder)
     with pytest.raises(EdgeInferError) as error:
-        importing.import_snapshot(
-            source, importing.offered(source), Host(), lambda _stage, _fraction: None
-        )
+        importing.import_snapshot(Layout(folder), Host(), lambda _stage, _fraction: None)
     assert not list(paths.snapshots_dir().glob("*@*"))
     return error.value
 
@@ -227,19 +215,19 @@ def test_altered_image_is_refused_by_name_and_nothing_is_published(exported, sig
 def test_only_regular_files_of_an_image_folder_are_read(tmp_path, make):
     make(tmp_path / "index.json")
     with pytest.raises(SnapshotCorruptError, match="cannot be understood"):
-        Layout(tmp_path).manifest()
+        Layout(tmp_path).manifest_content()
     digest = "sha256:" + "0" * 64
     (tmp_path / "blobs/sha256").mkdir(parents=True)
     make(Layout(tmp_path).blob(digest))
     with pytest.raises(SnapshotCorruptError, match="has no sha256:"):
-        Layout(tmp_path).read(digest, 5)
+        Layout(tmp_path).read_blob(digest, 5)
 
 
 def test_huge_index_of_an_image_folder_is_refused(tmp_path):
     with (tmp_path / "index.json").open("wb") as file:
         file.truncate(1 << 34)  # a hole
     with pytest.raises(SnapshotCorruptError, match="has more than"):
-        Layout(tmp_path).manifest()
+        Layout(tmp_path).manifest_content()
 
 
 def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
@@ -256,7 +244,7 @@ def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
         signing.own_key(make=False)
     path.write_text("nothing")
     path.chmod(0o600)
-    with pytest.raises(SnapshotUntrustedError, match="no Ed25519 key"):
+    with pytest.raises(SnapshotUntrustedError, match="not an Ed25519 key"):
         signing.own_key(make=False)
 
 

@@ -1,7 +1,6 @@
 """What a snapshot that travels was made of: adapters go with it."""
 
 import os
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
 from edgeinfer.snapshots import format
-from edgeinfer.snapshots.transfer import description, exporting
+from edgeinfer.snapshots.transfer import exporting, image
 
 from ..conftest import Endpoint
 from .test_transfer import all_refused, description_of, flip_file, resigned
@@ -57,18 +56,12 @@ def place_of(person, name: str) -> Path:
 
 @pytest.mark.criu
 def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad):
-    kinds = [layer.media_type for layer in description.layers(description_of(exported))]
-    assert kinds == [description.MODEL_TYPE, description.ADAPTER_TYPE, description.ADAPTER_TYPE]
+    kinds = [layer.media_type for layer in image.layers(description_of(exported))]
+    assert kinds == [image.MEDIA_TYPES[kind] for kind in ("model", "adapter", "adapter")]
 
-    azure = place_of(abroad, "azure")
-    azure.parent.mkdir(mode=0o700)
-    shutil.copy(exporter.home / "blue.gguf", azure)
-    for path in (azure.parent, azure):
-        os.chown(path, abroad.uid, abroad.gid)
     abroad.run("snapshots", "trust", signer).check()
     abroad.run("snapshots", "import", str(exported), "--quiet").check()
     assert place_of(abroad, "red").read_bytes() == place_of(exporter, "red").read_bytes()
-    assert place_of(abroad, "blue").samefile(azure)
 
     blue = str(exporter.home / "blue.gguf")
     there = exporter.ask(*(blue if word == "blue" else word for word in OPTIONS))
@@ -95,15 +88,13 @@ def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad
 # --- what was altered on the way
 
 
-def first_adapter(**changes):
-    """Return a tampering that signs a description whose first adapter is changed."""
+def last_adapter(**changes):
+    """Return a tampering that signs a description with a changed last adapter."""
 
     def tamper(exported, folder, key):
         def change(d):
-            first, *others = d.adapters
-            return msgspec.structs.replace(
-                d, adapters=(msgspec.structs.replace(first, **changes), *others)
-            )
+            *files, last = d.files
+            return msgspec.structs.replace(d, files=(*files, msgspec.structs.replace(last, **changes)))
 
         resigned(exported, folder, key, change)
 
@@ -122,17 +113,22 @@ def wished_otherwise(exported, folder, key):
     )
     user_path().parent.mkdir(parents=True, exist_ok=True)
     user_path().write_text(table)
-    resigned(exported, folder, key, lambda d: msgspec.structs.replace(d, requested={}, adapters=()))
+    resigned(
+        exported,
+        folder,
+        key,
+        lambda d: msgspec.structs.replace(d, requested={}, files=tuple(d.model_files)),
+    )
 
 
 TAMPERINGS = {
     "a bit of an adapter": (flip_file, "snapshot-corrupt", "holds other bytes than its name says"),
     "another adapter here": (other_adapter_here, "snapshot-stale", "adapter: red is sha256"),
     "a digest that leads out": (
-        first_adapter(sha256="../" * 5 + "etc/hosts"), "snapshot-corrupt", "no snapshot of edgeinfer"
+        last_adapter(sha256="../" * 5 + "etc/hosts"), "snapshot-corrupt", "not a snapshot of edgeinfer"
     ),
     "a name that leads out": (
-        first_adapter(name="../x"), "snapshot-corrupt", "this image is no snapshot of edgeinfer"
+        last_adapter(name="../x"), "snapshot-corrupt", "this image is not a snapshot of edgeinfer"
     ),
     "other wishes here": (wished_otherwise, "snapshot-stale", "yours gives small `lora`"),
 }  # fmt: skip
@@ -170,6 +166,6 @@ def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
             exporting.describe(manifest, "")
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
-    found, paths_by_digest = exporting.describe(manifest_with(lora=lora), "")
-    assert [(one.name, one.scale) for one in found.adapters] == [("red", 0.5)]
+    described, paths_by_digest = exporting.describe(manifest_with(lora=lora), "")
+    assert [(adapter.name, adapter.scale) for adapter in described.adapters] == [("red", 0.5)]
     assert len(paths_by_digest) == 2

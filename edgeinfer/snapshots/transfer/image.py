@@ -1,0 +1,203 @@
+"""An exported snapshot as an OCI image: what to build it from, signed by its exporter.
+
+The config is an ordinary image config with one more key, `edgeinfer`. It names every file by its
+digest, which is its layer's, so one signature covers all.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import msgspec
+
+from edgeinfer.errors import SnapshotCorruptError, SnapshotUntrustedError
+from edgeinfer.models.progress import Job
+from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
+
+FORMAT = 6
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+#: The media type of a layer, which is a file as it is: Docker's, as far as there is one.
+MEDIA_TYPES = {
+    "model": "application/vnd.docker.ai.gguf.v3",
+    "projector": "application/vnd.docker.ai.mmproj",
+    "adapter": "application/vnd.edgeinfer.adapter.gguf",
+}
+SIGNATURE = "io.edgeinfer.snapshot.signature"
+SIGNER = "io.edgeinfer.snapshot.signer"
+#: Largest manifest or config (bytes).
+MAX_BYTES = 4 << 20
+#: A name is a file's or a folder's: no separators, and nothing hidden.
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class ImageStore(Protocol):
+    """A folder or a tag of a registry that holds one image."""
+
+    def manifest_content(self) -> bytes: ...
+
+    def read_blob(self, digest: str, size: int, /) -> bytes:
+        """Return a small blob, not verified."""
+
+    def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
+        """Write a blob into a folder, not verified."""
+
+    def has_blob(self, digest: str, size: int) -> bool: ...
+
+    def put_blob(self, digest: str, size: int, chunks: Iterator[bytes]) -> None: ...
+
+    def put_manifest(self, content: bytes) -> None: ...
+
+
+class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that the snapshot is built from; `scale` is an adapter's."""
+
+    kind: Literal["model", "projector", "adapter"]
+    name: Name
+    size: Size
+    sha256: Sha256
+    scale: float = 1.0
+
+    @property
+    def digest(self) -> str:
+        """Digest of its layer, as OCI writes it."""
+        return f"sha256:{self.sha256}"
+
+
+class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot as its exporter describes it: what to build, from which files."""
+
+    format: int = FORMAT
+    name: Name
+    model: str
+    requested: dict[str, str]
+    system: str
+    files: tuple[SnapshotFile, ...]
+
+    @property
+    def model_files(self) -> list[SnapshotFile]:
+        """Files of the model in order, its projector last."""
+        return [file for file in self.files if file.kind != "adapter"]
+
+    @property
+    def adapters(self) -> list[SnapshotFile]:
+        return [file for file in self.files if file.kind == "adapter"]
+
+
+class Descriptor(msgspec.Struct, rename="camel"):
+    """A blob in a manifest."""
+
+    media_type: str
+    digest: str
+    size: int
+
+
+class ImageManifest(msgspec.Struct, rename="camel", kw_only=True):
+    schema_version: int = 2
+    media_type: str = MANIFEST_TYPE
+    config: Descriptor
+    layers: list[Descriptor] = []
+    annotations: dict[str, str] = {}
+
+
+class _Config(msgspec.Struct):
+    edgeinfer: SnapshotDescription
+
+
+def sha256(content: bytes) -> str:
+    """Return the digest of some bytes as OCI writes it."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def corrupt(message: str) -> SnapshotCorruptError:
+    """Return the error of corrupt input, for which there is no next step."""
+    return SnapshotCorruptError(message, hint="")
+
+
+def layers(description: SnapshotDescription) -> list[Descriptor]:
+    """Return a layer for each file; equal files share one."""
+    by_digest = {
+        file.digest: Descriptor(MEDIA_TYPES[file.kind], file.digest, file.size)
+        for file in description.files
+    }
+    return list(by_digest.values())
+
+
+def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:
+    """Return the image config and the manifest with its signature; equal snapshots give equal bytes."""
+    machine = os.uname().machine
+    blobs = layers(description)
+    config = msgspec.json.encode(
+        {
+            "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine),
+            "os": "linux",
+            "config": {},
+            "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in blobs]},
+            "edgeinfer": description,
+        }
+    )
+    manifest = ImageManifest(
+        config=Descriptor("application/vnd.oci.image.config.v1+json", sha256(config), len(config)),
+        layers=blobs,
+        annotations={
+            SIGNER: base64.b64encode(key.public).decode(),
+            SIGNATURE: base64.b64encode(key.sign(config)).decode(),
+        },
+    )
+    return config, msgspec.json.encode(manifest)
+
+
+def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
+    """Return the description in an image and the public key that signed it, of anybody.
+
+    Raises SnapshotCorruptError, SnapshotUntrustedError for a signature that is missing or wrong.
+    """
+    try:
+        manifest = msgspec.json.decode(store.manifest_content(), type=ImageManifest)
+    except msgspec.MsgspecError as error:
+        raise corrupt(f"this is not a manifest of an image: {error}") from error
+    digest, size = manifest.config.digest, manifest.config.size
+    if not 0 <= size <= MAX_BYTES:
+        raise corrupt(f"{digest} is said to have {size} bytes")
+    config = store.read_blob(digest, size)
+    refuse_other_bytes(digest, sha256(config))
+    public = _signer(manifest.annotations, config)
+    try:
+        description = msgspec.json.decode(config, type=_Config).edgeinfer
+    except msgspec.MsgspecError as error:
+        raise corrupt(f"this image is not a snapshot of edgeinfer: {error}") from error
+    if description.format != FORMAT:
+        raise SnapshotCorruptError(
+            f"the snapshot was exported in format {description.format}, this edgeinfer reads {FORMAT}",
+            hint="use the edgeinfer that exported it",
+        )
+    return description, public
+
+
+def refuse_other_bytes(digest: str, actual: str) -> None:
+    """Raise SnapshotCorruptError if a blob's content has another digest."""
+    if actual != digest:
+        raise corrupt(f"{digest} holds other bytes than its name says")
+
+
+def _signer(annotations: dict[str, str], config: bytes) -> bytes:
+    try:
+        public = base64.b64decode(annotations[SIGNER], validate=True)
+        signature = base64.b64decode(annotations[SIGNATURE], validate=True)
+    except (KeyError, binascii.Error, ValueError) as error:
+        raise SnapshotUntrustedError(
+            "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
+        ) from error
+    if not is_signed_by(public, signature, config):
+        raise SnapshotUntrustedError(
+            "the signature does not fit the snapshot: it was altered after it was signed",
+            hint="fetch or export it again",
+        )
+    return public
