@@ -450,6 +450,8 @@ class _StreamResponse(_GenerationResponse):
             text = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
             return self.context.dialect.comment(text)
         seen = self._progress
+        if self._last_token:
+            return self.task.renderer.waiting("generating")
         if seen is None or seen.queued:
             return self.task.renderer.waiting("queued")
         return self.task.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")

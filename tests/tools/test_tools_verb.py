@@ -95,7 +95,8 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         "files is left out: a built-in server has this name",
         "/no/such/program cannot be started",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
-        "listing__loose: the model may write other arguments: ",
+        "listing__loose: the model may write other arguments: "
+        "the schema cannot be enforced at #/properties/n: ",
         "Figma-Dev-Mode",
         "weather",
     ):

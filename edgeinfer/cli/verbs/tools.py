@@ -9,9 +9,7 @@ import msgspec
 
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.errors import InvalidRequestError
 from edgeinfer.host import Host
-from edgeinfer.runtime.requests import Tool, preparing
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> ToolsResult:
     """List tools. Raises ConfigError, and UsageError if none are configured."""
-    from edgeinfer.tools.loop import ChatTools  # for this verb alone
+    from edgeinfer.tools.loop import ChatTools  # only for this verb
 
     tools = ChatTools(host.config.tools, Path.cwd())
     try:
         notices = tools.prepare(refresh=options.check)
         if options.check:
-            notices += filter(None, map(_describe_loose, tools.shown()))
+            # imported only here: 60 ms
+            from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
+
+            notices += filter(None, map(describe_loose, tools.shown()))
         by_server = tools.offered()
     finally:
         tools.close()
@@ -74,15 +75,3 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
         ),
         notices=tuple(notices),
     )
-
-
-def _describe_loose(tool: Tool) -> str:
-    """Return why a tool's arguments are not held to its schema, or ""."""
-    from edgeinfer.runtime.sampling.grammar import check_schema  # 60 ms, only for --check
-
-    try:
-        with preparing():
-            check_schema({"type": "object", **tool.parameters})
-    except InvalidRequestError as error:
-        return f"{tool.name}: the model may write other arguments: {error.message}"
-    return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgeinfer.errors import UnsupportedConstraintError
+from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds, property_schemas
 from edgeinfer.runtime.chat_format.tool_call_formats import (
     GEMMA,
@@ -23,7 +23,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
     QWEN_XML,
     ToolFormat,
 )
-from edgeinfer.runtime.requests import Tool
+from edgeinfer.runtime.requests import Tool, preparing
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quoted
 from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
 
@@ -234,6 +234,16 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
     Cached by `salt`: the time it takes must not tell one client what another asked for.
     """
     return _fault_of(msgspec.json.encode(tool.parameters), salt)
+
+
+def describe_loose(tool: Tool) -> str:
+    """Return where and why a tool's arguments are not held to its schema, "" if they are."""
+    try:
+        with preparing():
+            fault = schema_fault(tool, "")
+    except InvalidRequestError as error:
+        fault = "#", error.message
+    return f"{tool.name}: the model may write other arguments: {fault[1]}" if fault else ""
 
 
 def _closed(schema: Any, depth: int, *, joined: bool) -> Any:

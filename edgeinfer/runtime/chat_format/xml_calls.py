@@ -28,7 +28,6 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-_LONGEST = max(map(len, _MARKERS))
 #: What follows the closer of a value that stands inside another.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
@@ -151,7 +150,9 @@ class XmlSection(Section):
                 if is_of_line or _AFTER_VALUE.match(self._raw, end):
                     value.openers.pop()
         else:
-            value.seen = max(value.seen, len(self._raw) - _LONGEST)
+            opening = self._raw.rfind("<", value.seen)
+            is_open = opening >= 0 and could_become(self._raw[opening:], _MARKERS)
+            value.seen = opening if is_open else len(self._raw)
         return self._best_end(value) if self._ended and not self._cut else None
 
     def _judge(self, marker: re.Match[str]) -> Verdict:

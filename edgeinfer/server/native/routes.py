@@ -14,6 +14,7 @@ from edgeinfer import __version__
 from edgeinfer.agents.prompt_normalization import predict_prefix
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
@@ -269,6 +270,8 @@ async def props(context: RequestContext) -> wire.Props:
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
     models = endpoint.models.report()
+    tools = endpoint.tools.shown() if endpoint.tools is not None else ()
+    loose_tools = await endpoint.in_thread(lambda: list(filter(None, map(describe_loose, tools))))
     defaults = wire.LlamaDefaults(
         n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
     )
@@ -282,6 +285,7 @@ async def props(context: RequestContext) -> wire.Props:
         start_reason=endpoint.host.start.reason,
         start_stages_ms=endpoint.host.start.stages_ms,
         limits=msgspec.to_builtins(endpoint.limits),
+        loose_tools=loose_tools,
         prompt_normalization=wire.PromptNormalization(
             rules=list(endpoint.normalizer.rules),
             agents=[agent.name for agent in AGENTS.values() if agent.user_agent],

@@ -202,7 +202,8 @@ class LlamaDefaults(Reply, frozen=True, kw_only=True):
 class Props(Reply, frozen=True, kw_only=True):
     """The endpoint and its models; the default model in the fields of llama.cpp's server.
 
-    `requests` use a model now.
+    `requests` use a model now. `loose_tools` name the configured tools in use whose arguments are not
+    held to their schema, with the place in it and the reason.
     """
 
     version: str
@@ -214,6 +215,7 @@ class Props(Reply, frozen=True, kw_only=True):
     start_reason: str
     start_stages_ms: dict[str, float]
     limits: dict[str, Any]
+    loose_tools: list[str]
     prompt_normalization: PromptNormalization
     default_generation_settings: LlamaDefaults
     total_slots: int

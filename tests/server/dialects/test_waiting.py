@@ -1,5 +1,6 @@
 """While a prompt is read the client gets events, not comments alone; one that is too long is known."""
 
+import itertools
 import json
 
 import pytest
@@ -51,6 +52,23 @@ def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
         assert choice["finish_reason"] is None
         assert choice.get("delta", choice.get("text")) in ({}, "")
     assert any(line.startswith("data: ") for line in rest)
+
+
+@pytest.mark.parametrize("path", STREAMING)
+def test_pause_between_tokens_is_bridged_and_called_by_its_name(serve, path):
+    gate = StepGate()
+    engine = FakeEngine([[Progress(9, 9), "first", gate, "last"]])
+    here = serve(engine, limits=Limits(comment_s=0.02))
+    with here.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
+        lines = answer.iter_lines()
+        begun = list(itertools.takewhile(lambda line: "first" not in line, lines))
+        comments = [line for line in itertools.islice(lines, 20) if line.startswith(":")]
+        gate.opened.set()
+        rest = "\n".join(lines)
+    assert not any("generating" in line for line in begun)
+    assert comments
+    assert set(comments) == {": generating"}
+    assert "last" in rest
 
 
 def test_a_message_begins_once_its_prompt_is_known():

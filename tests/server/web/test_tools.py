@@ -1,13 +1,14 @@
 """Tools in the page: approval in real Chromium, over real servers; a page that is closed, a stop, a drain."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
 from other_processes import wait_until
-from tools_here import calling, configure
+from tools_here import calling, command, configure
 
-from edgeinfer.config.config_file import load_config
+from edgeinfer.config.config_file import config_path, load_config
 from edgeinfer.server.web import conversations
 from tests.server.conftest import with_page
 
@@ -131,6 +132,23 @@ def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab, f
         one.see("Done.")
         one.wait(IDLE)
     assert load_config().tools.allow == ("plain.weather(city=Rome)",)
+
+
+def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(paged, tmp_path):
+    schema = {"properties": {"n": {"type": "array", "uniqueItems": True}}}
+    tools = [{"name": "loose", "inputSchema": schema}, {"name": "fine", "inputSchema": {}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    configure()
+    with config_path().open("a") as config:
+        listing = command("listing", str(tmp_path / "tools.json"))
+        config.write(f"\n[tools.servers.listing]\ncommand = {json.dumps(listing)}\n")
+    page = paged(FakeEngine([["Hi."]]))
+    before = page.here.client.get("/props").json()
+    assert before["loose_tools"] == []
+    page.ended(page.ask("hi", tools=True))
+    (loose,) = page.here.client.get("/props").json()["loose_tools"]
+    assert loose.startswith("listing__loose: the model may write other arguments: ")
+    assert "#/properties/n/uniqueItems" in loose
 
 
 @pytest.fixture
