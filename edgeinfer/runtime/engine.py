@@ -144,7 +144,7 @@ class LlamaEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
     def apply_template(self, request: GenerateRequest) -> str:
-        return self._conversations.shown(self._render(request))
+        return self._conversations.display_text(self._render(request))
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)

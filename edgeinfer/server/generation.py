@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.chat_format.chat_format import loosened
+from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -90,7 +90,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             refuse_pictures(request, info)
         requests = [_prepared(context, request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
-            context.ignore(await context.endpoint.in_thread(loosened, requests[0]))
+            context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
         if spec.wrap is not None:
             pairs = zip(requests, generations, strict=True)

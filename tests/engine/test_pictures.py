@@ -608,7 +608,7 @@ def test_places_survive_a_template_that_moves_messages() -> None:
         Message(role="user", content=content, pictures=pictures)
         for content, pictures in (join_parts(["x", a]), join_parts([b, "y"]))
     )
-    one, two = places.marked([first, second])
+    one, two = places.mark([first, second])
     assert list(places.split(two.content + one.content, [a, b])) == ["", b, "yx", a, ""]
     spaced = f"User: {two.content}; User: {one.content}"
     assert list(places.split(spaced, [a, b], is_tight=True)) == ["User:", b, "y; User: x", a, ""]

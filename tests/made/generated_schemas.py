@@ -9,10 +9,10 @@ _WORDS = ["name", "age", "tags", "city", "a/b", "über", "x y", 'q"t', "id", "it
 def schema(seed: int) -> dict[str, Any]:
     """The schema of this seed. Texts and lists are kept short, so that a small model ends them."""
     rng = random.Random(seed)
-    made = _object(rng, 2) if rng.random() < 0.7 else _any(rng, 2)
+    generated = _object(rng, 2) if rng.random() < 0.7 else _any(rng, 2)
     if rng.random() < 0.3:
-        made = {"$ref": "#/$defs/top", "$defs": {"top": made}}
-    return made
+        generated = {"$ref": "#/$defs/top", "$defs": {"top": generated}}
+    return generated
 
 
 def _any(rng: random.Random, depth: int) -> dict[str, Any]:

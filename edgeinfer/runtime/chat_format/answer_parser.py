@@ -96,11 +96,11 @@ class AnswerParser:
         text = ""
         while (section := self._section) is not None:
             section.finish(cut=cut)
-            marker, rest = self._close_section(section)
+            marker, leftover = self._close_section(section)
             if marker:
-                text = marker + rest  # what an unfinished call shows is no call
+                text = marker + leftover  # what an unfinished call shows is no call
             else:
-                self._text = rest
+                self._text = leftover
             events += self.feed("")
         text, self._text = text + self._text, ""
         if self._phase != "closed":

@@ -28,7 +28,7 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
-from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, unmarked
+from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, remove_marks
 from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.templates import (
@@ -148,7 +148,7 @@ class ChatFormat:
     @property
     def choices(self) -> dict[str, Chosen]:
         """The choices of template, tool-call format and reasoning span, with reasons."""
-        why = (
+        span_reason = (
             "the chat template has it"
             if self.can_think
             else "no sign in the chat template; read where an answer begins with it"
@@ -157,7 +157,7 @@ class ChatFormat:
         return {
             "chat_template": Chosen(kind, self.reason),
             "tool_format": Chosen(self.tool_format, self._form_reason),
-            "reasoning": Chosen(self._span.open, why),
+            "reasoning": Chosen(self._span.open, span_reason),
         }
 
     def render(self, request: GenerateRequest) -> str:
@@ -165,12 +165,12 @@ class ChatFormat:
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
-            messages = self._places.marked(request.messages)
+            messages = self._places.mark(request.messages)
             request = msgspec.structs.replace(request, messages=messages)
         if self._facts.guard_content:
-            request = self._control.guarded(request, (self._span.open, self._span.close))
+            request = self._control.guard_request(request, (self._span.open, self._span.close))
         tools = self._tools(request)
-        messages = self._adapted(request.messages, tools)
+        messages = self._adapt(request.messages, tools)
         shown = tools if self._template.traits.tools else ()
         text = self._template.render(
             messages, shown, options=request.template_options, continue_final=request.continue_final
@@ -191,9 +191,9 @@ class ChatFormat:
         is_tight = self._template.traits.tight_pictures
         return self._places.split(prompt, pictures, is_tight=is_tight)
 
-    def shown(self, prompt: str) -> str:
+    def display_text(self, prompt: str) -> str:
         """Return a rendered prompt as a person reads it."""
-        return self._places.shown(unmarked(prompt))
+        return self._places.display_text(remove_marks(prompt))
 
     def warm_up(self) -> None:
         """Read the vocabulary's control tokens."""
@@ -262,32 +262,32 @@ class ChatFormat:
             return None, False
         key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
         with self._lock:
-            found = self._grammars.get(key)
-        if found is None:
-            found = self._grammar(request)
+            grammar = self._grammars.get(key)
+        if grammar is None:
+            grammar = self._grammar(request)
             with self._lock:
-                self._grammars[key] = found
+                self._grammars[key] = grammar
                 while len(self._grammars) > _KEPT:
                     self._grammars.popitem(last=False)
-        return found
+        return grammar
 
     def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
         """Return a grammar of calls or the answer, which may look like a call: none is certain."""
-        made = tool_call_grammar.or_answer(
+        grammar = tool_call_grammar.or_answer(
             self._form,
-            _enforced(request, may_refuse=True),
+            _constrained_tools(request, may_refuse=True),
             self._facts.vocab,
             several=request.tool_choice.parallel,
         )
-        return Lark(made.source, (("answer", lark_parts(constraint)[0]),))
+        return Lark(grammar.source, (("answer", lark_parts(constraint)[0]),))
 
     def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
-        tools = _enforced(request, may_refuse=choice.mode != "auto")
+        tools = _constrained_tools(request, may_refuse=choice.mode != "auto")
         if choice.mode == "auto":
-            made = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
+            grammar = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
             span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
-            return (None, False) if made is None or span is not None else (made, True)
+            return (None, False) if grammar is None or span is not None else (grammar, True)
         several = choice.mode == "required" and choice.parallel
         return tool_call_grammar.required(self._form, tools, vocab, several=several), True
 
@@ -309,7 +309,7 @@ class ChatFormat:
             or (bool(tools) and tool_call_grammar.needs_special(self._form, vocab)),
         )
 
-    def _adapted(self, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
+    def _adapt(self, messages: tuple[Message, ...], tools: Sequence[Tool]) -> tuple[Message, ...]:
         traits = self._template.traits
         if not traits.tool_calls:
             messages = tuple(_as_text(self._form, message) for message in messages)
@@ -333,7 +333,7 @@ def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
     return [(i, tool) for i, tool in enumerate(tools) if named in (None, tool.name)]
 
 
-def _enforced(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
+def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
     """Return the callable tools; of one whose schema cannot be enforced, arguments are any object.
 
     Raises UnsupportedConstraintError for a strict one of them if it `may_refuse`.
@@ -342,14 +342,14 @@ def _enforced(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]
     for i, tool in _callable(request):
         fault = tool_call_grammar.schema_fault(tool, request.cache_salt)
         if fault and tool.strict and may_refuse:
-            place = f"tools[{i}].parameters{fault[0]}"
-            raise UnsupportedConstraintError(f"tool {tool.name}: {fault[1]}", param=place)
+            field = f"tools[{i}].parameters{fault[0]}"
+            raise UnsupportedConstraintError(f"tool {tool.name}: {fault[1]}", param=field)
         loose = {"type": "object", "additionalProperties": True}
         tools.append(msgspec.structs.replace(tool, parameters=loose) if fault else tool)
     return tuple(tools)
 
 
-def loosened(request: GenerateRequest) -> list[str]:
+def unenforced_fields(request: GenerateRequest) -> list[str]:
     """Return the places of tool schemas that are not enforced, and of broken earlier arguments."""
     with preparing():
         faults = [
@@ -362,7 +362,7 @@ def loosened(request: GenerateRequest) -> list[str]:
     )
     return [
         *(f"tools[{i}].parameters{fault[0]}" for i, fault in faults if fault),
-        *(place for place, call in calls if read_arguments(call) == call.arguments),
+        *(field for field, call in calls if read_arguments(call) == call.arguments),
     ]
 
 
@@ -437,10 +437,10 @@ class PicturePlaces:
     def _marker(self) -> re.Pattern[str]:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
-    def marked(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+    def mark(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Replace the marks of pictures by markers. Raises InvalidRequestError."""
         numbers = iter(range(sum(len(message.pictures) for message in messages)))
-        made = []
+        marked_messages = []
         for message in messages:
             if message.pictures:
                 n_places = message.content.count(PICTURE_MARK)
@@ -455,8 +455,8 @@ class PicturePlaces:
 
                 content = re.sub(PICTURE_MARK, marker, message.content)
                 message = msgspec.structs.replace(message, content=content)
-            made.append(message)
-        return tuple(made)
+            marked_messages.append(message)
+        return tuple(marked_messages)
 
     def split(
         self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False
@@ -465,20 +465,20 @@ class PicturePlaces:
 
         `is_tight` leaves out the space before a picture that begins a message.
         """
-        end = 0
+        text_start = 0
         seen = []
-        for found in self._marker.finditer(prompt):
-            text = prompt[end : found.start()]
-            yield text.removesuffix(" ") if is_tight and found[0].endswith("b") else text
-            seen.append(int(found[1]))
+        for mark in self._marker.finditer(prompt):
+            text = prompt[text_start : mark.start()]
+            yield text.removesuffix(" ") if is_tight and mark[0].endswith("b") else text
+            seen.append(int(mark[1]))
             yield pictures[seen[-1]]
-            end = found.end()
+            text_start = mark.end()
         if sorted(seen) != list(range(len(pictures))):
             raise InvalidRequestError(
                 f"the chat template renders {len(seen)} of {len(pictures)} pictures", param="messages"
             )
-        yield prompt[end:]
+        yield prompt[text_start:]
 
-    def shown(self, prompt: str) -> str:
+    def display_text(self, prompt: str) -> str:
         """Return a rendered prompt as a person reads it."""
         return self._marker.sub(SHOWN, prompt)

@@ -42,7 +42,7 @@ class ControlTokens:
         return {text: t for text, t in self._vocab.control_tokens().items() if len(text) > 1}
 
     @cached_property
-    def _folded(self) -> frozenset[str]:
+    def _lower_case(self) -> frozenset[str]:
         """Spellings in lower case: a template may change a text's."""
         return frozenset(text.lower() for text in self._tokens)
 
@@ -59,36 +59,38 @@ class ControlTokens:
         """Read the vocabulary now instead of with the first prompt."""
         self.guard("")
 
-    def guard(self, text: str, kept: tuple[str, ...] = ()) -> str:
-        """Mark every spelling of a control token in `text`, but for the markers `kept`."""
+    def guard(self, text: str, markers: tuple[str, ...] = ()) -> str:
+        """Mark every spelling of a control token in `text`, but for the `markers` that stay."""
         pieces = []
         last = 0
-        for found in self._prefix.finditer(text):
+        for prefix in self._prefix.finditer(text):
             check_deadline()
-            start = found.start()
-            is_spelling = any(text[start : start + n].lower() in self._folded for n in self._lengths)
-            if is_spelling and not text.startswith(kept, start):
+            start = prefix.start()
+            is_spelling = any(
+                text[start : start + n].lower() in self._lower_case for n in self._lengths
+            )
+            if is_spelling and not text.startswith(markers, start):
                 pieces.append(text[last : start + 1])
                 last = start + 1
         return MARK.join([*pieces, text[last:]]) if pieces else text
 
-    def guarded(self, request: GenerateRequest, kept: tuple[str, ...]) -> GenerateRequest:
-        """Guard all text of `request` that the template renders; `kept` markers of an answer stay."""
+    def guard_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
+        """Guard all text of `request` that the template renders; `markers` of an answer stay."""
         tools = msgspec.to_builtins(request.tools)
         try:
             return msgspec.structs.replace(
                 request,
-                messages=tuple(self._message(message, kept) for message in request.messages),
-                tools=msgspec.convert(self._walked(tools), tuple[Tool, ...]),
-                template_options=self._walked(request.template_options),
+                messages=tuple(self._message(message, markers) for message in request.messages),
+                tools=msgspec.convert(self._guard_values(tools), tuple[Tool, ...]),
+                template_options=self._guard_values(request.template_options),
             )
         except RecursionError as error:
             raise InvalidRequestError("a tool or an option is nested too deeply") from error
 
-    def _message(self, message: Message, kept: tuple[str, ...]) -> Message:
+    def _message(self, message: Message, markers: tuple[str, ...]) -> Message:
         return msgspec.structs.replace(
             message,
-            content=self.guard(message.content, kept if message.role == "assistant" else ()),
+            content=self.guard(message.content, markers if message.role == "assistant" else ()),
             reasoning=self.guard(message.reasoning),
             name=self.guard(message.name),
             tool_call_id=self.guard(message.tool_call_id),
@@ -98,20 +100,22 @@ class ControlTokens:
     def _call(self, call: ToolCall) -> ToolCall:
         r"""Guard a call, whose JSON may spell `<` as `\u003c`: a template that parses it sees `<`."""
         arguments = self.guard(call.arguments)
-        plain = self.guard(_ESCAPE.sub(_unescaped, call.arguments))
+        plain = self.guard(_ESCAPE.sub(_unescape, call.arguments))
         if plain.count(MARK) > arguments.count(MARK):
             arguments = plain
         return msgspec.structs.replace(
             call, id=self.guard(call.id), name=self.guard(call.name), arguments=arguments
         )
 
-    def _walked(self, value: Any) -> Any:
+    def _guard_values(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.guard(value)
         if isinstance(value, (list, tuple)):
-            return [self._walked(part) for part in value]
+            return [self._guard_values(element) for element in value]
         if isinstance(value, dict):
-            return {self._walked(key): self._walked(part) for key, part in value.items()}
+            return {
+                self._guard_values(key): self._guard_values(element) for key, element in value.items()
+            }
         return value
 
     def tokenize(self, prompt: str) -> list[int]:
@@ -119,23 +123,23 @@ class ControlTokens:
         prompt = prompt.replace(_ESCAPED, MARK)
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
-        made: list[int] = []
-        begun, left = 0, -1
-        for start, end, right in self._stretches(prompt):
-            if MARK in prompt[start:end]:
-                text = self._stripped(unmarked(prompt[start:end]), left, right)
-                made += self._vocab.tokenize(prompt[begun:start], parse_special=True)
-                made += self._vocab.tokenize(text)
-                begun = end
-            left = right
-        return made + self._vocab.tokenize(prompt[begun:], parse_special=True)
+        tokens: list[int] = []
+        tail_start, left_token = 0, -1
+        for start, text_end, right_token in self._stretches(prompt):
+            if MARK in prompt[start:text_end]:
+                text = self._strip(remove_marks(prompt[start:text_end]), left_token, right_token)
+                tokens += self._vocab.tokenize(prompt[tail_start:start], parse_special=True)
+                tokens += self._vocab.tokenize(text)
+                tail_start = text_end
+            left_token = right_token
+        return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
         """Yield (start, end, control token behind it or -1) of each text between control tokens."""
         last = 0
-        for found in self._prefix.finditer(prompt):
+        for prefix in self._prefix.finditer(prompt):
             check_deadline()
-            start = found.start()
+            start = prefix.start()
             spellings = (prompt[start : start + n] for n in self._lengths)
             spelling = next((text for text in spellings if text in self._tokens), "")
             if spelling and start >= last:
@@ -143,17 +147,19 @@ class ControlTokens:
                 last = start + len(spelling)
         yield last, len(prompt), -1
 
-    def _stripped(self, text: str, left: int, right: int) -> str:
-        if left >= 0 and self._vocab.strips_right(left):
+    def _strip(self, text: str, left_token: int, right_token: int) -> str:
+        if left_token >= 0 and self._vocab.strips_right(left_token):
             text = text.lstrip(_SPACE)
-        return text.rstrip(_SPACE) if right >= 0 and self._vocab.strips_left(right) else text
+        return (
+            text.rstrip(_SPACE) if right_token >= 0 and self._vocab.strips_left(right_token) else text
+        )
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    character = chr(int(found[2], 16))
-    return found[1] + character if character.isprintable() and character not in '"\\' else found[0]
+def _unescape(escape: re.Match[str]) -> str:
+    character = chr(int(escape[2], 16))
+    return escape[1] + character if character.isprintable() and character not in '"\\' else escape[0]
 
 
-def unmarked(prompt: str) -> str:
+def remove_marks(prompt: str) -> str:
     """Remove the guard marks from a rendered prompt."""
     return prompt.replace(_ESCAPED, "").replace(MARK, "")

@@ -11,23 +11,25 @@ from edgeinfer.runtime.sampling.json_schema import TYPES, Overlaps, kinds_of, ta
 
 #: The longest value that may be other than a text, characters.
 _MAX_LITERAL = 100_000
+#: One for all: making an encoder takes longer than encoding a token.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the schemas of each parameter, also behind references and alternatives."""
     root = dict(schema)
-    found: dict[str, list[Any]] = {}
-    for part in value_schemas([root], root):
-        members = part.get("properties")
+    schemas_by_name: dict[str, list[Any]] = {}
+    for subschema in value_schemas([root], root):
+        members = subschema.get("properties")
         for name, member in members.items() if isinstance(members, dict) else ():
-            found.setdefault(name, []).append(member)
-    return found
+            schemas_by_name.setdefault(name, []).append(member)
+    return schemas_by_name
 
 
 def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """Return the types that a parameter may have; all if the schema does not say."""
     root = dict(schema)
-    overlaps = Overlaps(lambda ref: target(root, ref), lambda part: part)
+    overlaps = Overlaps(lambda ref: target(root, ref), lambda subschema: subschema)
     try:
         members = property_schemas(schema).get(name, [])
         kinds = {kind for member in members for kind in overlaps.kinds(member)}
@@ -67,7 +69,7 @@ def _refuse_constant(name: str) -> Any:
 def json_text(value: Any) -> str:
     """Write JSON. Raises ValueError for what JSON has no notation for."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = _ENCODER.encode(value)
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair
         return json.dumps(value)

@@ -100,7 +100,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 
 @contextmanager
-def fuelled(fuel: Fuel | None = None) -> Iterator[Fuel]:
+def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
     """Limit what compiles or renders a template inside; an outer limit is shared."""
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
@@ -154,11 +154,11 @@ def _join(*parts: Any) -> str:
 
 def _concat(parts: Iterable[str]) -> str:
     """Join the pieces of a render or macro, spending fuel as they are made."""
-    fuel, kept = _fuel.get(), []
-    for part in parts:
-        fuel.spend(len(part) + 1)
-        kept.append(part)
-    return "".join(kept)
+    fuel, pieces = _fuel.get(), []
+    for piece in parts:
+        fuel.spend(len(piece) + 1)
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,8 +170,8 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
         fuel.afford(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
         most = fuel.left // _NODE_COST + 1  # one more than `weigh` lets pass
-        wanted = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
-        return (args[0] if args else None, wanted if 0 <= wanted < most else most)
+        limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
+        return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":
         fuel.afford((text.count("\n") + sum(map(text.count, _LINE_BREAKS))) * _NODE_COST)
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
@@ -188,37 +188,37 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """Charge for the result of a filter; jinja2's marks (pass_context and its kin) are kept."""
     takes_environment = hasattr(inner, "jinja_pass_arg")
 
-    def charged(*args: Any, **kwargs: Any) -> Any:
-        passed, own = (args[:1], args[1:]) if takes_environment else ((), args)
-        if own and isinstance(own[0], Iterator):
-            own = (weigh(list(islice(own[0], 1_000_000))), *own[1:])
-        if own and name in ("replace", "join", "indent", "trim"):
-            own = _check_filter(name, own, kwargs)
+    def charge(*args: Any, **kwargs: Any) -> Any:
+        passed, operands = (args[:1], args[1:]) if takes_environment else ((), args)
+        if operands and isinstance(operands[0], Iterator):
+            operands = (weigh(list(islice(operands[0], 1_000_000))), *operands[1:])
+        if operands and name in ("replace", "join", "indent", "trim"):
+            operands = _check_filter(name, operands, kwargs)
         if any(
-            isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*own[1:], *kwargs.values())
+            isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*operands[1:], *kwargs.values())
         ) and name not in ("default", "d"):
             raise ExhaustedError(f"the chat template gives the filter {name} too large a number")
-        result = inner(*passed, *own, **kwargs)
+        result = inner(*passed, *operands, **kwargs)
         return weigh(result)
 
     if takes_environment:
-        charged.jinja_pass_arg = inner.jinja_pass_arg  # type: ignore[attr-defined]
-    return charged
+        charge.jinja_pass_arg = inner.jinja_pass_arg  # type: ignore[attr-defined]
+    return charge
 
 
 def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    def given(at: int, key: str, default: Any = "") -> Any:
-        return kwargs.get(key, args[at] if len(args) > at else default)
+    def argument(position: int, key: str, default: Any = "") -> Any:
+        return kwargs.get(key, args[position] if len(args) > position else default)
 
     if name == "join":
         if isinstance(args[0], Iterable):
-            return (*_check_text_call(str(given(1, "d")), name, (args[0],)), *args[1:])
+            return (*_check_text_call(str(argument(1, "d")), name, (args[0],)), *args[1:])
     elif name == "replace":
-        _check_text_call(str(args[0]), name, (str(given(1, "old")), str(given(2, "new"))))
+        _check_text_call(str(args[0]), name, (str(argument(1, "old")), str(argument(2, "new"))))
     elif name == "trim":
-        _check_text_call(str(args[0]), name, (str(given(1, "chars") or ""),))
+        _check_text_call(str(args[0]), name, (str(argument(1, "chars") or ""),))
     else:
-        width = given(1, "width", 4)
+        width = argument(1, "width", 4)
         n = width if isinstance(width, int) else len(str(width))
         _fuel.get().afford(str(args[0]).count("\n") * n)
     return args
@@ -276,8 +276,8 @@ class GenerationTag(Extension):
 class _Guard(NodeTransformer):
     """Put a tick in every loop and macro, and weigh whatever builds a value out of others."""
 
-    def _call(self, node: nodes.Node, what: str, args: list[nodes.Expr]) -> nodes.Call:
-        call = nodes.Call(nodes.EnvironmentAttribute(what), args, [], None, None)
+    def _call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
+        call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
         call.set_lineno(node.lineno)
         return call
 
@@ -290,13 +290,13 @@ class _Guard(NodeTransformer):
 
     visit_For = visit_Macro = visit_CallBlock = _ticking
 
-    def _weighed(self, node: Any) -> Any:
+    def _weigh(self, node: Any) -> Any:
         plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
         is_value = not plain and getattr(node, "ctx", "load") == "load"
         return self._call(node, "weigh", [node]) if is_value else node
 
-    visit_List = visit_Dict = visit_Tuple = _weighed
+    visit_List = visit_Dict = visit_Tuple = _weigh
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -349,21 +349,21 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> None:
         """Leave `str.format` to `is_safe_attribute`, which refuses it."""
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            sizes = {"*": bits + right.bit_length(), "**": bits * abs(right)}
+    def call_binop(self, context: Context, operator: str, left_operand: Any, right_operand: Any) -> Any:
+        if isinstance(left_operand, int) and isinstance(right_operand, int):
+            bits = left_operand.bit_length()
+            sizes = {"*": bits + right_operand.bit_length(), "**": bits * abs(right_operand)}
             if sizes.get(operator, bits) > _MAX_BITS:
                 raise ExhaustedError("the chat template makes too large a number")
         elif operator == "*":
-            self._check_product(left, right)
-        elif operator == "%" and isinstance(left, str):
+            self._check_product(left_operand, right_operand)
+        elif operator == "%" and isinstance(left_operand, str):
             raise SecurityError("the chat template formats a text with %")
-        return weigh(super().call_binop(context, operator, left, right))
+        return weigh(super().call_binop(context, operator, left_operand, right_operand))
 
     @staticmethod
-    def _check_product(left: Any, right: Any) -> None:
-        for many, times in ((left, right), (right, left)):
+    def _check_product(left_operand: Any, right_operand: Any) -> None:
+        for many, times in ((left_operand, right_operand), (right_operand, left_operand)):
             if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                 cost = 1 if isinstance(many, str) else _NODE_COST
                 _fuel.get().afford(len(many) * times * cost)

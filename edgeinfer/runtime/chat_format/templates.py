@@ -15,7 +15,7 @@ import hashlib
 import re
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from edgeinfer.runtime.chat_format.sandbox import (
     ExhaustedError,
     Fuel,
     TemplateEnvironment,
-    fuelled,
+    limit_fuel,
 )
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
@@ -113,7 +113,7 @@ class ChatTemplate:
                 f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
             )
         try:
-            with fuelled(Fuel()):
+            with limit_fuel(Fuel()):
                 compiled = TemplateEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
@@ -125,7 +125,7 @@ class ChatTemplate:
         if traits is not None:
             return bare
         try:
-            with fuelled(Fuel(cpu_s=_PROBE_CPU_S)):
+            with limit_fuel(Fuel(cpu_s=_PROBE_CPU_S)):
                 return replace(bare, traits=probe(bare))
         except (ExhaustedError, MemoryError) as error:
             reason = str(error) or "it takes too much memory"
@@ -145,58 +145,37 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
+        variables = {**(options or {}), "add_generation_prompt": not continue_final}
+        if tools:
+            variables["tools"] = [tool_dict(tool) for tool in tools]
         if continue_final:
-            return self._render_open(messages, tools, options or {})
-        return self._render_mended(messages, tools, options or {})
+            return self._render_open(messages, variables)
+        return self._render_adapted(messages, variables)
 
-    def _render_open(
-        self, messages: Sequence[Message], tools: Sequence[Tool], options: dict[str, Any]
-    ) -> str:
+    def _render_open(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         last = messages[-1]
         if last.role not in ("assistant", "user") or last.tool_calls:
             raise InvalidRequestError("the last message cannot be continued", param="messages")
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
-        text = self._render_mended(marked, tools, options, add_generation_prompt=False)
-        head, found, _ = text.rpartition(mark)
-        if not found:
-            head = self._render_mended(messages[:-1], tools, options) if len(messages) > 1 else ""
+        head, has_mark, _ = self._render_adapted(marked, variables).rpartition(mark)
+        if not has_mark:
+            variables = {**variables, "add_generation_prompt": True}
+            head = self._render_adapted(messages[:-1], variables) if len(messages) > 1 else ""
         return head + last.content
 
-    def _render_mended(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        options: dict[str, Any],
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """Render; a template that refuses broken arguments of an earlier call gets {} for them."""
-        variables = {**options, "add_generation_prompt": add_generation_prompt}
-        if tools:
-            variables["tools"] = [tool_dict(tool) for tool in tools]
-        unbroken = tuple(map(_without_broken_arguments, messages))
-        try:
-            return self._render_turns(shape(messages, self.traits), variables)
-        except InvalidRequestError:
-            if unbroken == tuple(messages):
-                raise
-        return self._render_turns(shape(unbroken, self.traits), variables)
-
-    def _render_turns(self, shaped: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render; if refused, again with one call per turn, and with joined or alternating turns."""
-        try:
-            return self.render_raw(shaped, variables)
-        except _TEMPLATE_FAILURES as error:
-            split = split_calls(shaped)
-            for mended in (split, join_turns(shaped), join_turns(split), alternate_turns(split)):
-                try:
-                    if mended != shaped:
-                        return self.render_raw(mended, variables)
-                except _TEMPLATE_FAILURES:
-                    continue  # the first failure is the one that speaks of what was asked
-            raise InvalidRequestError(
-                f"the model's chat template refuses this: {_words(error)}", param="messages"
-            ) from error
+    def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        """Render; if refused, again with each adaptation. Raises InvalidRequestError."""
+        first_error: Exception | None = None  # it speaks of what was asked
+        for turns in _adaptations(messages, self.traits):
+            try:
+                return self.render_raw(turns, variables)
+            except _TEMPLATE_FAILURES as error:
+                first_error = first_error or error
+        assert first_error is not None
+        raise InvalidRequestError(
+            f"the model's chat template refuses this: {_words(first_error)}", param="messages"
+        ) from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""
@@ -204,17 +183,17 @@ class ChatTemplate:
         names = {
             "tools": None,
             **variables,
-            "messages": [_typed(message) for message in messages] if typed else messages,
+            "messages": [_with_typed_content(message) for message in messages] if typed else messages,
             "bos_token": self.bos,
             "eos_token": self.eos,
         }
         if names["tools"] is None:
             del names["tools"]  # templates ask both `tools is defined` and `tools`
-        with fuelled():
+        with limit_fuel():
             return str(self._compiled.render(names))
 
 
-def _typed(message: dict[str, Any]) -> dict[str, Any]:
+def _with_typed_content(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -239,9 +218,9 @@ _RESULT = {
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Detect what `template` supports by rendering small conversations."""
     source = template.source
-    typed_content = _MARKS["user"] not in _rendered(template, _USER) and _MARKS["user"] in _rendered(
-        template, _typed(_USER)
-    )
+    typed_content = _MARKS["user"] not in _render_probe(template, _USER) and _MARKS[
+        "user"
+    ] in _render_probe(template, _with_typed_content(_USER))
     if typed_content:
         template = replace(template, traits=TemplateTraits(typed_content=True))
     calls = _probe_calls(template)
@@ -249,12 +228,12 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     system = {"role": "system", "content": _MARKS["system"]}
     tool = tool_dict(Tool(name=_MARKS["tool"]))
     return TemplateTraits(
-        system=_MARKS["system"] in _rendered(template, system, _USER),
+        system=_MARKS["system"] in _render_probe(template, system, _USER),
         late_system=_probe_late_system(template),
         developer=bool(re.search(r"""role[^%}]{0,40}['"]developer['"]""", source)),
-        tools=_MARKS["tool"] in _rendered(template, _USER, tools=[tool]),
+        tools=_MARKS["tool"] in _render_probe(template, _USER, tools=[tool]),
         tool_calls=calls is not None,
-        tool_role=_MARKS["result"] in _rendered(template, _USER, call, _RESULT),
+        tool_role=_MARKS["result"] in _render_probe(template, _USER, call, _RESULT),
         string_arguments=calls is not None and calls[0],
         null_content=calls is not None and calls[1],
         typed_content=typed_content,
@@ -266,7 +245,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     )
 
 
-def _rendered(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
+def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
     """Render a probe; "" if the template refuses it. Raises ExhaustedError, MemoryError."""
     try:
         return template.render_raw(list(messages), {"tools": tools, "add_generation_prompt": True})
@@ -282,14 +261,14 @@ def _probe_late_system(template: ChatTemplate) -> bool:
     Some templates drop it silently, some collect all of them before the conversation.
     """
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
-    text = _rendered(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
+    text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
     return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])
 
 
 def _probe_tight_pictures(template: ChatTemplate) -> bool:
     parts = [{"type": "image"}, {"type": "text", "text": _MARKS["user"]}]
-    head = _rendered(template, _USER).partition(_MARKS["user"])[0]
-    pictured = _rendered(template, {"role": "user", "content": parts})
+    head = _render_probe(template, _USER).partition(_MARKS["user"])[0]
+    pictured = _render_probe(template, {"role": "user", "content": parts})
     return head.endswith(" ") and pictured.startswith(head[:-1]) and not pictured.startswith(head)
 
 
@@ -318,10 +297,10 @@ def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
         for string_arguments in (False, True):
             for null_content in (True, False):
                 call = _probe_message(string_arguments, null_content)
-                text = _rendered(template, _USER, call, _RESULT)
+                text = _render_probe(template, _USER, call, _RESULT)
                 if _MARKS["tool"] not in text or key not in text or (null_content and "None" in text):
                     continue
-                if not null_content or _rendered(template, _USER, call):
+                if not null_content or _render_probe(template, _USER, call):
                     return string_arguments, null_content
     return None
 
@@ -353,13 +332,15 @@ def load_untrusted(
     key = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
     traits = _KNOWN.read().get(key)
     if traits is None:
-        traits = _tried(TemplateTrial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes))
+        traits = _probe_in_process(
+            TemplateTrial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes)
+        )
         if traits is not None:
             _KNOWN.put(key, traits)
     return ChatTemplate.load(source, bos, eos, traits=traits)
 
 
-def _tried(trial: TemplateTrial) -> TemplateTraits | None:
+def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     """Return the probed traits; None if no process can be started. Raises ModelLoadError."""
     wrong = "the model's chat template was refused: its first rendering "
     try:
@@ -376,8 +357,10 @@ def _tried(trial: TemplateTrial) -> TemplateTraits | None:
     except OSError:
         return None
     except msgspec.MsgspecError as error:
-        ended = f"{-done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
-        raise ModelLoadError(f"{wrong}ended its process ({ended})") from error
+        status = (
+            f"{-done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
+        )
+        raise ModelLoadError(f"{wrong}ended its process ({status})") from error
     if isinstance(answer, str):
         raise ModelLoadError(answer)
     return answer
@@ -419,8 +402,8 @@ def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str,
 
 
 def _n_leading(shaped: list[dict[str, Any]]) -> int:
-    others = (i for i, message in enumerate(shaped) if message["role"] != "system")
-    return next(others, len(shaped))
+    later = (i for i, message in enumerate(shaped) if message["role"] != "system")
+    return next(later, len(shaped))
 
 
 def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
@@ -429,18 +412,18 @@ def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
         role = "system"
     if role == "tool" and not traits.tool_role:
         role = "user"
-    made: dict[str, Any] = {"role": role, "content": message.content}
+    shaped: dict[str, Any] = {"role": role, "content": message.content}
     if message.name and role == message.role:
-        made["name"] = message.name
+        shaped["name"] = message.name
     if message.tool_call_id and role == "tool":
-        made["tool_call_id"] = _call_id(message.tool_call_id, traits)
+        shaped["tool_call_id"] = _call_id(message.tool_call_id, traits)
     if message.reasoning and traits.reasoning_key:
-        made[traits.reasoning_key] = message.reasoning
+        shaped[traits.reasoning_key] = message.reasoning
     if message.tool_calls:
-        made["tool_calls"] = [_call_dict(call, traits) for call in message.tool_calls]
+        shaped["tool_calls"] = [_call_dict(call, traits) for call in message.tool_calls]
         if not message.content and traits.null_content:
-            made["content"] = None
-    return made
+            shaped["content"] = None
+    return shaped
 
 
 def _call_id(call_id: str, traits: TemplateTraits) -> str:
@@ -532,6 +515,21 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 split.append(results[call["id"]])
                 placed.add(call["id"])
     return split
+
+
+def _adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
+    """Yield the turns of a conversation in the forms that templates insist on, the plain one first.
+
+    They have one call per turn, joined or alternating turns; in the end {} for broken arguments.
+    """
+    tried: list[list[dict[str, Any]]] = []
+    for variant in (messages, tuple(map(_without_broken_arguments, messages))):
+        plain = shape(variant, traits)
+        split = split_calls(plain)
+        for turns in (plain, split, join_turns(plain), join_turns(split), alternate_turns(split)):
+            if turns not in tried:
+                tried.append(turns)
+                yield turns
 
 
 def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:

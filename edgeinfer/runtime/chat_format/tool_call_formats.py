@@ -13,7 +13,7 @@ for it. deepseek: R1 and its distillations. qwen-xml: Qwen3-Coder and 3.5. lfm: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 #: Schemas of the arguments by the tool's name.
@@ -24,16 +24,20 @@ MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format. `arguments` is the key of a call's arguments.
+    """One format. Calls are written as `opening`, `call`s between `separator`s, `closing`.
 
-    `bare`: a call may also be the whole answer, without `begin`. `inner`: a section's other notation
-    besides JSON. `short_ids`: call ids have nine characters.
+    `head` follows the first marker and `tail` precedes the last; they are a list's brackets, or others.
+    `call` holds `$name` and `$arguments`. `bare`: a call may also be the whole answer, without `begin`.
+    `inner`: a section's other notation besides JSON. `short_ids`: call ids have nine characters.
     """
 
     name: str
     begin: tuple[str, ...] = ()
     end: str = ""
-    arguments: str = "arguments"
+    head: str = "["
+    call: str = '{"name": "$name", "arguments": $arguments}'
+    separator: str = ", "
+    tail: str = "]"
     skip: tuple[str, ...] = ()
     named: bool = False
     name_ends: tuple[str, ...] = ()
@@ -43,16 +47,34 @@ class ToolFormat:
     short_ids: bool = False
 
     @property
+    def opening(self) -> str:
+        """Text before the first call."""
+        return "" if self.bare else self.begin[0] + self.head
+
+    @property
+    def closing(self) -> str:
+        """Text after the last call."""
+        return "" if self.bare else self.tail + self.end
+
+    @property
     def literals(self) -> frozenset[str]:
         """Text that is skipped inside a section."""
         return frozenset((*self.skip, *self.begin, self.end)) - {""}
 
 
-HERMES = ToolFormat(name="hermes", begin=("<tool_call>",), end="</tool_call>")
+_WITH_PARAMETERS = '{"name": "$name", "parameters": $arguments}'
+HERMES = ToolFormat(
+    name="hermes",
+    begin=("<tool_call>",),
+    end="</tool_call>",
+    head="\n",
+    separator="\n</tool_call>\n<tool_call>\n",
+    tail="\n",
+)
 LLAMA = ToolFormat(
     name="llama",
     begin=("<|python_tag|>",),
-    arguments="parameters",
+    call=_WITH_PARAMETERS,
     skip=(";",),
     bare=True,
     parallel=False,
@@ -61,6 +83,10 @@ MISTRAL_LIST = ToolFormat(name="mistral", begin=("[TOOL_CALLS]",), short_ids=Tru
 MISTRAL_NAMED = ToolFormat(
     name="mistral-args",
     begin=("[TOOL_CALLS]",),
+    head="",
+    call="$name[ARGS]$arguments",
+    separator="[TOOL_CALLS]",
+    tail="",
     named=True,
     name_ends=("[CALL_ID]", "[ARGS]", "{"),
     short_ids=True,
@@ -70,7 +96,7 @@ GEMMA = ToolFormat(
     name="gemma",
     begin=("```tool_code", "```tool_call", "```json"),
     end="```",
-    arguments="parameters",
+    call=_WITH_PARAMETERS,
     bare=True,
     inner="python",
 )
@@ -78,13 +104,15 @@ DEEPSEEK = ToolFormat(
     name="deepseek",
     begin=("<｜tool▁calls▁begin｜>",),
     end="<｜tool▁calls▁end｜>",
+    head="<｜tool▁call▁begin｜>",
+    call="function<｜tool▁sep｜>$name\n```json\n$arguments\n```<｜tool▁call▁end｜>",
+    separator="\n<｜tool▁call▁begin｜>",
+    tail="",
     named=True,
     name_ends=("\n",),
     skip=("<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>"),
 )
-QWEN_XML = ToolFormat(
-    name="qwen-xml", begin=("<tool_call>", "<function="), end="</tool_call>", inner="xml"
-)
+QWEN_XML = replace(HERMES, name="qwen-xml", begin=("<tool_call>", "<function="), inner="xml")
 LFM = ToolFormat(name="lfm", begin=("<|tool_call_start|>",), end="<|tool_call_end|>", inner="python")
 GENERIC = ToolFormat(
     name="generic",
@@ -128,11 +156,11 @@ def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolF
 
 def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
     """Split `text` before its longest end that could begin a marker."""
-    longest = max((len(marker) for marker in markers), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        tail = text[-size:]
-        if any(marker.startswith(tail) for marker in markers if len(marker) > size):
-            return text[:-size], tail
+    n_held = max((len(marker) for marker in markers), default=1) - 1
+    first_characters = {marker[:1] for marker in markers}
+    for start in range(max(0, len(text) - n_held), len(text)):
+        if text[start] in first_characters and could_become(text[start:], markers):
+            return text[:start], text[start:]
     return text, ""
 
 
@@ -141,12 +169,12 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
     Without one, the marker is "", and the text after is what could begin one.
     """
-    places = [(at, -len(marker)) for marker in markers if (at := text.find(marker)) >= 0]
+    places = [(start, -len(marker)) for marker in markers if (start := text.find(marker)) >= 0]
     if not places:
-        before, rest = hold_back(text, markers)
-        return before, "", rest
-    at, length = min(places)
-    return text[:at], text[at : at - length], text[at - length :]
+        before, held = hold_back(text, markers)
+        return before, "", held
+    start, length = min(places)
+    return text[:start], text[start : start - length], text[start - length :]
 
 
 def could_become(text: str, literals: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ MAX_CALLS calls: a small model does not stop by itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds, property_schemas
-from edgeinfer.runtime.chat_format.tool_call_formats import (
-    GEMMA,
-    GENERIC,
-    HERMES,
-    LLAMA,
-    QWEN_XML,
-    ToolFormat,
-)
+from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.requests import Tool, preparing
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quoted
 from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
@@ -32,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"
+#: What may be a control token in a family's notation.
+_MARKER = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
 
 
 def marker(text: str, vocab: Vocab) -> str:
@@ -48,14 +44,21 @@ def control_token(text: str, vocab: Vocab) -> int | None:
 
 def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
     """Return whether the family's markers are control tokens, which the parser must ask for."""
-    texts = (*form.begin[:1], form.end, *(end for end in form.name_ends if len(end) > 1), *form.skip)
-    return any(control_token(text, vocab) is not None for text in texts if text)
+    texts = (*form.begin[:1], form.opening, form.call, form.separator, form.closing)
+    markers = [piece for text in texts for piece in _MARKER.split(text) if piece]
+    return any(control_token(piece, vocab) is not None for piece in markers)
+
+
+def _terms(text: str, vocab: Vocab) -> str:
+    """Return a text with markers as terms of the grammar."""
+    return " ".join(marker(piece, vocab) for piece in _MARKER.split(text) if piece)
 
 
 def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """Write 1 to MAX_CALLS calls of `tools`. Raises UnsupportedConstraintError."""
     body = _section(form, vocab, several=several and form.parallel)
-    return Lark("\n".join([f"start: {_opening(form, vocab)}{body}", *_calls(form, tools, vocab)]))
+    opening = _terms(form.opening, vocab)
+    return Lark("\n".join([f"start: {opening} {body}", *_calls(form, tools, vocab)]))
 
 
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
@@ -65,12 +68,13 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
-    token = control_token(form.begin[0], vocab)
-    body = _section(form, vocab, several=several and form.parallel)
-    if token is None:
-        head = ["calls: begun " + body, f"begun[lazy]: TEXT {quoted(form.begin[0])}"]
+    begin = form.begin[0]
+    opening = _terms(form.opening.removeprefix(begin), vocab)
+    body = f"{opening} {_section(form, vocab, several=several and form.parallel)}"
+    if control_token(begin, vocab) is None:
+        head = [f"calls: begun {body}", f"begun[lazy]: TEXT {quoted(begin)}"]
     else:
-        head = [f"calls: TEXT <[{token}]> {body}"]
+        head = [f"calls: TEXT {marker(begin, vocab)} {body}"]
     rules = ["start: calls | TEXT", *head, f"TEXT: {_ANY}", *_calls(form, tools, vocab)]
     return Lark("\n".join(rules))
 
@@ -81,25 +85,12 @@ def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several:
     return Lark(f"start: calls | @answer\ncalls: {calls}")
 
 
-def _opening(form: ToolFormat, vocab: Vocab) -> str:
-    return "" if form.bare else marker(form.begin[0], vocab) + " "
-
-
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """The marker stands before every call in some families and before the list in others."""
-    begin, end = marker(form.begin[0], vocab), marker(form.end, vocab) if form.end else ""
-    more = f"{{0,{MAX_CALLS - 1}}}" if several else ""
-    if form in (HERMES, QWEN_XML):
-        one = f'"\\n" call "\\n" {end}'
-        return one + (f' ("\\n" {begin} {one}){more}' if several else "")
-    if form.named and not form.end:
-        return "call" + (f" ({begin} call){more}" if several else "")
-    if form.named:
-        inner = marker(form.skip[0], vocab)
-        return f"{inner} call" + (f' ("\\n" {inner} call){more}' if several else "") + f" {end}"
-    if form in (LLAMA, GEMMA, GENERIC):
-        return f'(call | "[" call (", " call){more} "]")' if several else "call"
-    return '"[" call' + (f' (", " call){more}' if several else "") + f' "]" {end}'
+    """Write the calls and what closes them; `several` bare calls are a list."""
+    more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""
+    if form.bare:
+        return f'(call | "[" call{more} "]")' if several else "call"
+    return f"call{more} {_terms(form.closing, vocab)}"
 
 
 def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
@@ -110,23 +101,19 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
         if form.inner == "xml":
             rules += _xml_call(i, tool)
             continue
+        before, after = (_terms(text, vocab) for text in _around_arguments(form, tool.name))
         rules += [
-            f"call{i}: {_call(form, tool, f'args{i}', vocab)}",
+            f"call{i}: {before} args{i} {after}",
             f"args{i}: {inline_schema(arguments_schema(tool))}",
         ]
     return rules
 
 
-def _call(form: ToolFormat, tool: Tool, arguments: str, vocab: Vocab) -> str:
-    if not form.named:
-        head = f'{{"name": {quoted(tool.name)}, "{form.arguments}": '
-        return f"{quoted(head)} {arguments} {quoted('}')}"
-    if form.end:  # deepseek
-        separator, close = form.skip[1].removeprefix("function"), form.skip[-1]
-        name = quoted(f"{tool.name}\n```json\n")
-        head = f'"function" {marker(separator, vocab)} {name} {arguments}'
-        return f'{head} "\\n```" {marker(close, vocab)}'
-    return f"{quoted(tool.name)} {marker('[ARGS]', vocab)} {arguments}"
+def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
+    """Return what a call has before and after its arguments."""
+    written = name if form.named else quoted(name)[1:-1]
+    before, _, after = form.call.partition("$arguments")
+    return before.replace("$name", written), after
 
 
 #: A text may show calls: each `<parameter=` inside it takes one of the closers that follow.
@@ -155,23 +142,23 @@ def _xml_call(i: int, tool: Tool) -> list[str]:
 
 
 def _xml_value(schema: dict[str, Any], key: str) -> str:
-    end = quoted("\n</parameter>\n")
+    closing = quoted("\n</parameter>\n")
     parts = property_schemas(schema)[key]
     kinds = parameter_kinds(schema, key)
     if "string" not in kinds:
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         json_schema = {**shared, **parts[0]} if len(parts) == 1 else {}
         try:
-            return f"{inline_schema(check_schema(json_schema))} {end}"
+            return f"{inline_schema(check_schema(json_schema))} {closing}"
         except UnsupportedConstraintError:
-            return f"{inline_schema({'type': sorted(kinds)})} {end}"
+            return f"{inline_schema({'type': sorted(kinds)})} {closing}"
     options = parts[0].get("enum") if isinstance(parts[0], dict) else None
     if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-        return f"({' | '.join(map(quoted, options))}) {end}"
+        return f"({' | '.join(map(quoted, options))}) {closing}"
     return "xvalue"
 
 
-def _write_xml_call(name: str, arguments: str) -> str:
+def _xml_function(name: str, arguments: str) -> str:
     try:
         members = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeEncodeError):
@@ -180,23 +167,16 @@ def _write_xml_call(name: str, arguments: str) -> str:
         f"<parameter={key}>\n{value if isinstance(value, str) else json_text(value)}\n</parameter>\n"
         for key, value in members.items()
     )
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+    return f"<function={name}>\n{parameters}</function>"
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
     """Write a call as the family does, for earlier turns and as an example."""
     if form.inner == "xml":
-        return _write_xml_call(name, arguments)
-    if form.named and form.end:
-        opening = f"{form.begin[0]}{form.skip[0]}{form.skip[1]}"
-        return f"{opening}{name}\n```json\n{arguments}\n```{form.skip[-1]}{form.end}"
-    if form.named:
-        return f"{form.begin[0]}{name}[ARGS]{arguments}"
-    call = f'{{"name": {quoted(name)}, "{form.arguments}": {arguments}}}'
-    if form.bare:
-        return call
-    before, behind = ("\n", "\n") if form is HERMES else ("[", "]")
-    return f"{form.begin[0]}{before}{call}{behind}{form.end}"
+        call = _xml_function(name, arguments)
+    else:
+        call = arguments.join(_around_arguments(form, name))
+    return f"{form.opening}{call}{form.closing}"
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -215,7 +195,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
         return _EMPTY
-    closed = _closed(schema, 0, joined=False)
+    closed = _close(schema, 0, joined=False)
     return closed if isinstance(closed, dict) else schema
 
 
@@ -246,34 +226,34 @@ def describe_loose(tool: Tool) -> str:
     return f"{tool.name}: the model may write other arguments: {fault[1]}" if fault else ""
 
 
-def _closed(schema: Any, depth: int, *, joined: bool) -> Any:
+def _close(schema: Any, depth: int, *, joined: bool) -> Any:
     """`joined`: another schema has a say in the same object, so this one must not close it."""
     if isinstance(schema, list):
-        return [_closed(part, depth, joined=joined) for part in schema]
+        return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
-    made = dict(schema)
+    closed = dict(schema)
     below = depth + 1
-    beside = joined or "properties" in schema
-    for key, part in schema.items():
+    is_joined = joined or "properties" in schema
+    for key, operand in schema.items():
         if key in ("anyOf", "oneOf"):
-            made[key] = _closed(part, below, joined=beside)
+            closed[key] = _close(operand, below, joined=is_joined)
         elif key == "allOf":
-            alone = isinstance(part, list) and len(part) == 1
-            made[key] = _closed(part, below, joined=beside or not alone)
-        elif key in ("properties", "patternProperties") and isinstance(part, dict):
-            made[key] = {n: _closed(inner, below, joined=False) for n, inner in part.items()}
-        elif key in ("$defs", "definitions") and isinstance(part, dict):
+            is_single = isinstance(operand, list) and len(operand) == 1
+            closed[key] = _close(operand, below, joined=is_joined or not is_single)
+        elif key in ("properties", "patternProperties") and isinstance(operand, dict):
+            closed[key] = {n: _close(inner, below, joined=False) for n, inner in operand.items()}
+        elif key in ("$defs", "definitions") and isinstance(operand, dict):
             shared = _joins(schema, 0)
-            made[key] = {n: _closed(inner, below, joined=shared) for n, inner in part.items()}
+            closed[key] = {n: _close(inner, below, joined=shared) for n, inner in operand.items()}
         elif key in ("items", "prefixItems", "additionalProperties"):
-            made[key] = _closed(part, below, joined=False)
+            closed[key] = _close(operand, below, joined=False)
     if not joined and _is_plain_object(schema):
-        made["additionalProperties"] = False
+        closed["additionalProperties"] = False
         needed = schema.get("required")
         names = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
-        made["properties"] = {**{name: {} for name in names}, **made["properties"]}
-    return made
+        closed["properties"] = {**{name: {} for name in names}, **closed["properties"]}
+    return closed
 
 
 def _is_plain_object(schema: Mapping[str, Any]) -> bool:
@@ -286,7 +266,7 @@ def _is_plain_object(schema: Mapping[str, Any]) -> bool:
 
 def _joins(schema: Any, depth: int) -> bool:
     if isinstance(schema, list):
-        return any(_joins(part, depth + 1) for part in schema)
+        return any(_joins(operand, depth + 1) for operand in schema)
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return False
     together = schema.get("allOf")
@@ -294,7 +274,7 @@ def _joins(schema: Any, depth: int) -> bool:
         return True
     if "$ref" in schema and "properties" in schema:
         return True
-    return any(_joins(part, depth + 1) for part in schema.values())
+    return any(_joins(operand, depth + 1) for operand in schema.values())
 
 
 def example(tool: Tool) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class Section:
     def leftover(self) -> tuple[str, str]:
         """The (text, rest) that no call took; `rest` may hold more markers."""
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
-        end = self._end_of_calls + n_text
-        return self._raw[end - n_text : end], self._raw[end:]
+        text_end = self._end_of_calls + n_text
+        return self._raw[text_end - n_text : text_end], self._raw[text_end:]
 
     def _upcoming(self, literals: Sequence[str]) -> Generator[None, None, str]:
         """Skip white space; return the text after it, once it is not a part of a literal.
@@ -123,20 +123,20 @@ class JsonSection(Section):
         form = self._form
         self._cursor = len(self._marker)
         # a fence closes what a fence opened, the family's own end any other
-        end = FENCE if self._marker.startswith(FENCE) else form.end
+        closing = FENCE if self._marker.startswith(FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
-        literals = sorted({*form.literals, end, *brackets} - {""}, key=len, reverse=True)
+        literals = sorted({*form.literals, closing, *brackets} - {""}, key=len, reverse=True)
         while text := (yield from self._upcoming(literals)):
             literal = next((literal for literal in literals if text.startswith(literal)), "")
             self._cursor += len(literal)
-            if literal and literal == end:
+            if literal and literal == closing:
                 break
             if literal:
                 continue
             if not form.named and text[0] != "{":
-                is_fenced = end == FENCE or not form.bare
+                is_fenced = closing == FENCE or not form.bare
                 if form.inner == "python" and is_fenced and not self._end_of_calls:
-                    yield from self._read_python(end)
+                    yield from self._read_python(closing)
                 break
             if not (yield from self._read_call()):
                 return
@@ -146,10 +146,10 @@ class JsonSection(Section):
 
     def _find(self, *texts: str) -> Generator[None, None, int]:
         """Return where the first of `texts` is, -1 if there is none within MAX_NAME characters."""
-        begin, end = self._cursor, self._cursor + MAX_NAME
+        begin, limit = self._cursor, self._cursor + MAX_NAME
         while True:
-            places = [at for text in texts if (at := self._raw.find(text, begin, end)) >= 0]
-            if places or len(self._raw) >= end:
+            places = [start for text in texts if (start := self._raw.find(text, begin, limit)) >= 0]
+            if places or len(self._raw) >= limit:
                 return min(places, default=-1)
             yield
 
@@ -231,27 +231,27 @@ class JsonSection(Section):
         if self._index < 0:
             self._begin_call(call.name)
             call.n_sent = call.arguments_start
-        end = call.arguments_end if call.arguments_end >= 0 else len(self._raw)
-        self._send(self._raw[call.n_sent : end])
-        call.n_sent = end
+        sent_end = call.arguments_end if call.arguments_end >= 0 else len(self._raw)
+        self._send(self._raw[call.n_sent : sent_end])
+        call.n_sent = sent_end
 
-    def _read_python(self, end: str) -> Iterator[None]:
+    def _read_python(self, closing: str) -> Iterator[None]:
         """Parse calls of Python, up to the first end of the section that is not in a string."""
         begin = search_from = len(self._marker)
         while True:
-            while (place := self._raw.find(end, search_from)) < 0 and not self._ended:
+            while (closing_start := self._raw.find(closing, search_from)) < 0 and not self._ended:
                 yield
-            code = self._raw[begin : place if place >= 0 else None]
+            code = self._raw[begin : closing_start if closing_start >= 0 else None]
             calls = python_calls(code) or []
-            is_whole = place >= 0 or not self._cut
+            is_whole = closing_start >= 0 or not self._cut
             if is_whole and calls and all(self._resolve(name) for name, _ in calls):
                 for name, arguments in calls:
                     self._emit(name, arguments)
-                self._end_of_calls = self._cursor = begin + len(code) + len(end)
+                self._end_of_calls = self._cursor = begin + len(code) + len(closing)
                 return
-            if place < 0 or len(code) > _MAX_PYTHON or not _ends_in_string(code):
+            if closing_start < 0 or len(code) > _MAX_PYTHON or not _ends_in_string(code):
                 return
-            search_from = place + len(end)
+            search_from = closing_start + len(closing)
 
     def _resolve(self, name: str) -> str:
         """Return the tool's name, get_weather for `functions.get_weather`; "" for none."""

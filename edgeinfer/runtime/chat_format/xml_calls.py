@@ -111,13 +111,13 @@ class XmlSection(Section):
         value = _Value(self._cursor, kinds, is_json=self._certain)
         self._keys.add(key)
         head = f"{self._separator}{json_text(key)}: "
-        while (end := self._find_end(value)) is None:
+        while (value_end := self._find_end(value)) is None:
             head = self._send_value(head, value.grow(self._raw))
             if self._ended:
                 return False
             yield
-        self._send_value(head, value.close(self._raw[value.start : end].removesuffix("\n")))
-        self._cursor = end + len(END_PARAMETER) * self._raw.startswith(END_PARAMETER, end)
+        self._send_value(head, value.close(self._raw[value.start : value_end].removesuffix("\n")))
+        self._cursor = value_end + len(END_PARAMETER) * self._raw.startswith(END_PARAMETER, value_end)
         return True
 
     def _send_value(self, head: str, text: str) -> str:
@@ -133,21 +133,21 @@ class XmlSection(Section):
     def _find_end(self, value: _Value) -> int | None:
         """Return where the value ends, None if that cannot be told yet."""
         while marker := _MARKER.search(self._raw, value.seen):
-            start, end = marker.span()
+            start, marker_end = marker.span()
             verdict = self._judge(marker)
             if verdict == "wait":
                 value.seen = start
                 break
-            value.seen = end
+            value.seen = marker_end
             if marker[0] == PARAMETER:
-                value.openers.append(end)
+                value.openers.append(marker_end)
             if verdict == "end" and not value.openers:
                 return start
             if verdict != "no":
                 value.ends.append((start, len(value.openers), marker[0]))
             if marker[0] == END_PARAMETER and value.openers:
-                is_of_line = "\n" not in self._raw[value.openers[-1] : end]
-                if is_of_line or _AFTER_VALUE.match(self._raw, end):
+                is_of_line = "\n" not in self._raw[value.openers[-1] : marker_end]
+                if is_of_line or _AFTER_VALUE.match(self._raw, marker_end):
                     value.openers.pop()
         else:
             opening = self._raw.rfind("<", value.seen)
@@ -188,21 +188,21 @@ class XmlSection(Section):
 
     def _best_end(self, value: _Value) -> int | None:
         """Return where the value ends, at the end of the answer; None if nothing may be its end."""
-        ends = [end for end in value.ends if not self._dangles(end[0])]
+        ends = [candidate for candidate in value.ends if not self._dangles(candidate[0])]
         rows = (
-            [at for at, depth, kind in ends if kind == END_PARAMETER and not depth],
-            [at for at, _, kind in ends if kind != END_FUNCTION],
-            [at for at, _, kind in ends if kind == END_FUNCTION],
-            [at for at, _, kind in reversed(value.ends) if kind == END_PARAMETER],
+            [start for start, depth, kind in ends if kind == END_PARAMETER and not depth],
+            [start for start, _, kind in ends if kind != END_FUNCTION],
+            [start for start, _, kind in ends if kind == END_FUNCTION],
+            [start for start, _, kind in reversed(value.ends) if kind == END_PARAMETER],
         )
         return next((row[0] for row in rows if row), None)
 
-    def _dangles(self, at: int) -> bool:
+    def _dangles(self, start: int) -> bool:
         """Return whether a closer without its opener follows the end of a value."""
         n_open = {CALL: 1, FUNCTION: 1, PARAMETER: 1}
-        if self._raw.startswith((PARAMETER, END_FUNCTION), at):
+        if self._raw.startswith((PARAMETER, END_FUNCTION), start):
             n_open[PARAMETER] = 0
-        for marker in _MARKER.finditer(self._raw, at):
+        for marker in _MARKER.finditer(self._raw, start):
             opener = _OPENERS.get(marker[0], "")
             if n_open[PARAMETER] and PARAMETER not in (opener, marker[0]):
                 continue  # within a value
@@ -236,31 +236,31 @@ class _Value:
         safe = self.ends[0][0] if self.ends else self.seen
         if safe > self.start and raw[safe - 1] == "\n":
             safe -= 1
-        opening = self._open(raw[self.start : min(safe, self.start + 2 * _MAX_SCALAR)])
+        opening = ""
+        if self._quote is None:
+            opening = self._open(raw[self.start : min(safe, self.start + 2 * _MAX_SCALAR)])
         return opening + self._encode(raw[self.start + self._n_sent : safe])
 
     def close(self, text: str) -> str:
         """Return the rest of the whole value as JSON; "" for an empty one that is no text."""
-        opening = self._open(text[: 2 * _MAX_SCALAR])
+        opening = self._open(text[: 2 * _MAX_SCALAR]) if self._quote is None else ""
         if self._quote is None:
             return typed_value(text, self._kinds)
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Choose how a value that begins so is written; return its first quote if that is new."""
-        if self._quote is None:
-            self._quote = self._choose_quote(text.strip())
-            return self._quote or ""
-        return ""
+        """Choose how a value that begins so is written; return its first quote."""
+        self._quote = self._choose_quote(text.strip())
+        return self._quote or ""
 
     def _choose_quote(self, text: str) -> str | None:
-        others = self._kinds - {"string"}
+        other_kinds = self._kinds - {"string"}
         if "string" not in self._kinds:
             return "" if self._is_json and text else None
-        if others == {"null"} and text:
+        if other_kinds == {"null"} and text:
             return None if "null".startswith(text) or "None".startswith(text) else '"'
-        has_parts = bool(others & {"array", "object"}) and text[:1] in ("[", "{")
-        return '"' if not others or (len(text) > _MAX_SCALAR and not has_parts) else None
+        has_parts = bool(other_kinds & {"array", "object"}) and text[:1] in ("[", "{")
+        return '"' if not other_kinds or (len(text) > _MAX_SCALAR and not has_parts) else None
 
     def _encode(self, more: str) -> str:
         if self._quote is None:

@@ -171,22 +171,22 @@ class Constraints:
             ) from error
         key = (salt, source)
         with self._lock:
-            found = self._cache.get(key) if vocab is self._vocab else None
-            if found is not None:
+            cached = self._cache.get(key) if vocab is self._vocab else None
+            if cached is not None:
                 self._cache.move_to_end(key)
-                return found
+                return cached
         if len(source) > MAX_SOURCE:
             raise UnsupportedConstraintError(
                 f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
             )
         matcher = self._build(constraint, self.prepare(vocab))
         digits = self._digits if isinstance(constraint, JsonSchema) else None
-        made = Compiled(matcher, vocab.n_vocab, digits)
+        compiled = Compiled(matcher, vocab.n_vocab, digits)
         with self._lock:
-            self._cache[key] = made
+            self._cache[key] = compiled
             while len(self._cache) > self._cache_size:
                 self._cache.popitem(last=False)
-        return made
+        return compiled
 
     def prepare(self, vocab: Vocab) -> Any:
         """Return llguidance's table, made once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
@@ -201,16 +201,16 @@ class Constraints:
 
     def _build(self, constraint: Constraint | Lark, tokenizer: Any) -> Any:
         if isinstance(constraint, JsonSchema):
-            source, place = schema_grammar(check_schema(constraint.schema, tokenizer)), "#"
+            source, field_name = schema_grammar(check_schema(constraint.schema, tokenizer)), "#"
         else:
-            source, place = lark_of(constraint)
+            source, field_name = lark_of(constraint)
         matcher = _with_deep_stack(
             lambda: llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         )
         wrong = _complaint(matcher)
         if wrong:
             raise UnsupportedConstraintError(
-                f"the {_kind(constraint)} cannot be enforced: {wrong}", param=place
+                f"the {_kind(constraint)} cannot be enforced: {wrong}", param=field_name
             )
         return matcher
 
@@ -219,35 +219,35 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     """Return the schema, normalised. Raises UnsupportedConstraintError, `param` a JSON pointer."""
     normalised = normalise(schema)
 
-    def complaint(part: dict[str, Any]) -> str:
+    def complaint(subschema: dict[str, Any]) -> str:
         check_deadline()
-        source = schema_grammar(part)
+        source = schema_grammar(subschema)
         wrong, messages = _with_deep_stack(
             lambda: llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer)
         )
         return _brief(messages[0]) if wrong and messages else ""
 
     if whole_message := complaint(normalised):
-        place, words = _at_keyword(*locate(normalised, complaint))
-        if whole_message in _LIMITS.values() and words != whole_message:
-            place, words = "#", whole_message  # of a circle, no part fails for the same reason
+        pointer, message = _at_keyword(*locate(normalised, complaint))
+        if whole_message in _LIMITS.values() and message != whole_message:
+            pointer, message = "#", whole_message  # of a circle, no part fails for the same reason
         raise UnsupportedConstraintError(
-            f"the schema cannot be enforced at {place}: {words}", param=place
+            f"the schema cannot be enforced at {pointer}: {message}", param=pointer
         )
     return normalised
 
 
-def _at_keyword(place: str, words: str) -> tuple[str, str]:
+def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
     """Add the keyword that the grammar engine's `words` name to the place of its schema."""
-    if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', words):
-        return f"{place}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
-    if words.startswith("Resource '"):
-        return f"{place}/$ref", "other documents are not read"
-    if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", words):
-        return f"{place}/$ref", f"#{pointer[1]} is missing, or allows nothing"
-    named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", words)
+    if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
+        return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
+    if message.startswith("Resource '"):
+        return f"{place_of_schema}/$ref", "other documents are not read"
+    if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", message):
+        return f"{place_of_schema}/$ref", f"#{pointer[1]} is missing, or allows nothing"
+    named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", message)
     key = named and next(filter(None, named.groups()))
-    return (f"{place}/{key}" if key and key != "schema" else place), words
+    return (f"{place_of_schema}/{key}" if key and key != "schema" else place_of_schema), message
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:
@@ -330,10 +330,10 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
         with _stack_lock:
             before = threading.stack_size(_STACK_BYTES)
             try:
-                made = pool.submit(work)
+                future = pool.submit(work)
             finally:
                 threading.stack_size(before)
-        return made.result()
+        return future.result()
 
 
 def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
@@ -398,8 +398,8 @@ def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
         return int(value)
     if isinstance(value, list):
         return [
-            _in_order(one, [p for s in parts for p in _of_item(s, n)], root)
-            for n, one in enumerate(value)
+            _in_order(element, [p for s in parts for p in _of_item(s, n)], root)
+            for n, element in enumerate(value)
         ]
     if not isinstance(value, dict):
         return value
@@ -418,6 +418,6 @@ def _of_item(schema: dict[str, Any], n: int) -> Iterator[Any]:
 
 
 def _of_member(schema: dict[str, Any], name: str) -> Iterator[Any]:
-    known = schema.get("properties", {})
-    yield known[name] if name in known else schema.get("additionalProperties")
+    properties = schema.get("properties", {})
+    yield properties[name] if name in properties else schema.get("additionalProperties")
     yield from schema.get("patternProperties", {}).values()

@@ -40,13 +40,14 @@ _ANNOTATIONS = (
 _DRAFT_4 = "http://json-schema.org/draft-04/schema"
 
 
-def _refuse(place: str, why: str) -> UnsupportedConstraintError:
-    return UnsupportedConstraintError(f"the schema cannot be enforced at {place}: {why}", param=place)
+def _refuse(pointer: str, reason: str) -> UnsupportedConstraintError:
+    message = f"the schema cannot be enforced at {pointer}: {reason}"
+    return UnsupportedConstraintError(message, param=pointer)
 
 
-def _step(place: str, key: str | int) -> str:
+def _step(pointer: str, key: str | int) -> str:
     escaped = str(key).replace("~", "~0").replace("/", "~1")
-    return f"{place}/{escaped}"
+    return f"{pointer}/{escaped}"
 
 
 def target(root: dict[str, Any], ref: Any) -> Any:
@@ -54,26 +55,26 @@ def target(root: dict[str, Any], ref: Any) -> Any:
     pointer = str(ref).removeprefix(str(root.get("$id", "")).rstrip("#"))
     if pointer != "#" and not pointer.startswith("#/"):
         return None
-    found: Any = root
+    node: Any = root
     for step in pointer.split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
-        parts = {str(i): part for i, part in enumerate(found)} if isinstance(found, list) else found
-        found = parts.get(name) if isinstance(parts, dict) else None
-    return found
+        parts = {str(i): part for i, part in enumerate(node)} if isinstance(node, list) else node
+        node = parts.get(name) if isinstance(parts, dict) else None
+    return node
 
 
-def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (place, schema) of the parts of `schema`, and of what it refers to."""
-    for key, part in schema.items():
-        here = _step(place, key)
-        if key in _MAPS and isinstance(part, dict):
-            yield from ((_step(here, name), sub) for name, sub in part.items())
-        elif key in (*_LISTS, "items") and isinstance(part, list):
-            yield from ((_step(here, i), sub) for i, sub in enumerate(part))
+    for key, subschema in schema.items():
+        key_pointer = _step(pointer, key)
+        if key in _MAPS and isinstance(subschema, dict):
+            yield from ((_step(key_pointer, name), sub) for name, sub in subschema.items())
+        elif key in (*_LISTS, "items") and isinstance(subschema, list):
+            yield from ((_step(key_pointer, i), sub) for i, sub in enumerate(subschema))
         elif key in _ONE:
-            yield here, part
-        elif key == "$ref" and target(root, part) is not None:
-            yield f"#{unquote(part.partition('#')[2])}", target(root, part)
+            yield key_pointer, subschema
+        elif key == "$ref" and target(root, subschema) is not None:
+            yield f"#{unquote(subschema.partition('#')[2])}", target(root, subschema)
 
 
 class _Normaliser:
@@ -92,12 +93,12 @@ class _Normaliser:
         while self._waiting:
             self._visit(*self._waiting.pop())
         overlaps = Overlaps(self._target, self._define)
-        for schema, place in reversed(self._visited.values()):  # parts before their wholes
-            _replace_one_of(schema, place, overlaps)
+        for schema, pointer in reversed(self._visited.values()):  # parts before their wholes
+            _replace_one_of(schema, pointer, overlaps)
 
     def _target(self, ref: str) -> Any:
-        found = None if self._has_inner_id else target(self.root, ref)
-        return True if found is None else found
+        schema = None if self._has_inner_id else target(self.root, ref)
+        return True if schema is None else schema
 
     def _define(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Give `schema` a name, and return a reference to it."""
@@ -106,33 +107,33 @@ class _Normaliser:
         definitions[name] = schema
         return {"$ref": f"#/$defs/{quote(name)}"}
 
-    def _visit(self, schema: Any, place: str, depth: int) -> None:
+    def _visit(self, schema: Any, pointer: str, depth: int) -> None:
         check_deadline()
         if depth > MAX_DEPTH or len(self._visited) > MAX_NODES:
-            raise _refuse(place, f"more than {MAX_DEPTH} levels or {MAX_NODES} parts")
+            raise _refuse(pointer, f"more than {MAX_DEPTH} levels or {MAX_NODES} parts")
         if not isinstance(schema, dict) or id(schema) in self._visited:
             return
-        self._visited[id(schema)] = schema, place
+        self._visited[id(schema)] = schema, pointer
         self._has_inner_id |= "$id" in schema and schema is not self.root
         if schema.get("format") not in FORMATS:
             schema.pop("format", None)
         if schema.get("uniqueItems") is False:
             del schema["uniqueItems"]
         for key in _REWRITTEN:
-            wanted = list(alternatives(key, schema)) if key in schema else [None]
-            if None not in wanted:  # the grammar engine refuses what is left
+            rewritten = list(alternatives(key, schema)) if key in schema else [None]
+            if None not in rewritten:  # the grammar engine refuses what is left
                 del schema[key]
-                schema["allOf"] = [*schema.get("allOf", ()), *wanted]
+                schema["allOf"] = [*schema.get("allOf", ()), *rewritten]
         for key in ("then", "else"):
             schema.pop(key, None)
         _drop_known_type(schema, self._target)
         _clamp(schema)
         _rewrite_names(schema, self._target)
-        _rewrite_patterns(schema, place)
-        _check_count(schema, place)
-        for where, part in _children(schema, place, self.root):
-            is_new = where.startswith(f"{place}/")
-            self._waiting.append((part, where, depth + 1 if is_new else 0))
+        _rewrite_patterns(schema, pointer)
+        _check_count(schema, pointer)
+        for part_pointer, subschema in _children(schema, pointer, self.root):
+            is_new = part_pointer.startswith(f"{pointer}/")
+            self._waiting.append((subschema, part_pointer, depth + 1 if is_new else 0))
 
 
 #: Bounds beyond which the grammar engine has no expression of a range.
@@ -173,12 +174,12 @@ def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> N
         rules.pop("format", None)
     if rules.pop("type", "string") != "string" or (rules and "patternProperties" in schema):
         return
-    members, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    members, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
     values = _values(rules)
     if values is not None and len(rules) == 1:
-        named = {name: others for name in values if isinstance(name, str)}
-        made = {name: members.get(name, others) for name in named}
-        schema["properties"] = {**dict.fromkeys(members, False), **made}
+        named = {name: additional for name in values if isinstance(name, str)}
+        named_members = {name: members.get(name, additional) for name in named}
+        schema["properties"] = {**dict.fromkeys(members, False), **named_members}
     elif set(rules) == {"pattern"} or (rules and set(rules) <= {"minLength", "maxLength"}):
         low, high = rules.get("minLength", 0), rules.get("maxLength", "")
         pattern = rules.get("pattern", f"^[\\s\\S]{{{low},{high}}}$")
@@ -186,7 +187,7 @@ def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> N
             is_named = {name: re.search(pattern, name) is not None for name in members}
         except re.error:
             return
-        schema["patternProperties"] = {pattern: others}
+        schema["patternProperties"] = {pattern: additional}
         schema["properties"] = {name: is_named[name] and members[name] for name in members}
     elif rules:
         return
@@ -195,81 +196,79 @@ def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> N
         schema["additionalProperties"] = False
 
 
-def _rewrite_patterns(schema: dict[str, Any], place: str) -> None:
+def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
     """Rewrite patterns that the grammar engine takes too widely or does not know."""
     pattern = schema.get("pattern")
     try:
         if isinstance(pattern, str) and patterns.has_look_around(pattern):
             parts = patterns.without_look_aheads(pattern)
             if parts is not None:
-                schema["pattern"], *more = [patterns.narrowed(part) for part in parts]
-                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": part} for part in more)]
-            elif (
-                "format" in schema
-            ):  # which is enforced, and says the same in zod's and others' schemas
+                schema["pattern"], *more = [patterns.narrow(piece) for piece in parts]
+                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": piece} for piece in more)]
+            elif "format" in schema:  # enforced, and it says the same in zod's and others' schemas
                 del schema["pattern"]
         elif isinstance(pattern, str):
-            schema["pattern"] = patterns.narrowed(pattern)
+            schema["pattern"] = patterns.narrow(pattern)
         members = schema.get("patternProperties")
         if isinstance(members, dict):
             schema["patternProperties"] = {
-                patterns.narrowed(key): part for key, part in members.items()
+                patterns.narrow(key): piece for key, piece in members.items()
             }
     except ValueError as error:
-        raise _refuse(_step(place, "pattern"), str(error)) from error
+        raise _refuse(_step(pointer, "pattern"), str(error)) from error
 
 
-def _check_count(schema: dict[str, Any], place: str) -> None:
+def _check_count(schema: dict[str, Any], pointer: str) -> None:
     """Refuse counts of open objects: JSON lets a name stand twice, which would count as two."""
-    wanted, required = schema.get("minProperties"), schema.get("required")
+    minimum, required = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
-    if is_open and isinstance(wanted, int) and wanted > max(1, certain):
-        where = _step(place, "minProperties")
-        raise _refuse(where, "properties beyond the required ones cannot be counted")
+    if is_open and isinstance(minimum, int) and minimum > max(1, certain):
+        keyword_pointer = _step(pointer, "minProperties")
+        raise _refuse(keyword_pointer, "properties beyond the required ones cannot be counted")
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
     """Yield schemas that together mean `value[key]`; None for what no schema says."""
-    part = value[key]
+    operand = value[key]
     if key == "not":
-        yield negated(part)
+        yield negate(operand)
     elif key == "if":
-        unless = _otherwise(part, value)
-        then = {"allOf": [part, value.get("then", True)]}
+        unless = _otherwise(operand, value)
+        then = {"allOf": [operand, value.get("then", True)]}
         otherwise = {"allOf": [unless, value.get("else", True)]}
         yield None if unless is None else {"anyOf": [then, otherwise]}
-    elif not isinstance(part, dict):
+    elif not isinstance(operand, dict):
         yield None
     else:
-        for name, wanted in part.items():
-            then = {"required": wanted} if isinstance(wanted, list) else wanted
+        for name, implied in operand.items():
+            then = {"required": implied} if isinstance(implied, list) else implied
             yield {"anyOf": [{"properties": {name: False}}, then]}
 
 
 def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
     """Negate an `if`, also by the other values that the schema around it allows of a property."""
-    unless = negated(condition)
+    unless = negate(condition)
     if not isinstance(condition, dict) or unless is False:
         return unless
     members, outer = condition.get("properties"), schema.get("properties")
-    made = [] if unless is None else [unless]
+    options = [] if unless is None else [unless]
     if isinstance(members, dict) and isinstance(outer, dict):
         for name, member in members.items():
-            values, others = _values_of(member), _values_of(outer.get(name)) or []
-            left = [value for value in others if value not in (values or ())]
-            if values is not None and left:
-                made.append(
-                    {"type": "object", "required": [name], "properties": {name: {"enum": left}}}
+            values, allowed = _values_of(member), _values_of(outer.get(name)) or []
+            remaining = [value for value in allowed if value not in (values or ())]
+            if values is not None and remaining:
+                options.append(
+                    {"type": "object", "required": [name], "properties": {name: {"enum": remaining}}}
                 )
-    return {"anyOf": made} if made else None
+    return {"anyOf": options} if options else None
 
 
 def _values_of(schema: Any) -> list[Any] | None:
     return _values(schema) if isinstance(schema, dict) else None
 
 
-def negated(schema: Any, depth: int = 0) -> Any:
+def negate(schema: Any, depth: int = 0) -> Any:
     """Return a schema of documents that `schema` forbids, maybe not of all; None if it has none.
 
     `not` of several keywords is one of their opposites: those that have one are enough.
@@ -279,52 +278,52 @@ def negated(schema: Any, depth: int = 0) -> Any:
         return not schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return None
-    made: list[Any] = []
-    for key, part in schema.items():
-        parts = part if isinstance(part, list) else [part]
+    negations: list[Any] = []
+    for key, operand in schema.items():
+        parts = operand if isinstance(operand, list) else [operand]
         if key == "type":
-            left = [kind for kind in TYPES if kind not in parts]
+            other_types = [kind for kind in TYPES if kind not in parts]
             if {"integer", "number"} & set(parts):
-                left = [kind for kind in left if kind not in ("integer", "number")]
-            made.append({"type": left} if left else False)
+                other_types = [kind for kind in other_types if kind not in ("integer", "number")]
+            negations.append({"type": other_types} if other_types else False)
         elif key == "required":
             names = [name for name in parts if isinstance(name, str)]
-            made += [{"type": "object", "properties": {name: False}} for name in names]
-        elif key == "properties" and isinstance(part, dict):
-            for name, inner in part.items():
-                other = negated(inner, depth + 1)
+            negations += [{"type": "object", "properties": {name: False}} for name in names]
+        elif key == "properties" and isinstance(operand, dict):
+            for name, inner in operand.items():
+                other = negate(inner, depth + 1)
                 has_other = {"type": "object", "required": [name], "properties": {name: other}}
-                made.append(other and has_other)
+                negations.append(other and has_other)
         elif key == "allOf":
-            made += [negated(inner, depth + 1) for inner in parts]
+            negations += [negate(inner, depth + 1) for inner in parts]
         elif key == "anyOf":
-            opposites = [negated(inner, depth + 1) for inner in parts]
-            made.append(None if None in opposites else {"allOf": opposites})
+            opposites = [negate(inner, depth + 1) for inner in parts]
+            negations.append(None if None in opposites else {"allOf": opposites})
         elif key == "not":
-            made.append(part)
+            negations.append(operand)
         elif key in ("const", "enum"):
-            kinds = {kind for one in _values({key: part}) or () for kind in kinds_of(one)}
-            left = [kind for kind in TYPES if kind not in kinds]
-            made.append({"type": left} if left else None)
+            kinds = {kind for value in _values({key: operand}) or () for kind in kinds_of(value)}
+            other_types = [kind for kind in TYPES if kind not in kinds]
+            negations.append({"type": other_types} if other_types else None)
         elif key not in _ANNOTATIONS:
-            made.append(None)
-    known = [part for part in made if part is not None and part is not False]
-    if known:
-        return {"anyOf": known}
-    return None if None in made else False
+            negations.append(None)
+    useful = [negation for negation in negations if negation not in (None, False)]
+    if useful:
+        return {"anyOf": useful}
+    return None if None in negations else False
 
 
-def _replace_one_of(schema: dict[str, Any], place: str, overlaps: Overlaps) -> None:
+def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) -> None:
     """Replace a `oneOf` by an `anyOf` of parts that exclude each other, in place."""
     if isinstance(schema.get("oneOf"), list):
         outer = {"type": schema["type"]} if "type" in schema else {}
-        own = [
+        typed_parts = [
             {**outer, **p} if isinstance(p, dict) and "$ref" not in p else p for p in schema["oneOf"]
         ]
-        parts = overlaps.exclusive(own)
+        parts = overlaps.exclusive(typed_parts)
         if isinstance(parts, tuple):
             raise _refuse(
-                _step(place, "oneOf"),
+                _step(pointer, "oneOf"),
                 f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar rules out; "
                 "give each a required property with a `const` of its own, or use `anyOf`",
             )
@@ -353,13 +352,13 @@ def normalise(schema: Any) -> dict[str, Any]:
     return normaliser.root
 
 
-def _moved(schema: Any) -> Any:
+def _move(schema: Any) -> Any:
     """Copy a schema for a place under `#/$defs/root`: its references go there."""
     if isinstance(schema, list):
-        return [_moved(part) for part in schema]
+        return [_move(subschema) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
-    copied = {key: _moved(part) for key, part in schema.items()}
+    copied = {key: _move(subschema) for key, subschema in schema.items()}
     reference = copied.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
         copied["$ref"] = f"#/$defs/root{reference[1:]}"
@@ -373,25 +372,25 @@ def locate(
 
     `complaint` compiles a schema and returns its error, or "". The root, if `seconds` do not suffice.
     """
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}
-    moved = {key: part for key, part in _moved(root).items() if key not in ("$schema", "$id")}
+    moved = {key: node for key, node in _move(root).items() if key not in ("$schema", "$id")}
     whole = complaint(root)
-    place, words = "#", whole
-    seen = {place}
-    children = _children(root, place, root)
-    while found := next(children, None):
-        if time.monotonic() > end:
+    pointer, message = "#", whole
+    seen = {pointer}
+    children = _children(root, pointer, root)
+    while next_child := next(children, None):
+        if time.monotonic() > deadline:
             return "#", whole
-        child, part = found
-        if child not in seen and part is not False:
+        child, node = next_child
+        if child not in seen and node is not False:
             seen.add(child)
             reference = {"$ref": f"#/$defs/root{quote(child[1:])}"}
             wrong = complaint({**draft, **reference, "$defs": {"root": moved}})
             if wrong:
-                place, words = child, wrong
-                children = _children(part, place, root) if isinstance(part, dict) else iter(())
-    return place, words
+                pointer, message = child, wrong
+                children = _children(node, pointer, root) if isinstance(node, dict) else iter(())
+    return pointer, message
 
 
 def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -430,37 +429,37 @@ class Overlaps:
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
         """Return `parts`, each narrowed to exclude all others; or two of them that both may be true."""
-        made = []
-        for i, part in enumerate(parts):
-            narrowed = part
+        narrowed_parts = []
+        for i, alternative in enumerate(parts):
+            narrowed = alternative
             for j, other in enumerate(parts):
                 if i != j and not self.disjoint(narrowed, other):
-                    narrowed = self._narrowed(narrowed, other)
+                    narrowed = self._narrow(narrowed, other)
                     if narrowed is None:
                         return min(i, j), max(i, j)
-            if narrowed is not part and self._followed(part) is not part:
+            if narrowed is not alternative and self._follow(alternative) is not alternative:
                 # what narrows a definition may stand inside of it: a circle needs a name to go by
                 narrowed = self._define(narrowed)
-            made.append(narrowed)
-        return made
+            narrowed_parts.append(narrowed)
+        return narrowed_parts
 
-    def _narrowed(self, part: Any, other: Any) -> dict[str, Any] | None:
+    def _narrow(self, alternative: Any, other: Any) -> dict[str, Any] | None:
         """Narrow `part` by a name that `other` requires, or by one that `other` forbids."""
-        schema = self._followed(part)
+        schema = self._follow(alternative)
         if not isinstance(schema, dict) or "object" not in self.kinds(schema):
             return None
-        own, names = set(self._required(schema, set())), schema.get("properties", {})
-        absent = [name for name in self._required(other, set()) if name not in own]
+        own_required, names = set(self._required_names(schema, set())), schema.get("properties", {})
+        absent = [name for name in self._required_names(other, set()) if name not in own_required]
         if absent:
             name = min(absent, key=lambda name: name in names)
             return {**schema, "type": "object", "properties": {**names, name: False}}
-        rest = self._followed(other)
+        followed = self._follow(other)
         for name, value in names.items():
-            if isinstance(rest, dict) and value is not False and _member(rest, name) is False:
+            if isinstance(followed, dict) and value is not False and _member(followed, name) is False:
                 return {**schema, "type": "object", "required": [*schema.get("required", ()), name]}
         return None
 
-    def _followed(self, schema: Any) -> Any:
+    def _follow(self, schema: Any) -> Any:
         """Return what a bare reference names, but for a `oneOf`, which may lead back here."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
@@ -474,14 +473,14 @@ class Overlaps:
     def _target(self, schema: dict[str, Any]) -> Any:
         return self._find(schema["$ref"])
 
-    def _required(self, schema: Any, seen: set[int]) -> Iterator[str]:
+    def _required_names(self, schema: Any, seen: set[int]) -> Iterator[str]:
         if isinstance(schema, dict) and id(schema) not in seen and len(seen) < _MAX_DEPTH:
             seen.add(id(schema))
             yield from schema.get("required", ())
             if "$ref" in schema:
-                yield from self._required(self._target(schema), seen)
-            for part in schema.get("allOf", ()):
-                yield from self._required(part, seen)
+                yield from self._required_names(self._target(schema), seen)
+            for subschema in schema.get("allOf", ()):
+                yield from self._required_names(subschema, seen)
 
     def kinds(self, schema: Any, depth: int = 0) -> set[str]:
         """Return the types that a document may have, "integer" beside "number"."""
@@ -489,23 +488,23 @@ class Overlaps:
             return set() if schema is False else set(TYPES)
         check_deadline()
         named = schema.get("type", TYPES)
-        found = {named} if isinstance(named, str) else set(named)
-        found |= {"integer"} if "number" in found else set()
+        types = {named} if isinstance(named, str) else set(named)
+        types |= {"integer"} if "number" in types else set()
         values = _values(schema)
         if values is not None:
-            found &= {kind for value in values for kind in kinds_of(value)}
+            types &= {kind for value in values for kind in kinds_of(value)}
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
                 self._kinds[name] = set(TYPES)  # while they are being found out
                 self._kinds[name] = self.kinds(self._target(schema), depth + 1)
-            found &= self._kinds[name]
+            types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                found &= {kind for part in schema[key] for kind in self.kinds(part, depth + 1)}
-        for part in schema.get("allOf", ()):
-            found &= self.kinds(part, depth + 1)
-        return found
+                types &= {kind for branch in schema[key] for kind in self.kinds(branch, depth + 1)}
+        for branch in schema.get("allOf", ()):
+            types &= self.kinds(branch, depth + 1)
+        return types
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
         """Return whether no document satisfies both."""
@@ -524,13 +523,13 @@ class Overlaps:
         shared = self.kinds(a) & self.kinds(b)
         if all(self._apart(kind, a, b, depth) for kind in shared):
             return True
-        for one, other in ((a, b), (b, a)):
-            if "$ref" in one and self.disjoint(self._target(one), other, depth):
+        for this, other in ((a, b), (b, a)):
+            if "$ref" in this and self.disjoint(self._target(this), other, depth):
                 return True
-            if any(self.disjoint(part, other, depth) for part in one.get("allOf", ())):
+            if any(self.disjoint(branch, other, depth) for branch in this.get("allOf", ())):
                 return True
             for key in ("anyOf", "oneOf"):
-                if key in one and all(self.disjoint(part, other, depth) for part in one[key]):
+                if key in this and all(self.disjoint(branch, other, depth) for branch in this[key]):
                     return True
         return False
 

@@ -35,12 +35,12 @@ def has_look_around(pattern: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def narrowed(pattern: str) -> str:
+def narrow(pattern: str) -> str:
     """Return `pattern` with the classes rewritten that are taken too widely. Raises ValueError."""
-    return _ATOM.sub(lambda atom: _narrowed_class(atom[0]), pattern)
+    return _ATOM.sub(lambda atom: _narrow_class(atom[0]), pattern)
 
 
-def _narrowed_class(atom: str) -> str:
+def _narrow_class(atom: str) -> str:
     if atom[0] != "[" and atom not in _ESCAPED_CLASSES:
         return atom
     check_deadline()
@@ -48,17 +48,17 @@ def _narrowed_class(atom: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = re.compile(f"[{_spaces(body)}]", re.ASCII)
+            characters = re.compile(f"[{_spaces(body)}]", re.ASCII)
     except re.error:
         if atom.startswith("[^") and ('"' in atom or "\\\\" in atom):
             raise ValueError(f"the class {atom} cannot be compared with JSON's escapes") from None
         return atom
-    controls = [c for c in map(chr, range(32)) if c not in _WRITTEN_CONTROLS and found.match(c)]
-    if not controls or (found.match('"') and found.match("\\")):
+    controls = [c for c in map(chr, range(32)) if c not in _WRITTEN_CONTROLS and characters.match(c)]
+    if not controls or (characters.match('"') and characters.match("\\")):
         return atom
     if _SET_OPERATION.search(atom) or max(atom) > "\uffff":
         raise ValueError(f"the class {atom} cannot be compared with JSON's escapes")
-    return _ranges(found)
+    return _ranges(characters)
 
 
 def _spaces(body: str) -> str:
@@ -66,21 +66,21 @@ def _spaces(body: str) -> str:
     return re.sub(r"\\(.)", lambda escape: _SPACES if escape[1] == "s" else escape[0], body)
 
 
-def _ranges(found: re.Pattern[str]) -> str:
-    written = "".join(c for c in _WRITTEN_CONTROLS if found.match(c))
+def _ranges(characters: re.Pattern[str]) -> str:
+    written = "".join(c for c in _WRITTEN_CONTROLS if characters.match(c))
     runs = [
         (max(run[0][0], " "), run[0][-1])
-        for run in re.finditer(f"{found.pattern}+", _basic_plane(), re.ASCII)
+        for run in re.finditer(f"{characters.pattern}+", _basic_plane(), re.ASCII)
         if run[0][-1] >= " "
     ]
-    if found.match(_AFTER_BASIC_PLANE):
+    if characters.match(_AFTER_BASIC_PLANE):
         runs.append(("\U00010000", "\U0010ffff"))
-    pieces = [_escaped(c) for c in written]
-    pieces += [f"{_escaped(first)}-{_escaped(last)}" for first, last in runs]
+    pieces = [_escape(c) for c in written]
+    pieces += [f"{_escape(first)}-{_escape(last)}" for first, last in runs]
     return f"[{''.join(pieces)}]"
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return f"\\x{{{ord(character):x}}}"
 
 
@@ -90,12 +90,12 @@ def without_look_aheads(pattern: str) -> list[str] | None:
     None if that cannot be said. `(?!^[class]*$)` asks for a character that is not of the class, and
     `(?![class])` for one at the beginning, if there is any.
     """
-    parts, left = [], pattern
+    parts, remaining = [], pattern
     anchor = "^" if pattern.startswith("^") else ""
-    while ahead := _AHEAD.match(left):
-        end = _closing(left, ahead.end())
-        inside = left[ahead.end() : end]
-        if end < 0 or not (anchor or ahead[0].startswith("^")):
+    while ahead := _AHEAD.match(remaining):
+        group_end = _closing(remaining, ahead.end())
+        inside = remaining[ahead.end() : group_end]
+        if group_end < 0 or not (anchor or ahead[0].startswith("^")):
             return None
         if ahead[1] == "=":
             parts.append(f"^(?:{inside.removeprefix('^')})")
@@ -105,17 +105,17 @@ def without_look_aheads(pattern: str) -> list[str] | None:
             parts.append(f"^(?:[^{first[1] or first[2]}][\\s\\S]*)?$")
         else:
             return None
-        left = left[end + 1 :]
+        remaining = remaining[group_end + 1 :]
         anchor = "^"
-    rest = anchor + left.removeprefix("^")
-    return None if has_look_around("".join((*parts, rest))) else [*parts, rest]
+    tail = anchor + remaining.removeprefix("^")
+    return None if has_look_around("".join((*parts, tail))) else [*parts, tail]
 
 
-def _closing(text: str, at: int) -> int:
+def _closing(text: str, start: int) -> int:
     """Return where the group ends whose inside begins at `at`, -1 if nowhere."""
     depth = 1
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[at:], re.DOTALL):
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[start:], re.DOTALL):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if depth == 0:
-            return at + token.start()
+            return start + token.start()
     return -1

@@ -36,9 +36,9 @@ def big_vocab(gemma3: Path) -> Iterator[Vocab]:
 
 @pytest.fixture(scope="session")
 def constraints(vocab: Vocab) -> Constraints:
-    made = Constraints()
-    made.prepare(vocab)
-    return made
+    compiler = Constraints()
+    compiler.prepare(vocab)
+    return compiler
 
 
 def draw_text(

@@ -49,7 +49,7 @@ def arguments(rng: random.Random, name: str) -> dict[str, Any]:
     return {"old": value(rng), "n": rng.randrange(100), "new": value(rng)} if name == "edit" else {}
 
 
-def written(family: str, name: str, args: dict[str, Any]) -> str:
+def write_as(family: str, name: str, args: dict[str, Any]) -> str:
     """A call as the family writes it."""
     if family in ("lfm", "gemma"):
         code = f"{name}({', '.join(f'{key}={item!r}' for key, item in args.items())})"
@@ -76,10 +76,10 @@ def read(
                 calls.append([event.name, ""])
             assert event.index == len(calls) - 1
             calls[-1][1] += event.arguments
-    return text, thought, [(name, _decoded(sent)) for name, sent in calls]
+    return text, thought, [(name, _decode(sent)) for name, sent in calls]
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -88,13 +88,13 @@ def _decoded(text: str) -> Any:
 
 def splits(text: str, rng: random.Random) -> list[list[str]]:
     """The text whole, by characters, in two at places, and in random pieces."""
-    made = [[text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]
+    variants = [[text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]
     places = range(len(text)) if len(text) < 120 else rng.sample(range(len(text)), 24)
-    made += [[text[:at], text[at:]] for at in places]
+    variants += [[text[:place], text[place:]] for place in places]
     for _ in range(5):
         cuts = [0, *sorted(rng.choices(range(len(text) + 1), k=9)), len(text)]
-        made.append([text[i:j] for i, j in itertools.pairwise(cuts)])
-    return made
+        variants.append([text[i:j] for i, j in itertools.pairwise(cuts)])
+    return variants
 
 
 NOTATIONS = sorted(set(FAMILIES) - {"generic"})
@@ -106,7 +106,7 @@ def test_arguments_with_every_marker_are_forwarded_whole(family):
     for _ in range(56):
         name = rng.choice(["write_file", "write_file", "edit"])
         args = arguments(rng, name)
-        text = written(family, name, args)
+        text = write_as(family, name, args)
         expected = ("", "", [(name, args)])
         for pieces in splits(text, rng):
             assert read(family, pieces) == expected, (text, pieces)
@@ -114,7 +114,7 @@ def test_arguments_with_every_marker_are_forwarded_whole(family):
 
 def test_opener_alone_in_a_text_does_not_take_the_closer_of_the_text():
     args = {"old": "<parameter=path> and", "n": 85, "new": '"q"'}
-    text = written("qwen-xml", "edit", args)
+    text = write_as("qwen-xml", "edit", args)
     for pieces in splits(text, random.Random(1)):
         assert read("qwen-xml", pieces) == ("", "", [("edit", args)])
 
@@ -129,7 +129,7 @@ def test_several_calls_after_words_are_all_forwarded(family):
         calls = [
             ("write_file", {"path": "a", "content": f"x{i} < y"}) for i in range(rng.randrange(1, 4))
         ]
-        text = "I'll do it.\n" + "\n".join(written(family, *call) for call in calls)
+        text = "I'll do it.\n" + "\n".join(write_as(family, *call) for call in calls)
         for pieces in splits(text, rng)[:40]:
             said, _, passed = read(family, pieces)
             assert (said.strip(), passed) == ("I'll do it.", calls), text
@@ -140,12 +140,12 @@ def test_cut_call_is_never_whole(family):
     rng = random.Random(f"cut {family}")
     for _ in range(12):
         args = arguments(rng, "write_file")
-        text = written(family, "write_file", args)
-        for at in rng.sample(range(len(text)), min(50, len(text))):
+        text = write_as(family, "write_file", args)
+        for length in rng.sample(range(len(text)), min(50, len(text))):
             for certain in (False, True):
-                _, _, calls = read(family, [text[:at]], cut=True, certain=certain)
+                _, _, calls = read(family, [text[:length]], cut=True, certain=certain)
                 for _, passed in calls:
-                    assert passed == args or isinstance(passed, str), (text[:at], passed)
+                    assert passed == args or isinstance(passed, str), (text[:length], passed)
 
 
 XML = "<tool_call>\n<function=write_file>\n{}</function>\n</tool_call>"
@@ -199,10 +199,12 @@ def test_call_before_the_end_of_reasoning_ends_it(family, opened):
     if FAMILIES[family].bare:
         return
     args = {"path": "a", "content": "ends with </think> or so"}
-    answer = ("" if opened else "<think>") + "I should write.\n\n" + written(family, "write_file", args)
+    answer = (
+        ("" if opened else "<think>") + "I should write.\n\n" + write_as(family, "write_file", args)
+    )
     for pieces in splits(answer, random.Random(1)):
-        found = read(family, pieces, span=THINK, opened=opened)
-        assert found == ("", "I should write.", [("write_file", args)])
+        answer_read = read(family, pieces, span=THINK, opened=opened)
+        assert answer_read == ("", "I should write.", [("write_file", args)])
 
 
 def test_reasoning_about_calls_goes_on():
@@ -215,8 +217,8 @@ def test_reasoning_about_calls_goes_on():
 
 def test_long_text_is_streamed_as_it_comes():
     parser = AnswerParser(FAMILIES["qwen-xml"], TOOLS)
-    begun = "<tool_call>\n<function=write_file>\n<parameter=content>\n"
-    assert [event for event in parser.feed(begun) if isinstance(event, ToolCallDelta)]
+    opening = "<tool_call>\n<function=write_file>\n<parameter=content>\n"
+    assert [event for event in parser.feed(opening) if isinstance(event, ToolCallDelta)]
     sent = "".join(event.arguments for _ in range(50) for event in parser.feed("ten chars "))
     assert len(sent) > 450
 

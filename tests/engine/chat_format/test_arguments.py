@@ -10,23 +10,25 @@ TEXT = {"type": "string"}
 CLOSED = {"additionalProperties": False}
 
 
-def _made(**schema):
+def _schema_of(**schema):
     return arguments_schema(Tool(name="f", parameters=schema))
 
 
 def test_arguments_object_is_closed_unless_it_says_otherwise():
     inner = {"type": "object", "properties": {"b": TEXT}}
-    made = _made(properties={"a": inner, "list": {"type": "array", "items": inner}})
-    assert made["additionalProperties"] is False
-    assert made["properties"]["a"] == inner | CLOSED
-    assert made["properties"]["list"]["items"] == inner | CLOSED
+    schema = _schema_of(properties={"a": inner, "list": {"type": "array", "items": inner}})
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["a"] == inner | CLOSED
+    assert schema["properties"]["list"]["items"] == inner | CLOSED
     for said in (True, False, TEXT):
-        kept = _made(properties={"a": inner | {"additionalProperties": said}})["properties"]["a"]
-        assert kept["additionalProperties"] == said
+        inner_schema = _schema_of(properties={"a": inner | {"additionalProperties": said}})[
+            "properties"
+        ]["a"]
+        assert inner_schema["additionalProperties"] == said
 
 
 def test_map_stays_open_and_tool_without_parameters_takes_none():
-    assert _made(properties={"env": {"type": "object"}})["properties"]["env"] == {"type": "object"}
+    assert _schema_of(properties={"env": {"type": "object"}})["properties"]["env"] == {"type": "object"}
     for schema in ({}, {"type": "object"}, {"type": "object", "properties": {}}):
         assert arguments_schema(Tool(name="f", parameters=schema)) == {
             "type": "object",
@@ -36,35 +38,35 @@ def test_map_stays_open_and_tool_without_parameters_takes_none():
 
 
 def test_required_name_is_a_member_without_a_schema_of_its_own():
-    made = _made(properties={"a": TEXT}, required=["a", "b"])
-    assert set(made["properties"]) == {"a", "b"}
-    check_schema(made)
+    schema = _schema_of(properties={"a": TEXT}, required=["a", "b"])
+    assert set(schema["properties"]) == {"a", "b"}
+    check_schema(schema)
 
 
 def test_schemas_of_a_shared_object_stay_open():
     """Closed, neither would allow what the other asks for."""
-    one = {"type": "object", "properties": {"a": TEXT}}
+    first = {"type": "object", "properties": {"a": TEXT}}
     two = {"type": "object", "properties": {"b": TEXT}}
-    both = _made(properties={"x": {"allOf": [one, two]}})["properties"]["x"]
-    assert both == {"allOf": [one, two]}
-    single = _made(properties={"x": {"allOf": [one]}})["properties"]["x"]
-    assert single == {"allOf": [one | CLOSED]}
-    either = _made(properties={"x": {"anyOf": [one, two]}})["properties"]["x"]
-    assert either == {"anyOf": [one | CLOSED, two | CLOSED]}
-    beside = _made(properties={"a": TEXT}, anyOf=[two])
+    both = _schema_of(properties={"x": {"allOf": [first, two]}})["properties"]["x"]
+    assert both == {"allOf": [first, two]}
+    single = _schema_of(properties={"x": {"allOf": [first]}})["properties"]["x"]
+    assert single == {"allOf": [first | CLOSED]}
+    either = _schema_of(properties={"x": {"anyOf": [first, two]}})["properties"]["x"]
+    assert either == {"anyOf": [first | CLOSED, two | CLOSED]}
+    beside = _schema_of(properties={"a": TEXT}, anyOf=[two])
     assert "additionalProperties" not in beside
     assert beside["anyOf"] == [two]
-    base = {"$defs": {"base": one}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/base"}, two]}}}
-    assert _made(**base)["$defs"]["base"] == one
-    plain = {"$defs": {"base": one}, "properties": {"x": {"$ref": "#/$defs/base"}}}
-    assert _made(**plain)["$defs"]["base"] == one | CLOSED
+    base = {"$defs": {"base": first}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/base"}, two]}}}
+    assert _schema_of(**base)["$defs"]["base"] == first
+    plain = {"$defs": {"base": first}, "properties": {"x": {"$ref": "#/$defs/base"}}}
+    assert _schema_of(**plain)["$defs"]["base"] == first | CLOSED
 
 
 def test_deep_schema_is_left_to_the_check():
     deep: dict[str, object] = {"type": "string"}
     for _ in range(400):
         deep = {"type": "object", "properties": {"a": deep}}
-    assert _made(properties={"a": deep})["additionalProperties"] is False
+    assert _schema_of(properties={"a": deep})["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(

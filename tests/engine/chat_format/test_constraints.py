@@ -109,8 +109,8 @@ def test_compilation_ends_at_its_deadline(constraints, vocab):
 
 def test_locate_names_the_root_at_its_deadline():
     schema = {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}}
-    assert locate(schema, lambda part: "wrong") == ("#/properties/a", "wrong")
-    assert locate(schema, lambda part: "wrong", seconds=-1) == ("#", "wrong")
+    assert locate(schema, lambda schema_part: "wrong") == ("#/properties/a", "wrong")
+    assert locate(schema, lambda schema_part: "wrong", seconds=-1) == ("#", "wrong")
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), REWRITTEN.values(), ids=REWRITTEN.keys())
@@ -120,8 +120,8 @@ def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab,
         if document is None:
             continue
         matcher = compiled.start()
-        taken = all(matcher.accept(token) for token in vocab.tokenize(json.dumps(document)))
-        assert (taken and (matcher.is_done or matcher.accept(vocab.eos_tokens[0]))) is allowed
+        is_accepted = all(matcher.accept(token) for token in vocab.tokenize(json.dumps(document)))
+        assert (is_accepted and (matcher.is_done or matcher.accept(vocab.eos_tokens[0]))) is allowed
     validator = (
         jsonschema.Draft7Validator if "dependencies" in schema else jsonschema.Draft202012Validator
     )
@@ -141,11 +141,11 @@ def test_overlapping_one_of_parts_are_named(constraints, vocab):
 
 def _alternatives(rng: random.Random) -> dict[str, Any]:
     """A `oneOf` of two or three small parts; some of them overlap."""
-    made = []
+    parts = []
     for _ in range(rng.randrange(2, 4)):
         name, other = rng.sample("kzw", 2)
         value = {"const": rng.randrange(4)}
-        made.append(
+        parts.append(
             rng.choice(
                 [
                     {"type": "object", "properties": {name: value}, "required": [name]},
@@ -156,7 +156,7 @@ def _alternatives(rng: random.Random) -> dict[str, Any]:
                 ]
             )
         )
-    return {"oneOf": made}
+    return {"oneOf": parts}
 
 
 def _is_enforced(schema: dict[str, Any]) -> bool:
@@ -422,7 +422,7 @@ def test_anchors_are_stripped_only_around_the_whole_pattern():
 
 def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
     messages = (Message(role="user", content="Answer in the form that was asked for."),)
-    found = answers(
+    results = answers(
         engine,
         [
             GenerateRequest(
@@ -434,8 +434,8 @@ def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
             for seed, constraint in enumerate(constraints)
         ],
     )
-    assert all(one.finished.timings.constraint_ms > 0 for one in found)
-    return [(one.text, one.finished.reason) for one in found]
+    assert all(result.finished.timings.constraint_ms > 0 for result in results)
+    return [(result.text, result.finished.reason) for result in results]
 
 
 @pytest.mark.model
@@ -444,13 +444,13 @@ def test_model_at_a_high_temperature_follows_100_schemas(smol):
     answers = []
     for start in range(0, 100, 25):
         answers += _run(smol, [JsonSchema(s) for s in schemas[start : start + 25]])
-    ended = [
+    finished = [
         (schema, text)
         for schema, (text, reason) in zip(schemas, answers, strict=True)
         if reason == "stop"
     ]
-    assert len(ended) >= 90  # max_tokens cuts the rest; a batch's rounding depends on its members
-    for schema, text in ended:
+    assert len(finished) >= 90  # max_tokens cuts the rest; a batch's rounding depends on its members
+    for schema, text in finished:
         valid(schema, text)
     assert all(reason == "length" for _, reason in answers if reason != "stop")
 
@@ -465,7 +465,7 @@ def test_answer_cut_by_max_tokens_ends_with_length(smol):
     assert answer(smol, request).finished.reason == "length"
 
 
-def _drawn(rng: random.Random, schema: dict) -> object:
+def _draw(rng: random.Random, schema: dict) -> object:
     """A value of the schema: a walk through its grammar."""
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), schema_grammar(check_schema(schema)))
     text = bytearray()
@@ -480,22 +480,22 @@ def _drawn(rng: random.Random, schema: dict) -> object:
     return json.loads(text)
 
 
-def _shuffled(rng: random.Random, value: object) -> object:
+def _shuffle(rng: random.Random, value: object) -> object:
     if isinstance(value, dict):
-        return {name: _shuffled(rng, value[name]) for name in rng.sample(list(value), len(value))}
-    return [_shuffled(rng, one) for one in value] if isinstance(value, list) else value
+        return {name: _shuffle(rng, value[name]) for name in rng.sample(list(value), len(value))}
+    return [_shuffle(rng, element) for element in value] if isinstance(value, list) else value
 
 
-def _changed(rng: random.Random, value: object) -> object:
+def _change(rng: random.Random, value: object) -> object:
     """The value with something removed, added or replaced."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         name, way = rng.choice(list(value)), rng.random()
         if way < 0.3:
             return {other: value[other] for other in value if other != name}
-        return {**value, **({"extra": 1} if way < 0.5 else {name: _changed(rng, value[name])})}
+        return {**value, **({"extra": 1} if way < 0.5 else {name: _change(rng, value[name])})}
     if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        return [*value[:at], _changed(rng, value[at]), *value[at + 1 :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], _change(rng, value[index]), *value[index + 1 :]]
     return rng.choice([None, True, 3, -7, 2.5, 4.0, "red", "x", [], {}])
 
 
@@ -503,21 +503,21 @@ def _changed(rng: random.Random, value: object) -> object:
 def test_verdicts_are_those_of_jsonschema(seed: int) -> None:
     rng, schema = random.Random(seed), generated(seed)
     oracle = jsonschema.Draft202012Validator(schema)
-    value = _drawn(rng, schema)
-    for one in (value, _shuffled(rng, value)):
-        assert follows(one, schema) is oracle.is_valid(one) is True
+    value = _draw(rng, schema)
+    for document in (value, _shuffle(rng, value)):
+        assert follows(document, schema) is oracle.is_valid(document) is True
     if '"format"' not in json.dumps(schema):  # the oracle takes it for an annotation
         for _ in range(10):
-            one = _changed(rng, _shuffled(rng, value))
-            assert follows(one, schema) is oracle.is_valid(one)
+            document = _change(rng, _shuffle(rng, value))
+            assert follows(document, schema) is oracle.is_valid(document)
 
 
 def test_members_are_found_behind_references_and_alternatives() -> None:
-    part = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["b", "a"]}
-    schema = {"$defs": {"p": part}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/p"}]}
+    member_schema = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["b", "a"]}
+    schema = {"$defs": {"p": member_schema}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/p"}]}
     assert follows({"b": 1, "a": {"z": 1.0}}, schema)
     assert follows(None, schema)
     assert not follows({"b": 1}, schema)
-    assert follows({"extra": 1, "a": 1, "b": 2}, part)
+    assert follows({"extra": 1, "a": 1, "b": 2}, member_schema)
     with pytest.raises(UnsupportedConstraintError):
         follows(1, {"$ref": "https://example.org/schema"})

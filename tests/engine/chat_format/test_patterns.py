@@ -41,10 +41,10 @@ def _class(rng: random.Random) -> str:
 
 def _pattern(rng: random.Random) -> str:
     atoms = [_class(rng), _class(rng), "\\S", "\\W", "\\s", ".", "x", '(?:a|[^"]|"")', "\\\\"]
-    made = "".join(
+    pattern = "".join(
         rng.choice(atoms) + rng.choice(["", "*", "+", "{1,3}", "?"]) for _ in range(rng.randrange(1, 4))
     )
-    return f"^{made}$" if rng.random() < 0.8 else made
+    return f"^{pattern}$" if rng.random() < 0.8 else pattern
 
 
 def _accepts(grammar: str, document: str) -> bool:

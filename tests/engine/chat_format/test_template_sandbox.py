@@ -141,8 +141,8 @@ def test_known_template_starts_no_child(monkeypatch, tmp_path):
     source = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
     first = load_untrusted(source, "<s>", "</s>")
     monkeypatch.setattr(templates, "child_command", lambda *args: ["/nonexistent"])
-    known = load_untrusted(source, "<s>", "</s>")
-    assert known.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
+    template = load_untrusted(source, "<s>", "</s>")
+    assert template.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
     assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process
 
 

@@ -41,8 +41,8 @@ def test_conversation_with_a_system_prompt_renders(name):
     text = load(name).render(
         (SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?"))
     )
-    for part in (SYSTEM.content, USER.content, "Aye.", "Sure?"):
-        assert part in text
+    for text_part in (SYSTEM.content, USER.content, "Aye.", "Sure?"):
+        assert text_part in text
     assert text.index("Aye.") < text.index("Sure?")
     assert "None" not in text
 
@@ -109,11 +109,11 @@ def test_traits_are_probed_by_rendering():
 
 def test_foreign_call_ids_are_mapped_for_mistral():
     text = load("mistral_list").render((USER, CALL, RESULT), (TOOL,))
-    (made,) = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
-    assert re.fullmatch(r"[a-z0-9]{9}", made)
-    kept = ToolCall(id="abcdeFGH1", name="get_weather", arguments="{}")
+    (call_id,) = set(re.findall(r'"(?:call_)?id": "([^"]*)"', text))
+    assert re.fullmatch(r"[a-z0-9]{9}", call_id)
+    call = ToolCall(id="abcdeFGH1", name="get_weather", arguments="{}")
     assert '"id": "abcdeFGH1"' in load("mistral_list").render(
-        (USER, Message(role="assistant", tool_calls=(kept,))), (TOOL,)
+        (USER, Message(role="assistant", tool_calls=(call,))), (TOOL,)
     )
 
 
@@ -151,10 +151,12 @@ def test_continued_answer_stays_open(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unfinished_question_is_a_prefix_of_the_whole_one(name):
     turns = (SYSTEM, USER, Message(role="assistant", content="Aye."))
-    part, whole = (Message(role="user", content=text) for text in ("Why is", "Why is the sea salt?"))
-    begun = load(name).render((*turns, part), continue_final=True)
-    assert begun.endswith("Why is")
-    assert load(name).render((*turns, whole)).startswith(begun)
+    text_part, whole = (
+        Message(role="user", content=text) for text in ("Why is", "Why is the sea salt?")
+    )
+    prompt = load(name).render((*turns, text_part), continue_final=True)
+    assert prompt.endswith("Why is")
+    assert load(name).render((*turns, whole)).startswith(prompt)
 
 
 def test_several_calls_are_split_for_templates_of_one_call():

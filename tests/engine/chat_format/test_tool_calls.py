@@ -21,7 +21,7 @@ NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}
 Said = tuple[str, str] | tuple[str, int, str, str]
 
 
-def gathered(events) -> list[Said]:
+def gather(events) -> list[Said]:
     """Events with neighbours of one kind joined: ("text", …), ("thought", …), ("call", index, name,
     arguments).
     """
@@ -46,19 +46,19 @@ def gathered(events) -> list[Said]:
 def read(family: str, *chunks: str, certain: bool = False) -> list[Said]:
     parser = AnswerParser(FAMILIES[family], NAMES, certain=certain)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
-    return gathered([*events, *parser.finish()])
+    return gather([*events, *parser.finish()])
 
 
 def cut(text: str, places: list[int]) -> list[str]:
-    at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[i:j] for i, j in itertools.pairwise(at)]
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[i:j] for i, j in itertools.pairwise(bounds)]
 
 
 PARIS = ("call", 0, "get_weather", '{"city": "Paris"}')
 #: A family, an answer in its notation, and what is parsed of it.
 CALLS: list[tuple[str, str, list[Said]]] = [
-    (one["family"], one["answer"], [tuple(said) for said in one["parsed"]])
-    for one in tomllib.loads(Path(__file__).with_name("tool_calls.toml").read_text())["call"]
+    (example["family"], example["answer"], [tuple(said) for said in example["parsed"]])
+    for example in tomllib.loads(Path(__file__).with_name("tool_calls.toml").read_text())["call"]
 ]
 TEXTS = [
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
@@ -222,7 +222,7 @@ def test_families_are_detected_by_their_templates():
 def think(*chunks: str, span=THINK, family="hermes", tools=(), opened=False) -> list[Said]:
     parser = AnswerParser(FAMILIES[family], dict(tools), span=span, opened=opened)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
-    return gathered([*events, *parser.finish()])
+    return gather([*events, *parser.finish()])
 
 
 THOUGHTS = [

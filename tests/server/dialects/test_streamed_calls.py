@@ -73,10 +73,10 @@ def test_client_has_the_arguments_begun_while_the_model_writes(serve, path, fami
         [event for _, events in half for event in events] for half in (pieces[:start], pieces[start:])
     )
     assert all(isinstance(event, ToolCallDelta) for event in (*before, *after))
-    end = Finished(reason="tool_calls", usage=Usage(), timings=Timings())
-    script: Script = [*before, gate, *after, end]
-    here = serve(FakeEngine([script]))
-    with here.client.stream("POST", path, json=BODIES[path] | {"stream": True}) as answer:
+    finished = Finished(reason="tool_calls", usage=Usage(), timings=Timings())
+    script: Script = [*before, gate, *after, finished]
+    endpoint = serve(FakeEngine([script]))
+    with endpoint.client.stream("POST", path, json=BODIES[path] | {"stream": True}) as answer:
         lines, sent = answer.iter_lines(), ""
         while "notes" not in sent:  # the gate is closed: without its delta the client waits in vain
             sent += arguments_in(path, next(lines))
