@@ -25,7 +25,7 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
 from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS, PastAnswers
 from edgeinfer.runtime.sampling.speculative import DraftBudget, Drafting, StepCurve, SuffixDrafter

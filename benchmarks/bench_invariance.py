@@ -24,8 +24,8 @@ from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.llama.helpers import perplexity
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 _AT_ONCE = 32

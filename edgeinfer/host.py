@@ -165,8 +165,8 @@ class Host:
         """
         if not self.config.blocks.enabled:
             return
+        from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
         from edgeinfer.runtime.prefix_cache.retention import CacheLimits  # imported with the engine
-        from edgeinfer.runtime.prefix_cache.store import BlockStore
 
         limits = CacheLimits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
         try:

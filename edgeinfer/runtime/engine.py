@@ -21,8 +21,8 @@ from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, run_check
-from edgeinfer.runtime.prefix_cache.store import BlockStore, Traffic
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, Traffic
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache, run_check
 from edgeinfer.runtime.requests import (
     GenerateRequest,
     Sampling,
@@ -74,9 +74,9 @@ class LlamaEngine:
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
         if self._vision is not None:
-            self._vision.disk = lambda: None if self._cache is None else self._cache.blocks
+            self._vision.block_folder = lambda: None if self._cache is None else self._cache.folder
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
-        self._blocks = PrefixCacheSwitch(files, options, self._active, self._scheduler)
+        self._prefix_cache = PrefixCacheSwitch(files, options, self._active, self._scheduler)
         self._gpu = GpuOffload(
             files,
             options,
@@ -85,7 +85,7 @@ class LlamaEngine:
             self._lora,
             self._scheduler,
             self._loop.call,
-            self._blocks,
+            self._prefix_cache,
         )
         self._options = options
         #: Called with the adapters after each change; set by the engine's owner.
@@ -195,26 +195,26 @@ class LlamaEngine:
     def metrics(self) -> EngineMetrics:
         s = self._scheduler
         running = len(s.queue.running)
-        blocks = self._cache.blocks.traffic if self._cache is not None else Traffic()
+        traffic = self._cache.folder.traffic if self._cache is not None else Traffic()
         return s.counters.published(
             queued=max(0, self._loop.inside - running),
             running=running,
             kv_used_tokens=s.kv.used_cells,
             kv_total_tokens=s.kv.n_cells,
-            block_bytes_written_total=blocks.bytes_written,
-            block_bytes_read_total=blocks.bytes_read,
-            blocks_pruned_total=blocks.pruned,
-            blocks_damaged_total=blocks.damaged,
+            block_bytes_written_total=traffic.bytes_written,
+            block_bytes_read_total=traffic.bytes_read,
+            blocks_pruned_total=traffic.pruned,
+            blocks_damaged_total=traffic.damaged,
         )
 
     @property
     def _cache(self) -> PrefixCache | None:
-        return self._blocks.cache
+        return self._prefix_cache.cache
 
     def use_blocks(self, store: BlockStore) -> None:
         """Store prefixes in `store` and look them up there; nothing for encoders. Raises OSError."""
         if self._loaded.can_generate and self._cache is None:
-            self._blocks.open(store, self._gpu.loaded, self._checked)
+            self._prefix_cache.open(store, self._gpu.loaded, self._checked)
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Have `observer` see the requests from now on; it is closed with the engine."""
@@ -234,21 +234,19 @@ class LlamaEngine:
         if self._cache is None:
             return True
         self._loop.stop()
-        return self._cache.blocks.writer.flush(timeout_s)
+        return self._cache.folder.writer_thread.flush(timeout_s)
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         if self._cache is None:
             return []
-        tokens = self._cache.names.begun_with(agent, self._lora.key(None), salt)
+        tokens = self._cache.search.begun_with(agent, self._lora.key(None), salt)
         return list(takewhile(lambda token: token >= 0, tokens))  # a prompt of tokens has no pictures
 
     def leave_blocks(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
-        blocks = self._cache
-        if blocks is None or self._loop.inside:
-            return
-        blocks.writing.is_leaving = True
-        self.flush_blocks()
+        if self._cache is not None and not self._loop.inside:
+            self._cache.writer.is_leaving = True
+            self.flush_blocks()
 
     def warm_up(self) -> None:
         """Build the tables of a first request, run the round-trip check, and measure step costs."""
@@ -281,7 +279,7 @@ class LlamaEngine:
         if self._vision is not None:
             self._vision.park()
             self._scheduler.executor.batch.clear()  # of a picture's rows
-        self._blocks.close()
+        self._prefix_cache.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
 
@@ -306,14 +304,14 @@ class LlamaEngine:
             return
         self._closed = True
         if self._cache is not None:
-            self._cache.writing.is_leaving = True
+            self._cache.writer.is_leaving = True
         self._loop.close()
         for observer in self._scheduler.queue.observers:
             observer.close()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()
-        self._blocks.close()
+        self._prefix_cache.close()
         self._embedder.close()
         self._lora.close()
         self._loaded.free()

@@ -24,8 +24,8 @@ from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.memory_plan import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, open_blocks
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("edgeinfer.gpu")
@@ -37,7 +37,7 @@ FLUSH_S = 30.0
 class GpuOffload:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
-    `call` runs work between two steps, `blocks` is the engine's prefix cache, and `loaded` the model in
+    `call` runs work between two steps, `prefix_cache` is the engine's, and `loaded` the model in
     use.
     """
 
@@ -48,7 +48,7 @@ class GpuOffload:
     lora: LoraAdapters
     scheduler: Scheduler
     call: Callable[[Callable[[], Any]], Any]
-    blocks: PrefixCacheSwitch
+    prefix_cache: PrefixCacheSwitch
 
     def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
@@ -137,7 +137,7 @@ class GpuOffload:
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
         self.lora.attach(device_context.loaded.model, device_context.active.adapters)
-        self.blocks.detach()
+        self.prefix_cache.detach()
         knows = self.active.copy_state_to(device_context.active)
         self.scheduler.switch_context(device_context.active, knows=knows, on_device=True)
         for cached_seq in self.scheduler.kv.cached_sequences:
@@ -159,7 +159,7 @@ class GpuOffload:
         names = " and ".join(device_context.offload.devices)
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
-        self.blocks.detach()
+        self.prefix_cache.detach()
         active = self.cpu.active_context()
         active.adapters = self.lora.detach()
         self.scheduler.switch_context(active, knows=False, on_device=False)
@@ -169,7 +169,7 @@ class GpuOffload:
     def _enter(self, loaded: LlamaModel) -> None:
         self.loaded = loaded
         loaded.active_context().set_threads(self.cpu.n_threads)
-        self.blocks.attach(loaded)
+        self.prefix_cache.attach(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
@@ -204,20 +204,20 @@ class PrefixCacheSwitch:
 
     @property
     def cache(self) -> PrefixCache | None:
-        return self._prefixes.blocks
+        return self._prefixes.prefix_cache
 
     def open(self, store: BlockStore, loaded: LlamaModel, checked: str) -> None:
         """Use `store`. `checked` is the earlier result of the round-trip check. Raises OSError."""
         self._store = store
-        self._prefixes.blocks = open_blocks(
+        self._prefixes.prefix_cache = open_prefix_cache(
             store, self._files, self._options, loaded, self._active, self._kv, checked
         )
 
     def detach(self) -> None:
         """Use no prefix cache until `attach`; pending writes continue. Between two steps."""
-        blocks = self._prefixes.detach_store(self._queue.running)
-        if blocks is not None:
-            thread = threading.Thread(target=blocks.blocks.close, args=(FLUSH_S,), daemon=True)
+        cache = self._prefixes.detach_prefix_cache(self._queue.running)
+        if cache is not None:
+            thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
             thread.start()
             self._left.append(thread)
 
@@ -228,10 +228,10 @@ class PrefixCacheSwitch:
 
     def close(self) -> None:
         """Write pending blocks, and use no store from now on."""
-        blocks, self._prefixes.blocks = self.cache, None
+        cache, self._prefixes.prefix_cache = self.cache, None
         self._store = None
-        if blocks is not None:
-            blocks.close(FLUSH_S)
+        if cache is not None:
+            cache.close(FLUSH_S)
         while self._left:
             self._left.pop().join(FLUSH_S)
 

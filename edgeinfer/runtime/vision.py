@@ -28,8 +28,8 @@ from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.pictures import Picture, decode
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
-from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prompt_tokens import row_tokens
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -48,14 +48,14 @@ _KNOWN_FILES = 256
 class Source:
     """A picture of a request: its file of `size` (width, height).
 
-    `digest` is of the file, the projector and the cache salt. Its rows are read from `disk`, and stored
-    there if `is_stored`.
+    `digest` is of the file, the projector and the cache salt. Its rows are read from `folder`, and
+    stored there if `is_stored`.
     """
 
     digest: bytes
     file: bytes
     size: tuple[int, int]
-    disk: ModelBlocks | None = None
+    folder: BlockFolder | None = None
     is_stored: bool = False
 
 
@@ -102,7 +102,7 @@ class Vision:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
         #: The prefix cache, while it is open.
-        self.disk: Callable[[], ModelBlocks | None] = lambda: None
+        self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
@@ -133,11 +133,11 @@ class Vision:
     def _source(self, file: bytes, request: GenerateRequest) -> tuple[Source, list[Chunk]]:
         salt = hashlib.sha256(request.cache_salt.encode()).digest()
         digest = hashlib.sha256(self._key + salt + file).digest()
-        disk = self.disk() if request.cache_prompt else None
+        folder = self.block_folder() if request.cache_prompt else None
         with self._lock:
             known = self._known.get(digest)
         if known is None:
-            stored = self._read(disk, digest)
+            stored = self._read(folder, digest)
             if stored is None:
                 pixels = decode(file)
                 size = pixels.width, pixels.height
@@ -154,13 +154,13 @@ class Vision:
                     rows.set_result(stored[1])
                     self._kept[digest] = Encoding(rows)
                     self._limit()
-        is_stored = disk is not None and request.cache_on_disk
-        if disk is not None and is_stored:
-            name = disk.names.rows(digest)
-            disk.touch([name])
+        is_stored = folder is not None and request.cache_on_disk
+        if folder is not None and is_stored:
+            name = folder.names.rows(digest)
+            folder.touch([name])
             if request.conversation:
-                disk.own(request.conversation, [name])
-        return Source(digest, file, known[0], disk, is_stored), known[1]
+                folder.own(request.conversation, [name])
+        return Source(digest, file, known[0], folder, is_stored), known[1]
 
     def _keep_pixels(self, digest: bytes, pixels: Picture) -> None:
         with self._lock:
@@ -182,10 +182,10 @@ class Vision:
         return chunks
 
     def _read(
-        self, disk: ModelBlocks | None, digest: bytes
+        self, folder: BlockFolder | None, digest: bytes
     ) -> tuple[tuple[int, int], list[Rows]] | None:
         """Read a picture's size and rows from disk; None without usable ones."""
-        block = disk.read(disk.names.rows(digest)) if disk is not None else None
+        block = folder.read(folder.names.rows(digest)) if folder is not None else None
         if block is None:
             return None
         width, height = block.tokens
@@ -196,11 +196,14 @@ class Vision:
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
         """Store encoded rows, unless they are on disk."""
-        disk, name = source.disk, source.disk.names.rows(source.digest) if source.disk else b""
-        if disk is None or not source.is_stored or disk.has(name):
+        folder = source.folder
+        if folder is None or not source.is_stored:
             return
-        header = Header("rows", name, b"", disk.names.identity, pack_tokens(source.size), ())
-        disk.write(KvBlock(header, tuple(whole(row.data.cast("B")) for row in rows)))
+        name = folder.names.rows(source.digest)
+        if folder.has(name):
+            return
+        header = Header("rows", name, b"", folder.names.identity, pack_tokens(source.size), ())
+        folder.write(KvBlock(header, tuple(whole(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the spans of this one's picture, known or to be encoded.
@@ -223,7 +226,7 @@ class Vision:
         return encoding.rows
 
     def _encode(self, source: Source) -> list[Rows]:
-        stored = self._read(source.disk, source.digest)
+        stored = self._read(source.folder, source.digest)
         if stored is not None:
             return stored[1]
         with self._lock:

@@ -34,9 +34,9 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.kv_cache import whole
-from edgeinfer.runtime.prefix_cache import store as blocks_module
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache import block_folder as blocks_module
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 
 
 @pytest.fixture

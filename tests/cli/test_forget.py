@@ -8,10 +8,10 @@ from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.kv_cache import whole
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, pack_tokens
-from edgeinfer.runtime.prefix_cache.keys import model_key
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.block_names import model_key
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 
 def keep(model: str) -> None:

@@ -16,9 +16,9 @@ from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta, TokenLogprobs, Usage
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache import cache
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest
 
 from . import conftest as engines
@@ -184,7 +184,7 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
     bare: LlamaEngine, red: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV blocks on disk are found with the same adapter alone."""
-    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
     bare.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
     bare.use_adapters([red])
     coloured, first = scored(bare, prompt=PROMPT * 20)

@@ -13,7 +13,7 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import libedgeinfer, libllama
-from edgeinfer.runtime.prefix_cache import lookup
+from edgeinfer.runtime.prefix_cache import cache
 
 from ..conftest import ROOT
 from .attention_op import LEFT, OURS, Case
@@ -210,5 +210,5 @@ def test_block_identity_depends_on_the_kernels(
     for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
         other = msgspec.structs.replace(build, kernels=level, kernels_version=version)
         monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
-        found.add(tuple(lookup.identity(smol._loaded, 256).items()))
+        found.add(tuple(cache.identity(smol._loaded, 256).items()))
     assert len(found) == 4

@@ -32,9 +32,9 @@ from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import PICTURE_MARK, Picture, decode, join_parts
-from edgeinfer.runtime.prefix_cache import lookup, writer
-from edgeinfer.runtime.prefix_cache.format import read_header
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache.block_file import read_header
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
 from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision
@@ -324,7 +324,7 @@ def test_picture_is_restored_from_disk(
 ) -> None:
     """A block's 256 tokens end before it, inside it, and behind it."""
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
-    monkeypatch.setattr(lookup, "_LONG_BLOCK", 256)
+    monkeypatch.setattr(cache, "_LONG_BLOCK", 256)
     asked, other = (
         chat(WORDS * n_before, picture(width=width), WORDS, picture(flip=1), WORDS, question)
         for question in ("What is in it?", "Where was it taken?")
@@ -378,7 +378,7 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
         answer(engine, chat(picture(flip=1), cache_prompt=False))
         answer(engine, chat(picture(flip=1), cache_on_disk=False))
         assert engine._cache is not None
-        assert engine._cache.blocks.writer.flush(60)
+        assert engine._cache.folder.writer_thread.flush(60)
         (path,) = rows_on_disk(root)
         copy = shutil.copytree(root, tmp_path / "killed")
     with restarted(files, copy, encodes=False) as engine:

@@ -13,7 +13,7 @@ from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.snapshots.format import MANIFEST
 
 

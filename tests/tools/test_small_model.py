@@ -11,8 +11,8 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.tools.loop import ChatTools
 from edgeinfer.tools.prefix import prefill_request, with_tools
 

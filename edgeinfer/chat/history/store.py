@@ -27,7 +27,7 @@ from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.store import forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 from edgeinfer.tools.uses import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")

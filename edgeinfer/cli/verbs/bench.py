@@ -190,7 +190,7 @@ class _OwnServers:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from edgeinfer.runtime.prefix_cache.store import forget_conversations  # 80 ms: numpy
+        from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations  # 80 ms: numpy
 
         for url in list(self._pids):
             self._stop(url)

@@ -41,8 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser on a no."""
     # 80 ms: numpy
-    from edgeinfer.runtime.prefix_cache.keys import model_key
-    from edgeinfer.runtime.prefix_cache.store import forget_all, forget_conversations, forget_model
+    from edgeinfer.runtime.prefix_cache.block_folder import (
+        forget_all,
+        forget_conversations,
+        forget_model,
+    )
+    from edgeinfer.runtime.prefix_cache.block_names import model_key
 
     if not options.models and not options.conversation:
         raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")

@@ -118,8 +118,8 @@ def remove_model(text: str, host: Host, *, forget: bool = False) -> tuple[Remove
     Raises UnknownModelError, ModelNotPulledError, ModelBusyError.
     """
     # 80 ms: numpy
-    from edgeinfer.runtime.prefix_cache.keys import model_key
-    from edgeinfer.runtime.prefix_cache.store import forget_model
+    from edgeinfer.runtime.prefix_cache.block_folder import forget_model
+    from edgeinfer.runtime.prefix_cache.block_names import model_key
 
     try:
         files = host.files(text)

@@ -1,11 +1,13 @@
 """The on-disk prefix cache: KV blocks that outlive memory, process and conversation.
 
-    engine ── lookup, writer ──> store ── format     the file of a block
-                                 ├─────── keys       the name of a block
-                                 └─────── retention  limits, and the order of eviction
-              roundtrip_check    the test that a model's blocks are bit-identical after a restore
-              opening            the prefix cache of one loaded model
+    cache ─┬─ writer ──────────┐         stores the sequences that have ended
+           ├─ block_search ────┤         finds the blocks that a prompt begins with
+           └─ roundtrip_check ─┤         tests that blocks are bit-identical after a restore
+                               └─ block_folder ─┬─ writer_thread
+                                                ├─ retention    limits, and the order of eviction
+                                                └─ block_names  keyed hashes
+                                                   └─ block_file  the file of a block
 
-There is no index: a lookup tests one block name after another, so many processes share the folder
-without a lock.
+`cache` holds the prefix cache of one loaded model, `block_folder` its files. There is no index: a
+search tests one block name after another, so many processes share the folder without a lock.
 """

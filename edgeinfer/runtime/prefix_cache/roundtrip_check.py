@@ -18,7 +18,7 @@ from edgeinfer.errors import EngineError
 from edgeinfer.runtime.kv_cache import State
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.store import ModelBlocks
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 
 #: Tokens in a step of the check: an incoming request waits for one step.
 _CHUNK = 32
@@ -142,9 +142,9 @@ class _Probe:
 class RoundtripVerdict:
     """The result of a model's check: "" before its end, "exact", or the failure."""
 
-    def __init__(self, blocks: ModelBlocks, check: RoundtripCheck) -> None:
-        self._blocks, self._check = blocks, check
-        self.found = blocks.read_check()
+    def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
+        self._folder, self._check = folder, check
+        self.outcome = folder.read_check()
 
     @property
     def n_tokens(self) -> int:
@@ -152,7 +152,7 @@ class RoundtripVerdict:
 
     @property
     def is_refused(self) -> bool:
-        return self.found not in ("", "exact")
+        return self.outcome not in ("", "exact")
 
     def step(self) -> None:
         """Continue the check; a failure deletes the blocks stored so far.
@@ -162,11 +162,11 @@ class RoundtripVerdict:
         try:
             found = self._check.step()
         except EngineError as error:
-            self.found = f"the check failed: {error}"
+            self.outcome = f"the check failed: {error}"
             return
         if found is None:
             return
-        self.found = found
-        self._blocks.note_check(found)
+        self.outcome = found
+        self._folder.note_check(found)
         if self.is_refused:
-            self._blocks.clear()
+            self._folder.clear()

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.format import Header, Kind, KvBlock, pack_tokens, unpack_tokens
-from edgeinfer.runtime.prefix_cache.keys import TAIL_KEY_TOKENS, Chain, PrefixKeys
+from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens, unpack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
+from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, Chain
+from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.store import ModelBlocks
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 #: Sequences that prefill faster than this (s) are not stored: a file costs as much.
@@ -38,10 +39,10 @@ class _Pass:
 class BlockWriter:
     """Store ended sequences of `kv`, once this model passed the round-trip check. One thread."""
 
-    blocks: ModelBlocks
+    folder: BlockFolder
     states: SequenceStates
     kv: KvCache
-    names: PrefixKeys
+    search: BlockSearch
     verdict: RoundtripVerdict
     #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
     is_leaving: bool = False
@@ -59,7 +60,7 @@ class BlockWriter:
 
     @property
     def _wants_check(self) -> bool:
-        return self._was_used and not self.verdict.found and not self.is_leaving
+        return self._was_used and not self.verdict.outcome and not self.is_leaving
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
         """Store `cached_seq`, if prefilling it again would take long enough."""
@@ -70,9 +71,9 @@ class BlockWriter:
             return
         found = self._passes.get(cached_seq)
         if found is None:
-            if self.blocks.writer.is_idle:
+            if self.folder.writer_thread.is_idle:
                 self._queued.clear()  # blocks deleted meanwhile are stored again
-            root = self.names.root(cached_seq.adapters, cached_seq.salt)
+            root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             found = self._passes[cached_seq] = _Pass(Chain([root]))
             cached_seq.n_unchanged = 0
             self._was_used = True
@@ -83,7 +84,7 @@ class BlockWriter:
         """Return whether dropping `cached_seq` now would store all of its tokens."""
         if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
-        return cached_seq not in self._passes or self.blocks.writer.has_room
+        return cached_seq not in self._passes or self.folder.writer_thread.has_room
 
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of work: store a block, or continue the round-trip check.
@@ -96,11 +97,11 @@ class BlockWriter:
             return
         if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
             return
-        if not self.blocks.writer.has_room:
+        if not self.folder.writer_thread.has_room:
             if is_idle:
-                self.blocks.writer.wait_for_room(_WAIT_S)
+                self.folder.writer_thread.wait_for_room(_WAIT_S)
             return
-        if self.verdict.is_refused or not self.blocks.can_write:
+        if self.verdict.is_refused or not self.folder.can_write:
             self._passes.clear()
             return
         began = time.monotonic()
@@ -114,7 +115,7 @@ class BlockWriter:
         found = self._passes.pop(cached_seq, None)
         if found is None:
             return
-        while self.blocks.can_write and self.blocks.writer.has_room:
+        while self.folder.can_write and self.folder.writer_thread.has_room:
             if not self._write_one(cached_seq, found):
                 break
 
@@ -135,10 +136,10 @@ class BlockWriter:
             return False
         # first: a killed process leaves no block without an owner
         for conversation in found.conversations:
-            self.blocks.own(conversation, [header.name])
-        self.blocks.write(KvBlock(header, states))
+            self.folder.own(conversation, [header.name])
+        self.folder.write(KvBlock(header, states))
         if superseded is not None:
-            self.blocks.writer.put(lambda: self.blocks.remove(superseded))
+            self.folder.writer_thread.put(lambda: self.folder.remove(superseded))
         return True
 
     def _read_states(
@@ -169,36 +170,36 @@ class BlockWriter:
         n_same = found.chain.at(cached_seq.n_unchanged)
         del found.chain.names[n_same + 1 :], found.chain.ends[n_same + 1 :]
         found.n_seen = min(found.n_seen, n_same)
-        self.names.extend(found.chain, tokens)
+        self.folder.names.extend(found.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
         names, ends = found.chain.names, found.chain.ends
         for i in range(found.n_seen, len(names) - 1):
             found.n_seen = i + 1
-            if self.blocks.has(names[i + 1]):
+            if self.folder.has(names[i + 1]):
                 continue
             part = tokens[ends[i] : ends[i + 1]]
             header = self._header("full", names[i + 1], names[i], part)
             if not self._is_queued(header):
-                yield header, ends[i], self.names.superseded(names[i], part, header.name)
+                yield header, ends[i], self.search.find_superseded(names[i], part, header.name)
 
     def _missing_tail(self, tokens: list[int], chain: Chain) -> Iterator[_Missing]:
         start, parent = chain.ends[-1], chain.names[-1]
         rest = tokens[start:]
         if not rest:
             return
-        _, n = self.names.tail(parent, rest)
-        header = self._header("tail", self.blocks.names.tail(parent, rest), parent, rest)
+        _, n = self.search.find_tail(parent, rest)
+        header = self._header("tail", self.folder.names.tail(parent, rest), parent, rest)
         if n < len(rest) and not self._is_queued(header):
-            yield header, start, self.names.superseded(parent, rest, header.name)
+            yield header, start, self.search.find_superseded(parent, rest, header.name)
 
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
         if cached_seq.active:
             return
-        names = self.blocks.names
+        names = self.folder.names
         found: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
             i = chain.at(n_tokens - (tokens[n_tokens - 1] < 0))  # its block may end with a picture
@@ -214,12 +215,12 @@ class BlockWriter:
         for header, start in found.values():
             if self._is_queued(header):
                 continue
-            there = self.blocks.header(header.name)
+            there = self.folder.header(header.name)
             if there is None or there.tokens != header.tokens:
                 yield header, start, None
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
-        return Header(kind, name, parent, self.blocks.names.identity, pack_tokens(tokens), ())
+        return Header(kind, name, parent, self.folder.names.identity, pack_tokens(tokens), ())
 
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
@@ -230,13 +231,13 @@ class BlockWriter:
         rest = _writable(cached_seq)[found.chain.ends[-1] :]
 
         def note() -> None:  # in the writer's thread: the tail block exists only after its write
-            tail, n = self.names.tail(names[-1], rest)
+            tail, n = self.search.find_tail(names[-1], rest)
             kept = [*names[1:], *([tail] if n else [])]
-            self.blocks.touch(kept)
+            self.folder.touch(kept)
             for conversation in conversations:
-                self.blocks.own(conversation, kept)
+                self.folder.own(conversation, kept)
 
-        self.blocks.writer.put(note)
+        self.folder.writer_thread.put(note)
 
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:

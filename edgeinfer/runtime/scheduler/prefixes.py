@@ -7,7 +7,7 @@ import time
 from edgeinfer.runtime.kv_cache import KvCache, closest, common_prefix, describe_divergence
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, Restore
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache, Restore
 from edgeinfer.runtime.prompt_tokens import text_only
 from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
@@ -33,14 +33,14 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 
 
 class Prefixes:
-    """Acquire and release prefixes. `blocks` is the prefix cache, None without."""
+    """Acquire and release prefixes. `prefix_cache` is that on disk, None without."""
 
     def __init__(self, kv: KvCache, chunks: Chunks, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
         self._chunks = chunks
         self._counters = counters
         self._vocab = vocab
-        self.blocks: PrefixCache | None = None
+        self.prefix_cache: PrefixCache | None = None
 
     def saved_s(self, seq: Sequence) -> float:
         """Return about how long (s) its cached tokens would have taken; 0 if unknown."""
@@ -76,12 +76,12 @@ class Prefixes:
         if not self._kv.truncate(cached_seq, kept):
             kept = 0
             seq.prompt_logprobs = []
-        if request.cache_prompt and request.speculative != "off" and self.blocks is not None:
-            seq.drafting.use_answers(self.blocks.blocks.answers.of(request.cache_salt))
+        if request.cache_prompt and request.speculative != "off" and self.prefix_cache is not None:
+            seq.drafting.use_answers(self.prefix_cache.folder.answers.of(request.cache_salt))
         if is_alone:
             self._evict_idle(seq, len(seq.tokens) - kept)
-        if request.cache_prompt and self.blocks is not None and n_top is None:
-            seq.restore = self.blocks.match(
+        if request.cache_prompt and self.prefix_cache is not None and n_top is None:
+            seq.restore = self.prefix_cache.match(
                 seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
             )
         if seq.restore is not None:
@@ -113,9 +113,10 @@ class Prefixes:
         """Evict idle sequences before a large prefill if their blocks are on disk: attention scans
         every used cell, so idle ones slow each step.
         """
-        if self.blocks is None or not self._kv.supports_truncation or n_new < self.blocks.block_tokens:
+        cache = self.prefix_cache
+        if cache is None or not self._kv.supports_truncation or n_new < cache.block_tokens:
             return
-        idle = [c for c in self._kv.cached_sequences if self.blocks.can_evict(c)]
+        idle = [c for c in self._kv.cached_sequences if cache.can_evict(c)]
         if sum(len(c.cells) for c in idle) >= _IDLE_CELLS:
             for cached_seq in idle:
                 self._kv.drop(cached_seq)
@@ -129,13 +130,13 @@ class Prefixes:
         for seq in restoring(running):
             while seq.restore is not None and seq.restore.is_ready and time.monotonic() < until:
                 self._restore_one(seq, seq.restore)
-            block_s = self.blocks.block_tokens * self._chunks.s_per_token if self.blocks else 0.0
-            if seq.restore is not None and seq.restore.is_too_slow(block_s):
+            n_block = self.prefix_cache.block_tokens if self.prefix_cache else 0
+            if seq.restore is not None and seq.restore.is_too_slow(n_block * self._chunks.s_per_token):
                 self._end_restore(seq)
 
     def _restore_one(self, seq: Sequence, restore: Restore) -> None:
-        assert self.blocks is not None
-        goes_on = self.blocks.read(restore, seq.claimed, seq.tokens)
+        assert self.prefix_cache is not None
+        goes_on = self.prefix_cache.read(restore, seq.claimed, seq.tokens)
         if restore.is_over or not goes_on:
             restore.succeeded = goes_on
             self._end_restore(seq)
@@ -145,8 +146,8 @@ class Prefixes:
             return
         restore, seq.restore = seq.restore, None
         restore.cancel()
-        if self.blocks is not None and seq.cached_seq is not None and not restore.succeeded:
-            self.blocks.drop_unfinished(seq.cached_seq)
+        if self.prefix_cache is not None and seq.cached_seq is not None and not restore.succeeded:
+            self.prefix_cache.drop_unfinished(seq.cached_seq)
         if seq.cached_seq is not None:
             self._kv.truncate(seq.cached_seq, seq.n_whole)
         self._begin(seq, restore.cached)
@@ -157,13 +158,13 @@ class Prefixes:
             if seq.restore is not None:
                 seq.restore.wait(_DISK_WAIT_S)
 
-    def detach_store(self, running: list[Sequence]) -> PrefixCache | None:
+    def detach_prefix_cache(self, running: list[Sequence]) -> PrefixCache | None:
         """Stop using the prefix cache and return it, to be closed; pending blocks are not stored."""
         for seq in running:
             self._end_restore(seq)
         self._kv.before_drop = lambda cached_seq: None
-        blocks, self.blocks = self.blocks, None
-        return blocks
+        prefix_cache, self.prefix_cache = self.prefix_cache, None
+        return prefix_cache
 
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one here."""
@@ -195,10 +196,10 @@ class Prefixes:
         if not seq.request.cache_on_disk:
             return
         cached_seq.memory_only_from = None
-        if keep and self.blocks is not None:
-            self.blocks.writing.add(cached_seq, self._chunks.s_per_token)
-            self.blocks.note_preamble(seq.request, seq.tokens, seq.adapters)
+        if keep and self.prefix_cache is not None:
+            self.prefix_cache.writer.add(cached_seq, self._chunks.s_per_token)
+            self.prefix_cache.note_preamble(seq.request, seq.tokens, seq.adapters)
             if seq.n_generated >= _WORTH_DRAFTING_TOKENS:
                 answer = text_only(seq.tokens[-seq.n_generated - CONTEXT_TOKENS :])
                 request = seq.request
-                self.blocks.blocks.add_answer(request.cache_salt, request.conversation, answer)
+                self.prefix_cache.folder.add_answer(request.cache_salt, request.conversation, answer)

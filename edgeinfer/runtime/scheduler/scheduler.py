@@ -20,7 +20,7 @@ from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.memory_plan import invariant_rows
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.prefix_cache.lookup import PrefixCache, make_states, scratch_id
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache, make_states, scratch_id
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.sampling.speculative import StepCurve
@@ -65,19 +65,19 @@ class IdleCells:
         """Return the seconds until there is work; None without any."""
         if self._left:
             return 0.0
-        blocks = self._prefixes.blocks
-        if not self._active.cells.buffers or blocks is None or not self._can_come_back(blocks):
+        cache = self._prefixes.prefix_cache
+        if not self._active.cells.buffers or cache is None or not self._can_come_back(cache):
             return None
-        least_s = 0.0 if blocks.blocks.writer.is_idle else _WRITING_S
+        least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
-    def _can_come_back(self, blocks: PrefixCache) -> bool:
-        if not blocks.can_store:
+    def _can_come_back(self, cache: PrefixCache) -> bool:
+        if not cache.can_store:
             return False
         idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
-        if blocks.writing.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
+        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
             return False
-        return all(not c.active and blocks.writing.takes(c) for c in idle)
+        return all(not c.active and cache.writer.takes(c) for c in idle)
 
     def work(self) -> None:
         """Empty the cells, then return one piece of their memory. Only while idle."""
@@ -211,8 +211,8 @@ class Scheduler:
         self.counters.steps_total += 1  # before a client that has its answer can ask
         self._output_processor.process(entries)
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
-        if self.prefixes.blocks is not None:
-            self.prefixes.blocks.writing.work(is_idle=False)
+        if self.prefixes.prefix_cache is not None:
+            self.prefixes.prefix_cache.writer.work(is_idle=False)
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:
         """End the requests with a picture that could not be encoded."""
@@ -232,14 +232,14 @@ class Scheduler:
 
     def chore_due_in_s(self) -> float | None:
         """Return the seconds until idle work is due; None without any."""
-        if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
+        if self.prefixes.prefix_cache is not None and self.prefixes.prefix_cache.writer.has_work:
             return 0.0
         return self._idle_cells.due_in_s()
 
     def do_chore(self) -> None:
         """Store one pending block, or return a piece of memory. Only while idle."""
-        if self.prefixes.blocks is not None and self.prefixes.blocks.writing.has_work:
-            self.prefixes.blocks.writing.work(is_idle=True)
+        if self.prefixes.prefix_cache is not None and self.prefixes.prefix_cache.writer.has_work:
+            self.prefixes.prefix_cache.writer.work(is_idle=True)
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.work()
 

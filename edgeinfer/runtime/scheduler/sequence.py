@@ -26,7 +26,7 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, Closest
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.prefix_cache.lookup import Restore
+from edgeinfer.runtime.prefix_cache.cache import Restore
 from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher

@@ -8,9 +8,9 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Usage
-from edgeinfer.runtime.prefix_cache import lookup, writer
+from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest
 
 from .. import conftest as engines
@@ -50,7 +50,7 @@ def store_and_drop(engine: LlamaEngine) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may read slower than it computes: what is tested here is what comes back."""
-    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 
 from .. import conftest as engines
 from .conftest import ask, heard, load, store_and_drop, text

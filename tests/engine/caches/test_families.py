@@ -13,7 +13,7 @@ from edgeinfer.errors import EdgeInferError, ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.fits import header_shape
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 
 from .conftest import ROOMY, ask, heard, load
 from .test_kinds import tokens_of

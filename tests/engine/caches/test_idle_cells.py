@@ -13,7 +13,7 @@ from made_decoders import make_lfm2
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama.cells import Buffer, cell_memory
 from edgeinfer.runtime.llama.mappings import Range
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.scheduler import scheduler
 
 from .conftest import ROOMY, ask, heard, load, text

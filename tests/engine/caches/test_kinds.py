@@ -12,7 +12,7 @@ from made_decoders import make_deepseek2, make_lfm2, make_mamba, make_qwen2vl
 from made_models import make_llama
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.prefix_cache.store import BlockStore
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 
 from .conftest import ROOMY, ask, heard, load, text
 
@@ -68,8 +68,8 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
     engine = load(model, store, kv_type="q8_0")
     talk = Talk(engine)
     assert engine.flush_blocks()
-    blocks = engine._scheduler.prefixes.blocks
-    assert blocks.verdict.found == "exact"
+    blocks = engine._scheduler.prefixes.prefix_cache
+    assert blocks.verdict.outcome == "exact"
     oracle = {}
     for _, asked, _ in talk.prompts():
         oracle[asked], _ = heard(engine, ask(asked, cache_prompt=False))

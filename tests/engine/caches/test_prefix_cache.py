@@ -13,10 +13,11 @@ import pytest
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.kv_cache import common_prefix
-from edgeinfer.runtime.prefix_cache.format import KvBlock
-from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS, Restore
+from edgeinfer.runtime.prefix_cache.block_file import KvBlock
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS
+from edgeinfer.runtime.prefix_cache.cache import Restore
 from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
 from edgeinfer.runtime.scheduler.prefixes import restoring
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
@@ -38,7 +39,9 @@ def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, 
     _, usage = heard(engine, requests[0])
     assert usage.cached_tokens == 0
     assert engine.flush_blocks()
-    engine._scheduler.prefixes.blocks = None  # or the other tails would take the first one's place
+    engine._scheduler.prefixes.prefix_cache = (
+        None  # or the other tails would take the first one's place
+    )
     wanted = [heard(engine, request)[0] for request in requests]
     engine.close()
 
@@ -148,12 +151,12 @@ def test_prefill_only_restores_yield_the_disk() -> None:
 
 def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:
     """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
-    blocks = engine._scheduler.prefixes.blocks
+    blocks = engine._scheduler.prefixes.prefix_cache
     heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
     assert engine.flush_blocks()  # this model is proven
     others = {block.path for block in list_blocks(store.root)}
     late = threading.Event()
-    blocks.blocks.writer.put(lambda: late.wait(60) and None)
+    blocks.folder.writer_thread.put(lambda: late.wait(60) and None)
     heard(engine, ask(tuple(engine.tokenize(text(700))), conversation="talk"))
     engine._loop.stop()  # everything has been handed to the writer
     assert {block.path for block in list_blocks(store.root)} == others
@@ -161,7 +164,7 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     assert engine.flush_blocks()
     written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
     cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
-    assert written[-1] == blocks.names.chain(cached_seq.tokens, (), "").names[1].hex()
+    assert written[-1] == blocks.folder.names.chain(cached_seq.tokens, (), "").names[1].hex()
     assert len(written) > 1
     assert forget_conversations(store.root, "talk") > 0
     assert {block.path for block in list_blocks(store.root)} == others
@@ -200,7 +203,7 @@ def test_short_prompt_is_not_stored(engine: LlamaEngine, store: BlockStore) -> N
 def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
     heard(engine, ask(tuple(engine.tokenize(text(600)))))
     engine.park()
-    assert engine._scheduler.prefixes.blocks is None
+    assert engine._scheduler.prefixes.prefix_cache is None
     assert engine.metrics().kv_used_tokens == 0
 
 
@@ -235,7 +238,7 @@ def test_busy_process_checks_when_it_pays(store: BlockStore, smollm2: Path) -> N
 def test_a_model_whose_check_fails_keeps_nothing(
     store: BlockStore, engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = engine._scheduler.prefixes.blocks
+    blocks = engine._scheduler.prefixes.prefix_cache
     monkeypatch.setattr(
         blocks.verdict._check, "step", lambda: "after a restore the next logits differ by 2"
     )
@@ -244,7 +247,7 @@ def test_a_model_whose_check_fails_keeps_nothing(
     assert engine.flush_blocks()
     assert blocks.verdict.is_refused
     assert list_blocks(store.root) == []
-    assert blocks.blocks.read_check() == "after a restore the next logits differ by 2"
+    assert blocks.folder.read_check() == "after a restore the next logits differ by 2"
 
 
 def test_fifty_conversations_with_edits_answer_like_an_oracle_that_forgets(

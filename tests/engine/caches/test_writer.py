@@ -6,11 +6,12 @@ import pytest
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
-from edgeinfer.runtime.prefix_cache.format import unpack_tokens
-from edgeinfer.runtime.prefix_cache.keys import Names, PrefixKeys
+from edgeinfer.runtime.prefix_cache.block_file import unpack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_names import BlockNames
+from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks, forget_conversations
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 
@@ -38,16 +39,15 @@ class Side:
 
     def __init__(self, folder: Path) -> None:
         self.store = BlockStore(folder, CacheLimits(max_bytes=1 << 30, margin_bytes=0))
-        self.blocks: ModelBlocks = self.store.model("sha", {})
+        self.blocks: BlockFolder = self.store.model("sha", {})
         self.kv: KvCache
         self.memory: CountingMemory
         self.kv, self.memory = make(n_cells=1 << 16)
-        self.names = PrefixKeys(self.blocks, SIZE)
         self.writing = BlockWriter(
-            blocks=self.blocks,
+            folder=self.blocks,
             states=_States(),  # type: ignore[arg-type]
             kv=self.kv,
-            names=self.names,
+            search=BlockSearch(self.blocks),
             verdict=RoundtripVerdict(self.blocks, _Check()),  # type: ignore[arg-type]
         )
 
@@ -59,11 +59,11 @@ class Side:
     def write_all(self) -> None:
         while self.writing.has_work:
             self.writing.work(is_idle=True)
-        assert self.blocks.writer.flush(60)
+        assert self.blocks.writer_thread.flush(60)
 
     def there(self, tokens: list[int]) -> int:
         """Tokens of a text that the store has, in whole blocks."""
-        chain = self.names.chain(PromptTokens(tokens), (), "").names[1:]
+        chain = self.blocks.names.chain(PromptTokens(tokens), (), "").names[1:]
         return SIZE * sum(self.blocks.has(name) for name in chain)
 
 
@@ -90,18 +90,18 @@ def test_check_that_cannot_compute_ends_and_is_tried_by_a_later_process(side: Si
 def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing n blocks takes n hashes, or a long conversation would spend its time with its names."""
     counts = {"full": 0, "has": 0}
-    full, has = Names.full, ModelBlocks.has
+    full, has = BlockNames.full, BlockFolder.has
 
-    def counted_full(names: Names, parent: bytes, tokens: list[int]) -> bytes:
+    def counted_full(names: BlockNames, parent: bytes, tokens: list[int]) -> bytes:
         counts["full"] += 1
         return full(names, parent, tokens)
 
-    def counted_has(blocks: ModelBlocks, name: bytes) -> bool:
+    def counted_has(blocks: BlockFolder, name: bytes) -> bool:
         counts["has"] += 1
         return has(blocks, name)
 
-    monkeypatch.setattr(Names, "full", counted_full)
-    monkeypatch.setattr(ModelBlocks, "has", counted_has)
+    monkeypatch.setattr(BlockNames, "full", counted_full)
+    monkeypatch.setattr(BlockFolder, "has", counted_has)
     n_blocks = 100
     cached_seq = claim(side.kv, side.memory, list(range(n_blocks * SIZE + 40)))
     side.end(cached_seq)
@@ -205,7 +205,7 @@ def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     side.end(cached_seq)
     while not list_blocks(side.store.root):
         side.writing.work(is_idle=True)
-        assert side.blocks.writer.flush(60)
+        assert side.blocks.writer_thread.flush(60)
     assert side.writing.has_work  # killed here
     assert forget_conversations(side.store.root, "talk") > 0
     assert list_blocks(side.store.root) == []

@@ -21,8 +21,8 @@ from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.memory_plan import Room, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"

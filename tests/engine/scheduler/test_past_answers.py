@@ -15,7 +15,7 @@ from other_processes import run_python
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.prefix_cache.store import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling import past_answers
 from edgeinfer.runtime.sampling.past_answers import AnswerFile, PastAnswers
@@ -196,7 +196,7 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
     answer(engine, request, cache_prompt=False)
     answer(engine, request, cache_on_disk=False)
     engine.flush_blocks()
-    file = engine._cache.blocks.answers.of("own")  # type: ignore[union-attr]
+    file = engine._cache.folder.answers.of("own")  # type: ignore[union-attr]
     assert not file.ring.any()
     answer(engine, request)
     engine.flush_blocks()

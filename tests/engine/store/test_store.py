@@ -15,12 +15,12 @@ import xxhash
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.runtime.kv_cache import ANYWHERE, State, whole
+from edgeinfer.runtime.prefix_cache import block_folder as folders
 from edgeinfer.runtime.prefix_cache import retention
-from edgeinfer.runtime.prefix_cache import store as stores
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock, decode, encode, pack_tokens
-from edgeinfer.runtime.prefix_cache.keys import owner_name
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, decode, encode, pack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
+from edgeinfer.runtime.prefix_cache.block_names import owner_name
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 
 TOKENS = list(range(256))
 ROOMY = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
@@ -33,7 +33,7 @@ from test_store import *
 
 
 def make_block(
-    blocks: ModelBlocks, tokens: list[int], parent: bytes | None = None, *, n_bytes: int = 5000
+    blocks: BlockFolder, tokens: list[int], parent: bytes | None = None, *, n_bytes: int = 5000
 ) -> KvBlock:
     parent = blocks.names.root() if parent is None else parent
     name = blocks.names.full(parent, tokens)
@@ -42,9 +42,9 @@ def make_block(
     return KvBlock(header, (whole(memoryview(payload)), whole(memoryview(b"end"))))
 
 
-def put(blocks: ModelBlocks, block: KvBlock) -> bytes:
+def put(blocks: BlockFolder, block: KvBlock) -> bytes:
     assert blocks.write(block)
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.flush(30)
     return block.header.name
 
 
@@ -54,11 +54,11 @@ def store(tmp_path: Path) -> BlockStore:
 
 
 @pytest.fixture
-def blocks(store: BlockStore) -> ModelBlocks:
+def blocks(store: BlockStore) -> BlockFolder:
     return store.model("sha", {"kv": "f16"})
 
 
-def test_block_round_trip(blocks: ModelBlocks) -> None:
+def test_block_round_trip(blocks: BlockFolder) -> None:
     block = make_block(blocks, TOKENS)
     name = put(blocks, block)
     back = blocks.read(name)
@@ -67,7 +67,7 @@ def test_block_round_trip(blocks: ModelBlocks) -> None:
     assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
 
 
-def test_piece_lies_at_its_place_in_a_page(blocks: ModelBlocks) -> None:
+def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
     made = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
     places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
     state = State(tuple(memoryview(piece) for piece in made), places)
@@ -86,7 +86,7 @@ def test_piece_lies_at_its_place_in_a_page(blocks: ModelBlocks) -> None:
 
 
 def test_block_is_found_by_another_process_without_an_index(
-    store: BlockStore, blocks: ModelBlocks
+    store: BlockStore, blocks: BlockFolder
 ) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
@@ -98,7 +98,7 @@ def test_block_is_found_by_another_process_without_an_index(
     ("model", "identity"), [("other", {"kv": "f16"}), ("sha", {"kv": "q8_0"}), ("sha", {})]
 )
 def test_another_identity_finds_nothing(
-    store: BlockStore, blocks: ModelBlocks, model: str, identity: dict[str, str]
+    store: BlockStore, blocks: BlockFolder, model: str, identity: dict[str, str]
 ) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = store.model(model, identity)
@@ -108,14 +108,14 @@ def test_another_identity_finds_nothing(
     assert not other.has(name)
 
 
-def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: ModelBlocks) -> None:
+def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: BlockFolder) -> None:
     names = blocks.names
     stranger = BlockStore(tmp_path / "stranger", ROOMY).model("sha", {"kv": "f16"}).names
     roots = {
         names.root(),
-        names.root("key"),
-        names.root("", "a=1"),
-        names.root("a", "=1"),
+        names.root(salt="key"),
+        names.root((("a", 1.0),)),
+        names.root((("a", 2.0),)),
         stranger.root(),
     }
     assert len(roots) == 5
@@ -124,7 +124,7 @@ def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: Mo
 
 
 @pytest.mark.parametrize("at", [0, 5, 9, 13, 17, 30, 200, 5000, -1])
-def test_flipped_bit_is_detected_and_the_file_deleted(blocks: ModelBlocks, at: int) -> None:
+def test_flipped_bit_is_detected_and_the_file_deleted(blocks: BlockFolder, at: int) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     path = blocks.path(name)
     data = bytearray(path.read_bytes())
@@ -136,7 +136,7 @@ def test_flipped_bit_is_detected_and_the_file_deleted(blocks: ModelBlocks, at: i
 
 
 @pytest.mark.parametrize("size", [0, 1, 23, 24, 100, 5000])
-def test_truncated_file_is_detected(blocks: ModelBlocks, size: int) -> None:
+def test_truncated_file_is_detected(blocks: BlockFolder, size: int) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     os.truncate(blocks.path(name), size)
     assert blocks.header(name) is None or size >= 1000
@@ -144,7 +144,7 @@ def test_truncated_file_is_detected(blocks: ModelBlocks, size: int) -> None:
     assert not blocks.has(name)
 
 
-def test_swapped_blocks_are_detected(blocks: ModelBlocks) -> None:
+def test_swapped_blocks_are_detected(blocks: BlockFolder) -> None:
     one, two = (put(blocks, make_block(blocks, [n] * 256)) for n in (1, 2))
     spare = blocks.path(one).with_name("spare")
     blocks.path(one).rename(spare)
@@ -154,7 +154,7 @@ def test_swapped_blocks_are_detected(blocks: ModelBlocks) -> None:
     assert blocks.read(two) is None
 
 
-def test_wrong_sizes_are_refused(blocks: ModelBlocks) -> None:
+def test_wrong_sizes_are_refused(blocks: BlockFolder) -> None:
     data = b"".join(encode(make_block(blocks, TOKENS)))
     size, lie = (msgspec.msgpack.encode(n) for n in (5000, 65_000))
     assert data.count(size) == 1
@@ -165,12 +165,12 @@ def test_wrong_sizes_are_refused(blocks: ModelBlocks) -> None:
         decode(memoryview(data[:8] + checksum + data[16:]))
 
 
-def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     blocks.own("talk", [name])
-    assert blocks.writer.flush(30)
-    for folder, folders, files in os.walk(store.root):
-        assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o700 for f in folders)
+    assert blocks.writer_thread.flush(30)
+    for folder, subfolders, files in os.walk(store.root):
+        assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o700 for f in subfolders)
         assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o600 for f in files)
     blocks.path(name).chmod(0o644)
     assert blocks.read(name) is None
@@ -193,7 +193,7 @@ def test_a_folder_of_another_owner_is_refused(tmp_path: Path) -> None:
         BlockStore(root)
 
 
-def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: ModelBlocks) -> None:
+def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     blocks.path(name).rename(tmp_path / "elsewhere")
     blocks.path(name).symlink_to(tmp_path / "elsewhere")
@@ -294,30 +294,30 @@ for n in range(100):
 
 
 def test_forgetting_many_conversations_is_one_walk(
-    store: BlockStore, blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
+    store: BlockStore, blocks: BlockFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, kept = (put(blocks, make_block(blocks, [n] * 256)) for n in range(2))
     names = [put(blocks, make_block(blocks, [n] * 256)) for n in range(2, 22)]
     for n, name in enumerate(names):
         blocks.own(f"chat-{n}", [shared, name])
     blocks.own("other", [kept])
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.flush(30)
     listed = count_calls(monkeypatch, "list_blocks")
     owners = count_calls(monkeypatch, "owned_names")
-    assert stores.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
+    assert folders.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
     assert listed == []
     assert len(owners) == len(set(owners)) == 21
     assert [blocks.has(name) for name in (shared, kept, *names)] == [False, True] + [False] * 20
 
 
-def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     path = blocks.path(name)
     outside = store.root.parent / "outside.block"
     path.rename(outside)
     store.note_owner("talk", [])
     store._owner_list("talk").write_text("../../../outside\n")
-    stores.forget_conversations(store.root, "talk")
+    folders.forget_conversations(store.root, "talk")
     assert outside.exists()
 
 
@@ -390,12 +390,12 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     assert whole_and_unfinished(root) == (n_whole, 0)
 
 
-def test_writer_survives_any_failure(blocks: ModelBlocks) -> None:
+def test_writer_survives_any_failure(blocks: BlockFolder) -> None:
     def fail() -> None:
         raise ValueError("not foreseen")
 
-    assert blocks.writer.put(fail, 1)
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.put(fail, 1)
+    assert blocks.writer_thread.flush(30)
     assert blocks.has(put(blocks, make_block(blocks, TOKENS)))
 
 
@@ -407,14 +407,14 @@ def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
     assert whole_and_unfinished(tmp_path / "blocks") == (40, 0)
 
 
-def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: BlockFolder) -> None:
     shared, mine, theirs = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
     blocks.own("mine", [shared, mine])
     blocks.own("theirs", [shared, theirs])
-    assert blocks.writer.flush(30)
-    assert stores.forget_conversations(store.root, "mine") > 0
+    assert blocks.writer_thread.flush(30)
+    assert folders.forget_conversations(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
-    assert stores.forget_conversations(store.root, "theirs") > 0
+    assert folders.forget_conversations(store.root, "theirs") > 0
     assert retention.list_blocks(store.root) == []
 
 
@@ -429,7 +429,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> Non
         with pytest.raises(PermissionError, match="not a regular file"):
             BlockStore(store.root, ROOMY)
     else:
-        assert stores.forget_conversations(store.root, "talk") == 0
+        assert folders.forget_conversations(store.root, "talk") == 0
 
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
     for conversation, block in (("gone", gone), ("kept", kept)):
         blocks.own(conversation, [put(blocks, block)])
     blocks.own("new", [new.header.name])
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.flush(30)
     for conversation in ("gone", "kept"):
         os.utime(store.root / "owners" / owner_name(store.secret, conversation), (0, 0))
     put(blocks, new)
@@ -447,18 +447,18 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
     assert [store.has_owner(name) for name in ("gone", "kept", "new")] == [False, True, True]
 
 
-def test_forget_a_model_and_all(store: BlockStore, blocks: ModelBlocks) -> None:
+def test_forget_a_model_and_all(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = store.model("other", {})
     kept = put(other, make_block(other, TOKENS))
-    assert stores.forget_model(store.root, "sha") > 0
+    assert folders.forget_model(store.root, "sha") > 0
     assert (blocks.has(name), other.has(kept)) == (False, True)
-    assert stores.forget_all(store.root) > 0
+    assert folders.forget_all(store.root) > 0
     assert [path.name for path in store.root.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize(
-    "delete", [stores.forget_all, lambda root: stores.forget_model(root, "sha"), shutil.rmtree]
+    "delete", [folders.forget_all, lambda root: folders.forget_model(root, "sha"), shutil.rmtree]
 )
 def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Path], object]) -> None:
     """Forgotten under it, and so its next block, its owner and what is known of the model are there."""
@@ -468,20 +468,20 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     blocks.note_check("exact")
     first = put(blocks, make_block(blocks, TOKENS))
     blocks.own("talk", [first])
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.flush(30)
     delete(store.root)
     assert not blocks.has(first)
 
     second = put(blocks, make_block(blocks, [2] * 256))
     blocks.own("talk", [second])
-    assert blocks.writer.flush(30)
+    assert blocks.writer_thread.flush(30)
     another = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
     assert another.read(second) is not None
     assert another.names.root() == blocks.names.root()
     assert another.read_check() == "exact"
     assert store.model("sha", {"kv": "q8_0"}).read_check() == ""
     assert said == []
-    assert stores.forget_conversations(store.root, "talk") > 0
+    assert folders.forget_conversations(store.root, "talk") > 0
     assert not blocks.has(second)
 
 
@@ -497,13 +497,13 @@ def test_process_writes_nothing_under_another_secret(tmp_path: Path) -> None:
     assert "another process" in said[0]
 
 
-def test_the_writer_is_bounded_and_can_be_used_again(blocks: ModelBlocks) -> None:
+def test_the_writer_is_bounded_and_can_be_used_again(blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     assert blocks.close()
     blocks.remove(name)
     put(blocks, make_block(blocks, TOKENS))
     assert blocks.has(name)
-    blocks.writer._queue_bytes = 1
-    blocks.writer._bytes = 1
+    blocks.writer_thread._queue_bytes = 1
+    blocks.writer_thread._bytes = 1
     assert not blocks.write(make_block(blocks, TOKENS))
-    blocks.writer._bytes = 0
+    blocks.writer_thread._bytes = 0

@@ -18,9 +18,9 @@ from other_processes import engines_below, free_port
 from edgeinfer.models import pull
 from edgeinfer.platform.paths import config_dir
 from edgeinfer.runtime.events import Finished, Timings, Usage
-from edgeinfer.runtime.prefix_cache import lookup, writer
+from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
-from edgeinfer.runtime.prefix_cache.store import BlockStore
 
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
@@ -36,7 +36,7 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
-    monkeypatch.setattr(lookup, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
     monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
 
 

@@ -16,8 +16,8 @@ from terminal import Terminal, shell_environment
 
 from edgeinfer.config.config_file import save
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.format import read_header
-from edgeinfer.runtime.prefix_cache.lookup import BLOCK_TOKENS
+from edgeinfer.runtime.prefix_cache.block_file import read_header
+from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS
 from edgeinfer.runtime.prefix_cache.retention import list_blocks
 from tests.server.conftest import with_page
 

@@ -1,7 +1,7 @@
 """Find and restore KV blocks: between the KV cache's accounting and the files on disk.
 
 `match` finds how much of a prompt is on disk and starts to read it, `read` puts blocks into a sequence;
-`writing` stores the sequences that have ended. The store knows no llama.cpp, and the scheduler no file.
+`writer` stores the sequences that have ended. The store knows no llama.cpp, and the scheduler no file.
 One thread.
 
 A block is `block_tokens` long, and shorter than a sliding window: a longer one lacks the cells that the
@@ -23,16 +23,15 @@ from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.format import KvBlock
-from edgeinfer.runtime.prefix_cache.keys import Chain, PrefixKeys, model_key
+from edgeinfer.runtime.prefix_cache.block_file import KvBlock
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
+from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, Chain, model_key
+from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.store import BlockStore, ModelBlocks
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Tokens of a block, unless a sliding window is shorter.
-BLOCK_TOKENS = 256
 #: Least gain (tokens) for which blocks are read.
 _WORTH_READING = 32
 #: A request waits for the round-trip check if it gains this many times the check's own tokens.
@@ -52,19 +51,22 @@ def block_tokens(window: int) -> int:
 class PrefixCache:
     """Restore blocks into the context `active`; `check` is this model's, not yet begun."""
 
-    blocks: ModelBlocks
+    folder: BlockFolder
     states: SequenceStates
     active: ActiveContext
     kv: KvCache
-    block_tokens: int
     check: InitVar[RoundtripCheck]
 
     def __post_init__(self, check: RoundtripCheck) -> None:
-        self.names = PrefixKeys(self.blocks, self.block_tokens)
-        self.verdict = RoundtripVerdict(self.blocks, check)
-        self.writing = BlockWriter(
-            blocks=self.blocks, states=self.states, kv=self.kv, names=self.names, verdict=self.verdict
+        self.search = BlockSearch(self.folder)
+        self.verdict = RoundtripVerdict(self.folder, check)
+        self.writer = BlockWriter(
+            folder=self.folder, states=self.states, kv=self.kv, search=self.search, verdict=self.verdict
         )
+
+    @property
+    def block_tokens(self) -> int:
+        return self.folder.names.block_tokens
 
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
@@ -77,10 +79,10 @@ class PrefixCache:
         """
         if self.verdict.is_refused or len(tokens) - cached <= _WORTH_READING:
             return None
-        chain = self.names.chain(tokens, adapters, salt)
+        chain = self.folder.names.chain(tokens, adapters, salt)
         names, ends = chain.names, chain.ends
         n_full = next(
-            (i for i, name in enumerate(names[1:]) if not self.blocks.has(name)), len(names) - 1
+            (i for i, name in enumerate(names[1:]) if not self.folder.has(name)), len(names) - 1
         )
         if self.kv.checkpoints is not None:
             n_full, tail, n_tail = self._last_checkpoint(chain, n_full, tokens)
@@ -88,8 +90,8 @@ class PrefixCache:
         else:
             rest = tokens[ends[n_full] :]
             tail, n_tail = max(
-                self.names.tail(names[n_full], rest),
-                self.names.boundary_blocks(names[n_full], rest),
+                self.search.find_tail(names[n_full], rest),
+                self.search.find_boundary_block(names[n_full], rest),
                 key=lambda found: found[1],
             )
             first = min(chain.at(cached), n_full)
@@ -97,9 +99,9 @@ class PrefixCache:
         if end - cached < _WORTH_READING or not self._is_verified(end - cached, is_alone=is_alone):
             return None
         wanted = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
-        self.blocks.touch([*names[1 : 1 + n_full], tail])
+        self.folder.touch([*names[1 : 1 + n_full], tail])
         make_room = self._populating([*ends[first : 1 + n_full], end])
-        return Restore(self.blocks.read_ahead(wanted, make_room), ends[first], end)
+        return Restore(self.folder.read_ahead(wanted, make_room), ends[first], end)
 
     def _populating(self, ends: list[int]) -> Callable[[int], None]:
         """Make a callback that populates the memory of each block's cells, unless they are mapped."""
@@ -114,21 +116,21 @@ class PrefixCache:
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             end = min(ends[i + 1], len(tokens) - 1)
-            name, n = self.names.last_checkpoint(chain.names[i], tokens[ends[i] : end])
+            name, n = self.search.find_checkpoint(chain.names[i], tokens[ends[i] : end])
             if n:
                 return i, name, n
         return 0, b"", 0
 
     def _is_verified(self, gain_tokens: int, *, is_alone: bool) -> bool:
         if is_alone and gain_tokens >= _WORTH_CHECKING * self.verdict.n_tokens:
-            while not self.verdict.found:
+            while not self.verdict.outcome:
                 self.verdict.step()
-        return self.verdict.found == "exact"
+        return self.verdict.outcome == "exact"
 
     @property
     def can_store(self) -> bool:
         """Tell if blocks written now can be restored."""
-        return self.verdict.found == "exact" and self.blocks.can_write
+        return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
         """Tell if an idle sequence is on disk, or would be stored at once."""
@@ -136,15 +138,15 @@ class PrefixCache:
             return False
         if len(cached_seq.cells) < self.block_tokens:
             return False
-        return self.can_store and self.writing.takes(cached_seq)
+        return self.can_store and self.writer.takes(cached_seq)
 
     def note_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
     ) -> None:
         """Record the blocks of an agent's session, so that the shared ones are evicted last."""
         if request.preamble and not self.verdict.is_refused:
-            names = self.names.chain(tokens, adapters, request.cache_salt).names[1:]
-            self.blocks.note_session(request.preamble, names, request.cache_salt)
+            names = self.folder.names.chain(tokens, adapters, request.cache_salt).names[1:]
+            self.folder.note_session(request.preamble, names, request.cache_salt)
 
     def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
         """Append the next block, which is ready. False if the rest must be prefilled."""
@@ -176,7 +178,7 @@ class PrefixCache:
     def close(self, timeout_s: float) -> bool:
         """Store pending blocks; False after the timeout."""
         self.kv.before_drop = lambda cached_seq: None
-        return self.blocks.close(timeout_s)
+        return self.folder.close(timeout_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,7 +231,7 @@ _LONG_BLOCK = 2048
 _CHECK_BATCH = 32
 
 
-def open_blocks(
+def open_prefix_cache(
     store: BlockStore,
     files: ModelFiles,
     options: LoadOptions,
@@ -243,15 +245,14 @@ def open_blocks(
     `checked` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
     """
     size = size_of_blocks(loaded)
-    blocks = store.model(model_key(files.sha256, files.paths), identity(loaded, size))
-    if checked and not blocks.read_check():
-        blocks.note_check(checked)
+    folder = store.model(model_key(files.sha256, files.paths), identity(loaded, size), size)
+    if checked and not folder.read_check():
+        folder.note_check(checked)
     return PrefixCache(
-        blocks=blocks,
+        folder=folder,
         states=make_states(loaded, active),
         active=active,
         kv=kv,
-        block_tokens=size,
         check=_check(options, loaded),
     )
 

@@ -6,7 +6,7 @@
     ROOT/MODEL/answers/NAME          past answers, for suffix drafting (past_answers.py)
     ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or the failure
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
-    ROOT/MODEL/IDENTITY/NAME.block   a block (format.py)
+    ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
 
 A block appears by one rename and never changes; every writer of a block writes the same bytes.
 Files and folders are this user's alone, and others are refused. They hold what a person wrote, and are
@@ -17,13 +17,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import mmap
 import os
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,10 +35,11 @@ from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_own
 from edgeinfer.runtime.kv_cache import MappedFile
-from edgeinfer.runtime.prefix_cache import format, retention
-from edgeinfer.runtime.prefix_cache.format import Header, KvBlock
-from edgeinfer.runtime.prefix_cache.keys import Names, owner_name, read_secret
+from edgeinfer.runtime.prefix_cache import block_file, retention
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock
+from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, BlockNames, owner_name, read_secret
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.prefix_cache.writer_thread import WriterThread
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 
 #: Threads that read and verify files: one gives some 4 GB/s.
@@ -84,7 +83,9 @@ class BlockStore:
         self._lock = threading.Lock()
         self.traffic = Traffic()
 
-    def model(self, model: str, identity: dict[str, str]) -> ModelBlocks:
+    def model(
+        self, model: str, identity: dict[str, str], block_tokens: int = BLOCK_TOKENS
+    ) -> BlockFolder:
         """Open the blocks of one model, computed in one way.
 
         `model`: its sha256, or another name of the very bytes. `identity`: everything else that decides
@@ -93,7 +94,8 @@ class BlockStore:
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
         digest = hashlib.blake2b(raw, digest_size=16)
         folder = paths.private_dir(self.root / model_folder(model)) / digest.hexdigest()
-        return ModelBlocks(self, paths.private_dir(folder), Names(self.secret, digest.digest()))
+        names = BlockNames(self.secret, digest.digest(), block_tokens)
+        return BlockFolder(self, paths.private_dir(folder), names)
 
     def has_room_for(self, n_bytes: int) -> bool:
         """Tell if a file of `n_bytes` may be written now, after pruning if needed. Raises OSError."""
@@ -148,14 +150,14 @@ def model_folder(model: str) -> str:
     return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
 
 
-class ModelBlocks:
+class BlockFolder:
     """The blocks of one identity. Threads read and write; any thread may call."""
 
-    def __init__(self, store: BlockStore, folder: Path, names: Names) -> None:
+    def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
         self._folder = folder
         self.names = names
-        self.writer = WriterThread()
+        self.writer_thread = WriterThread()
         self.answers = PastAnswers(folder.parent, store.secret)
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
@@ -177,7 +179,7 @@ class ModelBlocks:
         try:
             with open(open_own(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
-            return format.read_header(start)
+            return block_file.read_header(start)
         except (OSError, BlockDamagedError):
             return None
 
@@ -239,7 +241,7 @@ class ModelBlocks:
         mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
         file.address = np.frombuffer(mapped, np.uint8).ctypes.data
-        return format.decode(memoryview(mapped), file)
+        return block_file.decode(memoryview(mapped), file)
 
     @property
     def can_write(self) -> bool:
@@ -247,11 +249,11 @@ class ModelBlocks:
 
     def write(self, block: KvBlock) -> bool:
         """Queue a block; False if too much is pending."""
-        return self.writer.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
+        return self.writer_thread.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
     def own(self, conversation: str, names: Sequence[bytes]) -> None:
         """Record a conversation as owner of these blocks, so that they are deleted with it."""
-        self.writer.put(lambda: self._try(lambda: self._own(conversation, names)))
+        self.writer_thread.put(lambda: self._try(lambda: self._own(conversation, names)))
 
     def _own(self, conversation: str, names: Sequence[bytes]) -> None:
         if not self._store.has_owner(conversation):  # new, or forgotten while it continues
@@ -266,16 +268,17 @@ class ModelBlocks:
         """Record the blocks of a session of `agent`: shared ones are evicted last."""
         shared = [name.hex() for name in names]
         note = partial(retention.note_session, self._folder, agent, shared, salt)
-        self.writer.put(lambda: self._try(note))
+        self.writer_thread.put(lambda: self._try(note))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
         """Append an answer to those that draft tokens are looked up in."""
-        self.writer.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
+        self.writer_thread.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
 
     def _write(self, block: KvBlock) -> None:
         """Write the file, whole or not at all. In the writer's thread."""
         if self._store.has_room_for(block.n_bytes):
-            n_bytes = _write_file(self.path(block.header.name), format.encode(block), is_durable=True)
+            path = self.path(block.header.name)
+            n_bytes = _write_file(path, block_file.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
             if block.header.kind in ("full", "tail"):
@@ -303,7 +306,7 @@ class ModelBlocks:
 
     def clear(self) -> None:
         """Delete all blocks of this identity, pending ones too."""
-        self.writer.flush(_CLEAR_S)
+        self.writer_thread.flush(_CLEAR_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)
 
@@ -330,7 +333,7 @@ class ModelBlocks:
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
-        is_written = self.writer.stop(timeout_s)
+        is_written = self.writer_thread.stop(timeout_s)
         self.answers.close()
         return is_written
 
@@ -390,85 +393,3 @@ def forget_conversations(root: Path, *conversations: str) -> int:
     for path in own:
         path.unlink(missing_ok=True)
     return freed
-
-
-_log = logging.getLogger("edgeinfer.blocks")
-#: Bytes that may be pending; one job is always taken.
-_QUEUE_BYTES = 256 << 20
-
-
-class WriterThread:
-    """Run jobs in a thread of its own, in order. Any thread may call."""
-
-    def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
-        self._queue_bytes = queue_bytes
-        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
-        self._bytes = 0
-        self._busy = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def has_room(self) -> bool:
-        return not self._bytes or self._bytes < self._queue_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self._waiting or self._busy)
-
-    def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that holds `n_bytes` of memory until it is done; False if too much is pending.
-
-        A job that holds none is always taken.
-        """
-        with self._changed:
-            if n_bytes and not self.has_room:
-                return False
-            self._waiting.append((job, n_bytes))
-            self._bytes += n_bytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._main, name="edgeinfer-blocks", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            return True
-
-    def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until another job is taken; False after the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.has_room, timeout_s)
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until every job is done; False after the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
-
-    def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread; the next job starts another. False after the timeout."""
-        deadline = time.monotonic() + timeout_s
-        done = self.flush(timeout_s)
-        with self._changed:
-            self._waiting.clear()
-            thread, self._thread = self._thread, None
-            self._changed.notify_all()
-        if thread is not None:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return done
-
-    def _main(self) -> None:
-        own = threading.current_thread()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._thread is not own)
-                if not self._waiting:
-                    return
-                job, n_bytes = self._waiting.popleft()
-                self._busy = True
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001  the main of a thread: later jobs must be written
-                _log.warning("a block was not written: %s: %s", type(error).__name__, error)
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._bytes -= n_bytes
-                    self._changed.notify_all()

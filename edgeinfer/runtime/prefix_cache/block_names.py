@@ -1,0 +1,120 @@
+"""Names of KV blocks: keyed hashes, which reveal no text without the user's secret.
+
+A name depends on everything that decides a block's bytes: the model and its way to compute
+(`identity`), the cache `salt`, the adapters, all tokens before the block, and its own. It is the hash
+of the parent's name and of the block's tokens, so a prefix has one chain of names and no index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgeinfer.platform.disk import new_file, open_own, stamps
+from edgeinfer.runtime.kv_cache import AdapterKey
+from edgeinfer.runtime.prefix_cache.block_file import pack_tokens
+from edgeinfer.runtime.prompt_tokens import PromptTokens
+
+NAME_BYTES = 20
+SECRET_BYTES = 32
+#: Tokens of a block, unless a sliding window is shorter.
+BLOCK_TOKENS = 256
+#: Numbers of first tokens that a partial block is found by, longest first.
+TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
+TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
+
+
+def read_secret(path: Path, own: bytes = b"") -> bytes:
+    """Read the user's secret in `path` (0600), or create it as `own` or random. Raises OSError."""
+    for _ in range(2):
+        try:
+            with open(open_own(path), "rb") as file:
+                secret = file.read()
+        except FileNotFoundError:
+            with new_file(path, 0o600, replaces=False) as file:
+                file.write(own or os.urandom(SECRET_BYTES))
+            continue
+        if len(secret) == SECRET_BYTES:
+            return secret
+        path.unlink(missing_ok=True)  # the disk was full when it was made
+    raise OSError(f"no secret can be kept in {path}")
+
+
+def model_key(sha256: str, files: Sequence[str]) -> str:
+    """Return a model's sha256, or the stamps of files without one. Raises OSError."""
+    return sha256 or stamps(files)
+
+
+class BlockNames:
+    """Names of one model's blocks of `block_tokens`; `identity` digests what decides their bits."""
+
+    def __init__(self, secret: bytes, identity: bytes, block_tokens: int) -> None:
+        self._secret = secret
+        self.identity = identity
+        self.block_tokens = block_tokens
+
+    def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
+        """Name the parent of a first block. Requests with another salt share nothing."""
+        scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
+        return self._hash(b"root", self.identity, salt.encode(), scales.encode())
+
+    def chain(self, tokens: PromptTokens, adapters: AdapterKey, salt: str) -> Chain:
+        """Return the root, and the name of every whole block."""
+        chain = Chain([self.root(adapters, salt)])
+        self.extend(chain, tokens)
+        return chain
+
+    def extend(self, chain: Chain, tokens: PromptTokens) -> None:
+        """Append the whole blocks of `tokens` that `chain` lacks.
+
+        A block is longer if it would end inside a picture whose rows lie in one place.
+        """
+        start = chain.ends[-1]
+        while (end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
+            chain.names.append(self.full(chain.names[-1], tokens[start:end]))
+            chain.ends.append(end)
+            start = end
+
+    def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name a whole block behind `parent`."""
+        return self._hash(b"full", parent, pack_tokens(tokens))
+
+    def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name a partial block; it depends on the first tokens only, so a longer one replaces it."""
+        n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
+        return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
+
+    def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name a checkpoint at the end of `tokens`; one a few tokens later has the same name."""
+        n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
+        return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
+
+    def rows(self, digest: bytes) -> bytes:
+        """Name the rows of a picture."""
+        return self._hash(b"rows", self.identity, digest)
+
+    def _hash(self, kind: bytes, *parts: bytes) -> bytes:
+        state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))
+        for part in parts:
+            state.update(len(part).to_bytes(8, "little") + part)
+        return state.digest()
+
+
+def owner_name(secret: bytes, conversation: str) -> str:
+    text = conversation.encode()
+    return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()
+
+
+@dataclass(slots=True)
+class Chain:
+    """The names of a prefix's root and of its whole blocks, and how many tokens end with each."""
+
+    names: list[bytes]
+    ends: list[int] = field(default_factory=lambda: [0])
+
+    def at(self, n_tokens: int) -> int:
+        """Return the index of the last block that ends within the first `n_tokens`."""
+        return bisect_right(self.ends, n_tokens) - 1

@@ -1,0 +1,91 @@
+"""Search for blocks on disk: files that begin like a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
+from edgeinfer.runtime.prefix_cache.block_file import Header, unpack_tokens
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
+from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
+
+#: A block's name, and how many of its tokens agree with a prompt's; 0 for none.
+Match = tuple[bytes, int]
+
+
+class BlockSearch:
+    """Search the blocks of one model. Each method reads the headers of a few files."""
+
+    def __init__(self, folder: BlockFolder) -> None:
+        self._folder = folder
+
+    def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
+        """Return the tokens that sessions of `agent` share, and those after them in the latest one.
+
+        Only tokens on disk count.
+        """
+        following: dict[bytes, Header] = {}
+        for name in self._folder.begun_with(agent, salt):
+            header = self._folder.header(name)
+            if header is not None:
+                following.setdefault(header.parent, header)
+        tokens: list[int] = []
+        header = following.get(self._folder.names.root(adapters, salt))
+        while header is not None:
+            tokens += unpack_tokens(header.tokens)
+            header = following.get(header.name)
+        return tokens
+
+    def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the longest checkpoint after `parent` of which all tokens are those of `tokens`."""
+        blocks = self._read(self._checkpoint_names(parent, tokens))
+        matches = [(name, len(saved)) for name, saved in blocks if tokens[: len(saved)] == saved]
+        return max(matches, key=_length, default=_NONE)
+
+    def _checkpoint_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        names = self._folder.names
+        if len(tokens) >= TAIL_KEY_TOKENS:
+            yield names.tail(parent, tokens)
+        for n in range(len(tokens), TAIL_KEY_TOKENS - 1, -TAIL_KEY_TOKENS):
+            yield names.checkpoint(parent, tokens[:n])
+
+    def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the partial block after `parent` that agrees longest with `tokens`."""
+        return _longest(self._read(self._tail_names(parent, tokens)), tokens)
+
+    def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
+        """Find a partial block whose tokens are all in `tokens`, and so in block `by`."""
+        blocks = self._read(self._tail_names(parent, tokens))
+        return next((n for n, saved in blocks if n != by and tokens[: len(saved)] == saved), None)
+
+    def _tail_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        lengths = (n for n in TAIL_KEYS_TOKENS if n <= len(tokens))
+        return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
+
+    def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the whole block after `parent` in which an agent's shared prefix ends and that agrees
+        longest with `tokens`.
+        """
+        return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
+
+    def _read(
+        self, names: Iterable[bytes], parent: bytes | None = None
+    ) -> Iterator[tuple[bytes, list[int]]]:
+        """Read the tokens of the blocks that exist, if `parent` is theirs."""
+        for name in names:
+            header = self._folder.header(name)
+            if header is not None and parent in (None, header.parent):
+                yield name, unpack_tokens(header.tokens)
+
+
+_NONE: Match = (b"", 0)
+
+
+def _length(match: Match) -> int:
+    return match[1]
+
+
+def _longest(blocks: Iterable[tuple[bytes, list[int]]], tokens: list[int]) -> Match:
+    matches = [(name, common_prefix(saved, tokens)) for name, saved in blocks]
+    best = max(matches, key=_length, default=_NONE)
+    return best if best[1] else _NONE

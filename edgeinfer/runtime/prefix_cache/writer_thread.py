@@ -1,0 +1,90 @@
+"""The thread that writes the prefix cache's files."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_log = logging.getLogger("edgeinfer.blocks")
+#: Bytes that may be pending; one job is always taken.
+_QUEUE_BYTES = 256 << 20
+
+
+class WriterThread:
+    """Run jobs in a thread of its own, in order. Any thread may call."""
+
+    def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
+        self._queue_bytes = queue_bytes
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        self._bytes = 0
+        self._busy = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return not self._bytes or self._bytes < self._queue_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._busy)
+
+    def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
+        """Queue a job that holds `n_bytes` of memory until it is done; False if too much is pending.
+
+        A job that holds none is always taken.
+        """
+        with self._changed:
+            if n_bytes and not self.has_room:
+                return False
+            self._waiting.append((job, n_bytes))
+            self._bytes += n_bytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="edgeinfer-blocks", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until another job is taken; False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.has_room, timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every job is done; False after the timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish the jobs and end the thread; the next job starts another. False after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        done = self.flush(timeout_s)
+        with self._changed:
+            self._waiting.clear()
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return done
+
+    def _main(self) -> None:
+        own = threading.current_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._thread is not own)
+                if not self._waiting:
+                    return
+                job, n_bytes = self._waiting.popleft()
+                self._busy = True
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  the main of a thread: later jobs must be written
+                _log.warning("a block was not written: %s: %s", type(error).__name__, error)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._bytes -= n_bytes
+                    self._changed.notify_all()
