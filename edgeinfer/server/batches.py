@@ -15,16 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import msgspec
-from starlette.types import ASGIApp
 
 from edgeinfer.platform.disk import new_file
 from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.askers import Asker
 from edgeinfer.server.problems import Problem, too_many
 from edgeinfer.server.wire_types import Reply
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 #: Pauses between the tries of a request that failed in a way that may pass.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)

@@ -197,6 +197,18 @@ def remove_snapshot(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_snapshots_of(model: str) -> list[str]:
+    """Remove the snapshots of a removed model, which cannot be resumed; return their names."""
+    forget_failures_of(model)
+    removed = []
+    for name, folders in format.generations().items():
+        if format.model_part(name) == format.part_of(model):
+            for folder in folders:
+                remove_snapshot(Path(folder))
+            removed.append(name)
+    return removed
+
+
 def drop_older(root: Path, name: str) -> None:
     """Remove all but the newest generation of a name that this program has built."""
     for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:

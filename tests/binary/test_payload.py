@@ -16,11 +16,11 @@ import finish
 import pack
 from made_gguf import gguf_bytes
 
-from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.removal import remove_model
 from edgeinfer.shipping import bundle, payload, unpack
 
 from ..conftest import BUILD_CACHE
@@ -138,7 +138,7 @@ def with_model(shipped_file, tmp_path):
         (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(body)
     record = pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(name="tiny"))
     assemble.with_model(shipped_file, record, tmp_path / "with-model")
-    remove("tiny")
+    remove_model("tiny")
     unpack.ensure_unpacked(tmp_path / "with-model")
     return payload.open_shipped(tmp_path / "with-model"), bodies
 

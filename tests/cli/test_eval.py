@@ -13,9 +13,8 @@ from made_models import make_llama
 from msgspec.structs import astuple
 from raw_logits import read
 
-from edgeinfer.cli import evaluating
-from edgeinfer.cli.evaluating import evaluate
 from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs import eval as eval_verb
 from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
 from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
 from edgeinfer.host import Host
@@ -66,7 +65,7 @@ def score(tmp_path):
 
 
 def _run(*typed: str, host: Host) -> EvalResult:
-    return evaluate(build_parser("eval").parse_args(["eval", *typed, "--quiet"]), host)
+    return eval_verb.run(build_parser("eval").parse_args(["eval", *typed, "--quiet"]), host)
 
 
 def _passed(result: EvalResult) -> list[bool]:
@@ -184,7 +183,7 @@ def test_another_machine_asks_again(score, monkeypatch, tmp_path, changed):
     if changed == "processor":
         monkeypatch.setattr(fingerprint, "_cpu", lambda: "another")
     elif changed == "device":
-        monkeypatch.setattr(evaluating, "read_gpus", lambda: ("another",))
+        monkeypatch.setattr(eval_verb, "read_gpus", lambda: ("another",))
     else:
         (tmp_path / "kernels.so").touch()
     assert len(score(items)[1]) == 1
@@ -246,7 +245,7 @@ def test_answer_that_fails_is_not_passed_and_told(score):
 
 
 def test_check_that_does_not_end_is_told(score, monkeypatch):
-    monkeypatch.setattr("edgeinfer.cli.evaluating._CHECK_S", 0.2)
+    monkeypatch.setattr("edgeinfer.cli.verbs.eval._CHECK_S", 0.2)
     slow = "a" * 60
     result, _ = score([_item("slow", slow, regex="(a+)+b"), _item(2, "a", regex="a")])
     assert _passed(result) == [False, True]

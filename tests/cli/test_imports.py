@@ -27,7 +27,10 @@ def modules_after(statement):
         ("import edgeinfer.runtime.interface", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
         # the page: with the first request for it
-        ("import edgeinfer.cli.serving", ("edgeinfer.server.web.routes", "edgeinfer.tools.loop")),
+        (
+            "import edgeinfer.cli.endpoint_setup",
+            ("edgeinfer.server.web.routes", "edgeinfer.tools.loop"),
+        ),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released
         ("import edgeinfer.snapshots.build.builder", HEAVY),

@@ -17,8 +17,8 @@ from made_gguf import entry, gguf_bytes, model_entries, text
 from made_models import make_llama
 from made_projectors import make_projector
 
+from edgeinfer.cli.endpoint_setup import pulled_models
 from edgeinfer.cli.main import main
-from edgeinfer.cli.serving import pulled_models
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,

@@ -7,13 +7,13 @@ from made_families import finish
 from made_models import make_llama
 from made_projectors import make_projector
 
-from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import projectors
 from edgeinfer.models.gguf import GgufHeader, read_header
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.removal import remove_model
 
 
 def model_header(n_embd: int) -> GgufHeader:
@@ -102,7 +102,7 @@ def test_copied_and_quantized_models_keep_a_projector_of_their_own(tmp_path, mon
     small = quantize("sees", "Q8_0", options=QuantizeOptions(perplexity=False)).model
     options = QuantizeOptions(perplexity=False, name="other")
     other = quantize(str(model), "Q8_0", options=options).model
-    remove("sees")
+    remove_model("sees")
     path.unlink()
     for one in (small, other):
         kept = resolve(one.name).files().projector

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from made_gguf import entry, gguf_bytes, model_entries
 
-from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -20,6 +19,7 @@ from edgeinfer.models import names, store
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.removal import remove_model
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -45,7 +45,7 @@ def test_local_file_in_place_is_not_copied(local: Path) -> None:
     assert record.in_place
     assert resolve("mine").files().paths == (str(local),)
     assert not list(paths.models_dir().rglob("*.gguf"))
-    gone = remove("mine")
+    gone = remove_model("mine")
     assert gone.left_in_place == (str(local),)
     assert local.exists()
 
@@ -156,7 +156,7 @@ def test_name_with_the_quantization_it_has_means_the_same(local: Path, user_mode
     assert resolve("mine:f32").files().name == "mine"
     with pytest.raises(ModelNotPulledError):
         resolve("mine:Q8_0").files()
-    assert remove("mine:F32").name == "mine"
+    assert remove_model("mine:F32").name == "mine"
 
 
 def test_record_that_cannot_be_read(local: Path) -> None:
@@ -165,14 +165,14 @@ def test_record_that_cannot_be_read(local: Path) -> None:
     assert store.list_pulled() == []
     with pytest.raises(CatalogError, match="cannot be read"):
         resolve("mine").files()
-    remove("mine")
+    remove_model("mine")
     assert not record.folder.exists()
 
 
 def test_remove_needs_the_lock(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
     with model_lock(parse_reference("mine")), pytest.raises(ModelBusyError):
-        remove("mine")
+        remove_model("mine")
     assert resolve("mine").files().name == "mine"
 
 

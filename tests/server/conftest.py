@@ -25,7 +25,7 @@ from loop_watchdog import watched
 from made_models import FIM, make_llama
 from other_processes import wait_until
 
-from edgeinfer.cli.serving import ModelAdmin
+from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server import lifecycle
@@ -301,6 +301,6 @@ def hub(gguf, monkeypatch):
 
 def with_page(here, keys=()):
     """Switch the page of an endpoint on."""
-    admin = ModelAdmin(here.endpoint.host)
+    admin = ModelAdmin()
     here.endpoint.web = Web(Access(here.port, Keys(keys)), here.endpoint, admin)
     return here

@@ -1,13 +1,51 @@
-"""`edgeinfer batch IN OUT`: answer a file of requests in OpenAI's batch format."""
+"""`edgeinfer batch IN OUT`: run OpenAI's batch format offline through the endpoint's routes.
+
+OUT records what is done: an answer is one line, appended in one write. A run cuts off a torn last line
+and skips the `custom_id`s it finds, so after a kill nothing is lost or done twice. Only final answers
+are written: a failure that may pass is tried again with growing pauses, and then left to the next run.
+Lines come in the order of completion, as OpenAI's do. OUT is locked.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from edgeinfer.cli.options import add_launch_options, add_load_options, add_quiet
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import StageProgress
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    InterruptedByUser,
+    ModelBusyError,
+    UsageError,
+)
 from edgeinfer.host import Host
+from edgeinfer.platform.disk import try_lock
+from edgeinfer.server import batches
+from edgeinfer.server.askers import OWN
+from edgeinfer.server.batches import BatchLine
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from edgeinfer.server.endpoint import Endpoint
+
+#: The run ends after this many lines in a row without a final answer: the requests are not the cause.
+_LEFT_IN_A_ROW = 16
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
@@ -57,8 +95,206 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_options(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> BatchResult:
-    """Answer the requests that OUT has no answer for. Raises what `batching.batch` raises."""
-    from edgeinfer.cli.batching import batch  # 240 ms: the server, which `--help` does not need
+class _Done(msgspec.Struct, frozen=True):
+    custom_id: str
 
-    return batch(options, host)
+
+def run(options: argparse.Namespace, host: Host) -> BatchResult:
+    """Answer the requests that OUT has no answer for.
+
+    Raises UsageError naming the wrong line before computing; ModelBusyError if another run has OUT.
+    """
+    paths = (options.input, options.output)
+    if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
+        raise UsageError(
+            f"{options.output} is both input and output", hint="name another file for the answers"
+        )
+    return answer(options, host, read_input(Path(options.input)), Path(options.output))
+
+
+def answer(
+    options: argparse.Namespace,
+    host: Host,
+    lines: list[BatchLine],
+    path: Path,
+    models: Sequence[str] = (),
+) -> BatchResult:
+    """Append the answers that `path` has not yet; requests may name GGUF files if they are in `models`.
+
+    Raises as `run`.
+    """
+    with _opened(path) as output:
+        finished = read_output(output)
+        todo = [line for line in lines if line.custom_id not in finished]
+        if not todo:
+            return _Tally(0).result(len(lines), str(path))
+        tally = asyncio.run(_run(options, host, models, todo, output))
+        return tally.result(len(lines), str(path))
+
+
+def read_input(path: Path) -> list[BatchLine]:
+    """Read every request. Raises UsageError naming the line."""
+    try:
+        with path.open("rb") as file:
+            return batches.read_lines(file, lambda number, why: UsageError(f"{path}:{number}: {why}"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+
+
+def read_output(output: int) -> set[str]:
+    """Read the `custom_id`s that have an answer, and cut off a torn last line."""
+    with os.fdopen(os.dup(output), "rb") as file:
+        file.seek(0)
+        whole, finished = 0, set()
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise UsageError(
+                    f"the output file has a line that is not an answer: {error}",
+                    hint="name another output file",
+                ) from error
+            whole += len(raw)
+    os.ftruncate(output, whole)
+    return finished
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    try:
+        if not try_lock(output):
+            raise ModelBusyError(f"another command writes to {path}")
+        yield output
+    finally:
+        os.close(output)
+
+
+class _Tally:
+    def __init__(self, todo: int) -> None:
+        self.todo = todo
+        self.done = 0
+        self.failed = 0
+        self.tokens = 0
+        self.left_in_a_row = 0
+        self.left_reason = ""
+        self.start_s = time.perf_counter()
+
+    def count(self, reply: batches.BatchReply) -> None:
+        self.done += 1
+        self.failed += reply.status >= 400
+        self.tokens += _completion_tokens(reply)
+        self.left_in_a_row = 0
+
+    def result(self, total: int, output: str) -> BatchResult:
+        return BatchResult(
+            done=self.done,
+            failed=self.failed,
+            skipped=total - self.todo,
+            total=total,
+            seconds=time.perf_counter() - self.start_s,
+            completion_tokens=self.tokens,
+            output=output,
+            left=self.todo - self.done,
+            left_reason=self.left_reason,
+        )
+
+
+async def _run(
+    options: argparse.Namespace, host: Host, models: Sequence[str], todo: list[BatchLine], output: int
+) -> _Tally:
+    from edgeinfer.cli.endpoint_setup import (
+        offline_endpoint,  # 240 ms, which `--help` need not wait for
+    )
+
+    endpoint, app = offline_endpoint(options, host, models)
+    tally = _Tally(len(todo))
+    try:
+        width = await _width(endpoint)
+        quiet = options.quiet or not sys.stderr.isatty()
+        with StageProgress(sys.stderr, quiet=quiet) as progress:
+            work = asyncio.ensure_future(_work(app, iter(todo), output, tally, width, progress))
+            _stop_on_ctrl_c(work)
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise InterruptedByUser("stopped; the same command continues from here") from None
+    finally:
+        os.fsync(output)
+        endpoint.cancel_all()
+        await endpoint.models.close()
+        endpoint.threads.shutdown(wait=False, cancel_futures=True)
+    return tally
+
+
+async def _width(endpoint: Endpoint) -> int:
+    """Return how many requests to keep in flight: a finished sequence finds its successor waiting."""
+    lease = await endpoint.models.acquire(endpoint.models.default)
+    try:
+        return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)
+    finally:
+        lease.release()
+
+
+async def _work(
+    app: ASGIApp,
+    todo: Iterator[BatchLine],
+    output: int,
+    tally: _Tally,
+    width: int,
+    progress: StageProgress,
+) -> None:
+    async def worker() -> None:
+        for line in todo:
+            reply = await batches.ask_again(app, OWN, line)
+            if batches.may_pass(reply):
+                tally.left_in_a_row += 1
+                tally.left_reason = _reason(reply)
+            else:
+                _append(output, line, reply)
+                tally.count(reply)
+                progress.report("answering", tally.done / tally.todo)
+            if tally.left_in_a_row >= _LEFT_IN_A_ROW:
+                return
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(worker())
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+
+
+def _reason(reply: batches.BatchReply) -> str:
+    error = msgspec.json.decode(reply.body).get("error") or {}
+    return f"{reply.status} {error.get('code') or error.get('message') or ''}".rstrip()
+
+
+def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
+    """Append one line in one write; the next run cuts off what a kill leaves of it."""
+    rest = memoryview(batches.answer_line(line, reply))
+    while rest:
+        try:
+            rest = rest[os.write(output, rest) :]
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError("no space left for more answers; finished ones are kept") from error
+            raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
+
+
+def _completion_tokens(reply: batches.BatchReply) -> int:
+    if reply.status != 200:
+        return 0
+    usage = msgspec.json.decode(reply.body).get("usage") or {}
+    return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+
+
+def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
+    with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, work.cancel)

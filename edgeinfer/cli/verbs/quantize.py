@@ -11,6 +11,7 @@ from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable, table
+from edgeinfer.cli.verbs import eval
 from edgeinfer.cli.verbs.eval import EvalResult
 from edgeinfer.host import Host
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
@@ -172,7 +173,6 @@ _ROUNDS = 3
 def _compare(
     options: argparse.Namespace, quantize_options: QuantizeOptions, host: Host
 ) -> QuantizeCompareResult:
-    from edgeinfer.cli.evaluating import evaluate  # the server
     from edgeinfer.cli.parser import build_parser
 
     kinds = [FILE_TYPES[parse_file_type(kind)] for kind in options.compare.split(",")]
@@ -190,7 +190,7 @@ def _compare(
     models = [Compared(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
     typed = ["eval", "basics", *(one.name for one in models), *quiet]
-    evaluation = evaluate(build_parser("eval").parse_args(typed), host)
+    evaluation = eval.run(build_parser("eval").parse_args(typed), host)
     return QuantizeCompareResult(models=models, evaluation=evaluation)
 
 

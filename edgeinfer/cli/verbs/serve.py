@@ -88,8 +88,8 @@ def keep_alive_s(text: str) -> float:
 
 
 def run(options: argparse.Namespace, host: Host) -> ServeResult:
-    """Serve until a signal or idleness. Raises what `serving.serve` raises."""
-    from edgeinfer.cli.serving import serve  # 240 ms: the server, which `--help` does not need
+    """Serve until a signal or idleness. Raises what `endpoint_setup.serve` raises."""
+    from edgeinfer.cli.endpoint_setup import serve  # 240 ms: the server, which `--help` does not need
 
     ended = serve(options, host)
     return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)

@@ -8,7 +8,6 @@ from made_checkpoints import golden, make_checkpoint, safetensors, token_ids, we
 from made_peft import ALPHA, RANK, make_peft, pairs
 from raw_logits import read
 
-from edgeinfer.cli.verbs.rm import remove
 from edgeinfer.config.load_options import LORA, adapters_of
 from edgeinfer.errors import ConfigError, ConversionError, UsageError
 from edgeinfer.models import adapters
@@ -16,6 +15,7 @@ from edgeinfer.models.adapters import pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
+from edgeinfer.models.removal import remove_model
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
 from ..conftest import HASTY
@@ -69,7 +69,7 @@ def test_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     path = LORA.parse("red-1.0:0.5").removesuffix(":0.5")
     assert path == one.path
     assert adapters_of(f"{path}:0.5") == {"red-1.0": (path, 0.5)}
-    remove("red-1.0")
+    remove_model("red-1.0")
     assert adapters.list_adapters() == []
 
 

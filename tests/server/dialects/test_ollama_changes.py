@@ -9,9 +9,7 @@ from fake_engine import FakeEngine
 from fake_hub import Fault
 from found_stores import OllamaStore
 
-from edgeinfer.cli.serving import ModelAdmin, pulled_models
-from edgeinfer.config.config_file import Config
-from edgeinfer.host import Host
+from edgeinfer.cli.endpoint_setup import ModelAdmin, pulled_models
 from edgeinfer.models import pull, store
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
@@ -30,7 +28,7 @@ def _load(name, progress):
 
 @pytest.fixture
 def here(serve):
-    admin = ModelAdmin(Host(config=Config()))
+    admin = ModelAdmin()
     return serve(load=_load, pulled=pulled_models(), model_admin=admin)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine, FakeHost
 
-from edgeinfer.cli.batching import batch
 from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs import batch
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.server import batches
@@ -50,7 +50,7 @@ def _run(files_, engine=None, *typed):
             f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"
         ]
     )
-    return batch(_options(*files_, "--quiet", *typed), FakeHost(lambda model: engine)), engine
+    return batch.run(_options(*files_, "--quiet", *typed), FakeHost(lambda model: engine)), engine
 
 
 def _answers(path: str) -> dict[str, dict]:
@@ -210,13 +210,13 @@ import sys
 rest_s = float(sys.argv.pop(1))
 sys.path[:0] = sys.argv.pop(1).split(":")
 import test_batch as t
-from edgeinfer.cli import batching
+from edgeinfer.cli.verbs import batch
 from edgeinfer.errors import DecodeError
 from fake_engine import Delay, FakeEngine
 def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]
-result = batching.batch(t._options(*sys.argv[1:], "--quiet"), t.FakeHost(lambda model: FakeEngine(script)))
+result = batch.run(t._options(*sys.argv[1:], "--quiet"), t.FakeHost(lambda model: FakeEngine(script)))
 print(result.done, result.left)
 """
 
@@ -274,5 +274,5 @@ def test_the_input_is_refused_as_output(tmp_path):
     (tmp_path / "link.jsonl").hardlink_to(requests)
     for output in (requests, tmp_path / "link.jsonl"):
         with pytest.raises(UsageError, match="is both input and output"):
-            batch(argparse.Namespace(input=str(requests), output=str(output)), Host())
+            batch.run(argparse.Namespace(input=str(requests), output=str(output)), Host())
     assert requests.read_text() == '{"custom_id": "1"}\n'

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from fake_engine import FakeEngine, StepGate
 
-from edgeinfer.cli.serving import ModelAdmin
+from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.server.askers import FairPool, Places
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.limits import Limits
@@ -267,9 +267,7 @@ OPEN = [operation.path for operation in WEB.operations if operation.web == "open
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
     here = serve(keys=KEYS)
-    here.endpoint.web = Web(
-        Access(here.port, Keys(KEYS)), here.endpoint, ModelAdmin(here.endpoint.host)
-    )
+    here.endpoint.web = Web(Access(here.port, Keys(KEYS)), here.endpoint, ModelAdmin())
     before = _rss_bytes()
     for path in [*OPEN, "/health", "/v1/files"]:
         head = (

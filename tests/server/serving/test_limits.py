@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from fake_engine import FakeEngine, StepGate
 
+from edgeinfer.cli.endpoint_setup import limits as typed_limits
 from edgeinfer.cli.parser import build_parser
-from edgeinfer.cli.serving import limits as typed_limits
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.server.guards import protocol
 from edgeinfer.server.limits import Limits

@@ -10,8 +10,8 @@ import subprocess
 import httpx2
 import pytest
 
+from edgeinfer.cli.endpoint_setup import limits, make_gate
 from edgeinfer.cli.parser import build_parser
-from edgeinfer.cli.serving import limits, make_gate
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import Host

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from edgeinfer.cli.serving import ModelAdmin
+from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.host import Host
 from edgeinfer.server import lifecycle
 from edgeinfer.server.endpoint import Endpoint
@@ -33,7 +33,7 @@ async def main(port_file: str, port: str, text: str) -> None:
     models = ModelPool(sources, default="fake", keep_alive_s=300)
     endpoint = Endpoint(models, Limits(), Log("off"), Host())
     port = listener.getsockname()[1]
-    endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin(endpoint.host))
+    endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin())
     server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())
     part = Path(f"{port_file}.part")
     part.write_text(str(port))

@@ -15,7 +15,7 @@ from fake_hub import Fault
 from other_processes import wait_until
 
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.cli.serving import pulled_models
+from edgeinfer.cli.endpoint_setup import pulled_models
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform import paths
 from edgeinfer.platform.paths import private_dir

@@ -133,12 +133,12 @@ async def _serve(
         responses=ResponseStore(most) if config.store_responses else None,
         batches=Batches(paths.data_dir() / "batches"),
         traces=options.traces or "",
-        model_admin=ModelAdmin(host) if _speaks_ollama(options, host) else None,
+        model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
     if config.web:
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0
-        endpoint.web = Web(Access(port, gate.keys), endpoint, ModelAdmin(host))
+        endpoint.web = Web(Access(port, gate.keys), endpoint, ModelAdmin())
     run_options = RunOptions(
         idle_exit_s=options.idle_exit, tls_cert=options.tls_cert, tls_key=options.tls_key
     )
@@ -382,15 +382,13 @@ class ModelAdmin:
     The modules that change models are imported on first use: 60 ms that few endpoints need.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         from edgeinfer.models import pull
 
         pull.pull(text, report, cancel)
 
     def remove(self, name: str) -> None:
-        from edgeinfer.cli.verbs import rm
+        from edgeinfer.models.removal import remove_model
+        from edgeinfer.snapshots.registry import remove_snapshots_of
 
-        rm.remove_model(name, self._host)
+        remove_snapshots_of(remove_model(name).name)
