@@ -93,8 +93,8 @@ class DriftRecorder:
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
         """Count a generation with an answer; `n_broken` of its tool calls could not be parsed."""
-        end = answer.collected.finished
-        if not end.usage.completion_tokens:
+        finished = answer.collected.finished
+        if not finished.usage.completion_tokens:
             return
         try:
             values = observe(answer.request, answer.collected, answer.logprobs, n_broken)
@@ -102,7 +102,7 @@ class DriftRecorder:
             _log.exception("an answer could not be counted")
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
-        counts += [(name, _SUM, n) for name, n in _sums(end).items()]
+        counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
         if self._places.acquire(blocking=False):  # or they are lost: the file system hangs
             with contextlib.suppress(RuntimeError):  # the interpreter is at its end
                 writing = self._writer.submit(self._write, date.today(), counts)
@@ -169,8 +169,8 @@ def _is_damage(error: Exception) -> bool:
     return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
 
 
-def _sums(end: Finished) -> dict[str, int]:
-    usage, timings = end.usage, end.timings
+def _sums(finished: Finished) -> dict[str, int]:
+    usage, timings = finished.usage, finished.timings
     return {
         "requests": 1,
         "prompt_tokens": usage.prompt_tokens,
@@ -185,10 +185,10 @@ def observe(
     request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
     """Reduce a generation to its values: numbers, shares (`…_share`) and categories."""
-    end, turns = said.finished, request.messages
-    usage, timings = end.usage, end.timings
+    finished, turns = said.finished, request.messages
+    usage, timings = finished.usage, finished.timings
     asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
-    found: dict[str, float | str] = {
+    values: dict[str, float | str] = {
         "prompt_tokens": usage.prompt_tokens,
         "turns": len(turns),
         "system_chars": sum(len(t.content) for t in turns if t.role in ("system", "developer")),
@@ -197,27 +197,27 @@ def observe(
         "answer_tokens": usage.completion_tokens,
         "reasoning_tokens": usage.reasoning_tokens,
         "answer_script": _script(said.text),
-        "finish_reason": end.reason,
+        "finish_reason": finished.reason,
         "refusal": "yes" if _REFUSAL.search(said.text[:_SEEN_CHARS]) else "no",
         "cached_share": usage.cached_tokens / max(1, usage.prompt_tokens),
         "queue_ms": timings.queue_ms,
         "ttft_ms": timings.ttft_ms,
     }
     if isinstance(asked, str) and not request.n_pictures:
-        found["prompt_chars_per_token"] = request.length / max(1, usage.prompt_tokens)
-        found["prompt_script"] = _script(asked)
+        values["prompt_chars_per_token"] = request.length / max(1, usage.prompt_tokens)
+        values["prompt_script"] = _script(asked)
     if request.tools:
-        found["tool_calls"] = _tool_calls(request, said, n_broken)
+        values["tool_calls"] = _tool_calls(request, said, n_broken)
     if not said.calls:
         chars = len(said.text) + len(said.reasoning)
-        found["answer_chars_per_token"] = chars / usage.completion_tokens
+        values["answer_chars_per_token"] = chars / usage.completion_tokens
     if timings.draft_tokens:
-        found["draft_accepted_share"] = timings.draft_accepted_tokens / timings.draft_tokens
+        values["draft_accepted_share"] = timings.draft_accepted_tokens / timings.draft_tokens
     if usage.completion_tokens > 1:
-        found["token_ms"] = timings.decode_ms / (usage.completion_tokens - 1)
+        values["token_ms"] = timings.decode_ms / (usage.completion_tokens - 1)
     if logprobs:
-        found["negative_logprob"] = -sum(logprobs) / len(logprobs)
-    return found
+        values["negative_logprob"] = -sum(logprobs) / len(logprobs)
+    return values
 
 
 def _kind(request: GenerateRequest) -> str:
@@ -279,11 +279,11 @@ class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:
     """Read the sums of each day and model; none without a file. Raises StoreError."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    days: dict[tuple[str, str], dict[str, Any]] = {}
     for day, model, name, bin, n in _read(path, first, last):
         if bin == _SUM:
-            found.setdefault((day, model), {"day": day, "model": model})[name] = n
-    return msgspec.convert(tuple(found.values()), tuple[DayOfUse, ...])
+            days.setdefault((day, model), {"day": day, "model": model})[name] = n
+    return msgspec.convert(tuple(days.values()), tuple[DayOfUse, ...])
 
 
 def _read(path: Path, first: date, last: date) -> list[Any]:
@@ -367,8 +367,8 @@ def _spread(weeks: Sequence[Array]) -> float:
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
     """Return the PSI over categories or pairs of bins: about as many as Sturges' rule has."""
     parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
-    _, at = np.unique(parts, return_inverse=True)
-    a, b = (np.maximum(np.bincount(at, week), _EMPTY) for week in shares)
+    _, groups = np.unique(parts, return_inverse=True)
+    a, b = (np.maximum(np.bincount(groups, week), _EMPTY) for week in shares)
     return float(((b - a) * np.log(b / a)).sum())
 
 

@@ -102,9 +102,9 @@ class LlamaEngine:
 
     @property
     def info(self) -> EngineInfo:
-        found = self._gpu.loaded.choices["gpu_layers"]
-        if found is not self._info.choices["gpu_layers"]:
-            choices = self._info.choices | {"gpu_layers": found}
+        layers = self._gpu.loaded.choices["gpu_layers"]
+        if layers is not self._info.choices["gpu_layers"]:
+            choices = self._info.choices | {"gpu_layers": layers}
             self._info = msgspec.structs.replace(self._info, choices=choices)
         if self._lora.loaded != self._info.lora:
             self._info = msgspec.structs.replace(self._info, lora=self._lora.loaded)
@@ -182,8 +182,8 @@ class LlamaEngine:
         return self._lora.loaded
 
     def _leave_adapters(self) -> bool:
-        left = self._lora.left()
-        if left and not self._scheduler.forget_adapters(left):
+        unloaded = self._lora.left()
+        if unloaded and not self._scheduler.forget_adapters(unloaded):
             return False
         self._lora.release()
         return True

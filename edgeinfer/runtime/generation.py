@@ -39,15 +39,15 @@ class EventStream:
         self._tap: Callable[[Event], bool] | None = None
         self._sink: Callable[[Item], None] | None = None
         self._handing = threading.RLock()
-        self._taken = False
-        self._ended = False
+        self._is_taken = False
+        self._has_ended = False
 
     def put(self, item: Item) -> None:
         """Add an event, or the error that ends the stream; later ones are dropped."""
-        if self._ended:
+        if self._has_ended:
             return
         if isinstance(item, Finished | EngineError):
-            self._ended = True
+            self._has_ended = True
         elif self._tap and self._wake and self._items.empty() and self._tap(item):
             return
         with self._handing:
@@ -61,7 +61,7 @@ class EventStream:
 
     @property
     def ended(self) -> bool:
-        return self._ended
+        return self._has_ended
 
     def cancel(self) -> None:
         """End the request at the next step. Any thread; idempotent."""
@@ -80,9 +80,9 @@ class EventStream:
                 sink(self._items.get_nowait())
 
     def _take(self) -> None:
-        if self._taken:
+        if self._is_taken:
             raise UsageError("a generation is iterated once")
-        self._taken = True
+        self._is_taken = True
 
     def __iter__(self) -> Iterator[Event]:
         self._take()
@@ -98,7 +98,7 @@ class EventStream:
                 if isinstance(item, Finished):
                     return
         finally:
-            if not self._ended:
+            if not self._has_ended:
                 self.cancel()
 
     def __aiter__(self) -> AsyncIterator[Event]:
@@ -116,7 +116,7 @@ class EventStream:
                     return
         finally:
             self._wake = None
-            if not self._ended:
+            if not self._has_ended:
                 self.cancel()
 
     async def _next(self) -> Item:

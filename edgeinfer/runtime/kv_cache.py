@@ -194,8 +194,8 @@ class KvCache:
                 continue
             shared = common_prefix(cached_seq.tokens, tokens)
             if n_top is not None:
-                known = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
-                shared = min(known, max(0, shared - 1))
+                n_logprobs = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
+                shared = min(n_logprobs, max(0, shared - 1))
             n = self._usable(cached_seq, tokens.cut(min(shared, limit)))
             if n > length or (
                 n == length and n and best is not None and best.active and not cached_seq.active
@@ -237,8 +237,8 @@ class KvCache:
         return cached_seq
 
     def _share(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
-        end = -1 if n == len(source.tokens) else source.tokens.position(n)
-        self._memory.copy(source.seq_id, target.seq_id, end)
+        end_position = -1 if n == len(source.tokens) else source.tokens.position(n)
+        self._memory.copy(source.seq_id, target.seq_id, end_position)
         if self.checkpoints is not None and n < len(source.tokens):
             checkpoint = self.checkpoints.latest_before(source.checkpoints, n)
             if checkpoint is None or not self.checkpoints.restore(target.seq_id, checkpoint):
@@ -266,9 +266,9 @@ class KvCache:
         """Keep the first `n` tokens. False, and all dropped, if the model does not support it."""
         if n == len(cached_seq.tokens):
             return True
-        end = cached_seq.tokens.position(n)
+        position = cached_seq.tokens.position(n)
         cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(
-            cached_seq.seq_id, end, -1
+            cached_seq.seq_id, position, -1
         )
         if not cut:
             self._memory.remove(cached_seq.seq_id, -1, -1)
@@ -304,8 +304,8 @@ class KvCache:
 
     def remove_behind(self, cached_seq: CachedSequence) -> None:
         """Remove cells behind the recorded tokens, which an aborted step may have left in llama.cpp."""
-        end = cached_seq.tokens.position(len(cached_seq.tokens))
-        self._memory.remove(cached_seq.seq_id, end, -1)
+        position = cached_seq.tokens.position(len(cached_seq.tokens))
+        self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
         """Empty the cells in llama.cpp, to be written again; the accounting stays."""
@@ -348,10 +348,10 @@ class KvCache:
         idle = [
             c for c in self.cached_sequences if not (c.active or c.pinned) and len(c.tokens) < _SHORT
         ]
-        left = _SHORT_CELLS
+        cells_left = _SHORT_CELLS
         for cached_seq in sorted(idle, key=lambda c: -c.used_at):
-            left -= len(cached_seq.cells)
-            if left < 0:
+            cells_left -= len(cached_seq.cells)
+            if cells_left < 0:
                 self.drop(cached_seq)
 
     def drop(self, cached_seq: CachedSequence) -> None:
@@ -397,10 +397,10 @@ _AROUND = 12
 
 @dataclass(frozen=True, slots=True)
 class Closest:
-    """The cached sequence closest to a prompt: `n` tokens agree, and it goes on with `there`."""
+    """The cached sequence closest to a prompt: `n` tokens agree, and it goes on with `continuation`."""
 
     n: int = 0
-    there: tuple[int, ...] = ()
+    continuation: tuple[int, ...] = ()
 
 
 def closest(
@@ -416,30 +416,30 @@ def closest(
             continue
         n = common_prefix(cached_seq.tokens, tokens)
         if n > best.n:
-            there = () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _AROUND])
-            best = Closest(n, there)
+            continuation = () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _AROUND])
+            best = Closest(n, continuation)
     return best
 
 
 def describe_divergence(
-    prompt: Sequence[int], found: Closest, cached: int, detokenize: Callable[[Sequence[int]], bytes]
+    prompt: Sequence[int], best: Closest, cached: int, detokenize: Callable[[Sequence[int]], bytes]
 ) -> Divergence:
     """Describe where `prompt`, of which `cached` tokens were cached, diverges."""
-    at = max(found.n, cached)
-    if at >= len(prompt) - 1:
+    n_agree = max(best.n, cached)
+    if n_agree >= len(prompt) - 1:
         return Divergence(n_tokens=len(prompt), cause="none")
-    there = found.there if at == found.n else ()
-    cause: Literal["text", "end", "nothing"] = "text" if there else "end"
-    if not at:
+    continuation = best.continuation if n_agree == best.n else ()
+    cause: Literal["text", "end", "nothing"] = "text" if continuation else "end"
+    if not n_agree:
         cause = "nothing"
 
     def text(tokens: Sequence[int]) -> str:
         return detokenize(text_only(tokens)).decode("utf-8", "replace")
 
     return Divergence(
-        n_tokens=at,
+        n_tokens=n_agree,
         cause=cause,
-        before=text(prompt[max(0, at - _AROUND) : at]),
-        here=text(prompt[at : at + _AROUND]),
-        there=text(there),
+        before=text(prompt[max(0, n_agree - _AROUND) : n_agree]),
+        here=text(prompt[n_agree : n_agree + _AROUND]),
+        there=text(continuation),
     )

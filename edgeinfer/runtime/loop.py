@@ -29,7 +29,7 @@ class DecodeLoop:
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
         self._queue = scheduler.queue
-        self._queue.on_end = self._ended
+        self._queue.on_end = self._count_end
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -111,7 +111,7 @@ class DecodeLoop:
             self._thread = threading.Thread(target=self._main, name="edgeinfer-decode", daemon=True)
             self._thread.start()
 
-    def _ended(self, seq: Sequence) -> None:
+    def _count_end(self, seq: Sequence) -> None:
         with self._changed:
             self._inside -= 1
 
@@ -143,9 +143,9 @@ class DecodeLoop:
                 self._gather()
             self._drain_inbox()
             if not self._queue.is_empty:
-                self._guarded(self._scheduler.step)
+                self._run_guarded(self._scheduler.step)
             elif self._jobs.empty():
-                self._guarded(self._scheduler.do_chore)
+                self._run_guarded(self._scheduler.do_chore)
 
     def _has_more(self) -> bool:
         """Wait for work; False if the thread must end. A closed loop cancels its requests."""
@@ -184,7 +184,7 @@ class DecodeLoop:
             except BaseException as error:  # noqa: BLE001  raised again in the caller
                 done.set_exception(error)
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except EngineError as error:

@@ -107,13 +107,13 @@ def default_sampling(n_params: float) -> Sampling:
     return Sampling(**_PENALTIES) if 0 < n_params <= _SMALL else Sampling()
 
 
-def with_options(defaults: Sampling, given: Mapping[str, Any]) -> Sampling:
+def with_options(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
     """Return a model's `defaults` with the options that were `given` on top.
 
     Temperature 0 drops the penalties of the defaults: greedy output is the model's own.
     """
-    neutral = NO_PENALTIES if given.get("temperature") == 0 else {}
-    return msgspec.structs.replace(defaults, **neutral | dict(given))
+    neutral = NO_PENALTIES if options.get("temperature") == 0 else {}
+    return msgspec.structs.replace(defaults, **neutral | dict(options))
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
@@ -273,8 +273,8 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
     """Raises InvalidRequestError naming the field; tokenizing checks the prompt's length."""
     check_sampling(request.sampling, n_vocab)
-    given = (bool(request.messages), request.prompt is not None, request.infill is not None)
-    if sum(given) != 1:
+    inputs = (bool(request.messages), request.prompt is not None, request.infill is not None)
+    if sum(inputs) != 1:
         _refuse("messages", "give either messages or a prompt")
     if request.tools and not request.messages:
         _refuse("tools", "tools need messages")

@@ -105,9 +105,9 @@ class Vision:
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
-        self._kept: OrderedDict[bytes, Encoding] = OrderedDict()
+        self._encodings: OrderedDict[bytes, Encoding] = OrderedDict()
         self._pixels: OrderedDict[bytes, Picture] = OrderedDict()
-        self._known: OrderedDict[bytes, tuple[tuple[int, int], list[Chunk]]] = OrderedDict()
+        self._chunks_by_digest: OrderedDict[bytes, tuple[tuple[int, int], list[Chunk]]] = OrderedDict()
 
     def append(
         self, tokens: list[int], spans: list[Span], file: bytes, request: GenerateRequest
@@ -135,8 +135,8 @@ class Vision:
         digest = hashlib.sha256(self._key + salt + file).digest()
         folder = self.block_folder() if request.cache_prompt else None
         with self._lock:
-            known = self._known.get(digest)
-        if known is None:
+            size_and_chunks = self._chunks_by_digest.get(digest)
+        if size_and_chunks is None:
             stored = self._read(folder, digest)
             if stored is None:
                 pixels = decode(file)
@@ -144,15 +144,15 @@ class Vision:
                 self._keep_pixels(digest, pixels)
             else:
                 size = stored[0]
-            known = size, self._chunks(*size)
+            size_and_chunks = size, self._chunks(*size)
             with self._lock:
-                self._known[digest] = known
-                if len(self._known) > _KNOWN_FILES:
-                    self._known.popitem(last=False)
-                if stored is not None and digest not in self._kept:
+                self._chunks_by_digest[digest] = size_and_chunks
+                if len(self._chunks_by_digest) > _KNOWN_FILES:
+                    self._chunks_by_digest.popitem(last=False)
+                if stored is not None and digest not in self._encodings:
                     rows: Future[list[Rows]] = Future()
                     rows.set_result(stored[1])
-                    self._kept[digest] = Encoding(rows)
+                    self._encodings[digest] = Encoding(rows)
                     self._limit()
         is_stored = folder is not None and request.cache_on_disk
         if folder is not None and is_stored:
@@ -160,7 +160,7 @@ class Vision:
             folder.touch([name])
             if request.conversation:
                 folder.own(request.conversation, [name])
-        return Source(digest, file, known[0], folder, is_stored), known[1]
+        return Source(digest, file, size_and_chunks[0], folder, is_stored), size_and_chunks[1]
 
     def _keep_pixels(self, digest: bytes, pixels: Picture) -> None:
         with self._lock:
@@ -211,15 +211,15 @@ class Vision:
         Each call needs a `leave`.
         """
         with self._lock:
-            encoding = self._kept.get(span.digest)
+            encoding = self._encodings.get(span.digest)
             if encoding is None or (encoding.rows.done() and encoding.rows.exception()):
                 if self._thread is None:
                     name = "edgeinfer-encoder"
                     self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
                 encoding = Encoding(self._thread.submit(self._encode, span.source))
-                self._kept[span.digest] = encoding
+                self._encodings[span.digest] = encoding
             encoding.n_requests += 1
-            self._kept.move_to_end(span.digest)
+            self._encodings.move_to_end(span.digest)
             self._limit()
         if encoding.rows.done() and not encoding.rows.exception():
             self._store(span.source, encoding.rows.result())
@@ -238,28 +238,28 @@ class Vision:
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
         """A request ends: do not encode what none waits for any more."""
         with self._lock:
-            encoding = self._kept.get(digest)
+            encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
                 encoding.n_requests -= 1
                 if not encoding.n_requests and rows.cancel():
-                    del self._kept[digest]
+                    del self._encodings[digest]
 
     def _limit(self) -> None:
         """Forget the rows that were used longest ago, beyond the bytes that are kept."""
         n_bytes = 0
-        for digest, encoding in reversed(list(self._kept.items())):
+        for digest, encoding in reversed(list(self._encodings.items())):
             if encoding.rows.done() and encoding.rows.exception() is None:
                 n_bytes += sum(row.nbytes for row in encoding.rows.result())
                 if n_bytes > _KEPT_BYTES:
-                    del self._kept[digest]
+                    del self._encodings[digest]
 
     def park(self) -> None:
         """End the thread and forget all pictures; the next one starts another."""
         with self._lock:
             thread, self._thread = self._thread, None
-            self._kept.clear()
+            self._encodings.clear()
             self._pixels.clear()
-            self._known.clear()
+            self._chunks_by_digest.clear()
         if thread is not None:
             thread.shutdown(cancel_futures=True)
 
@@ -354,13 +354,13 @@ def projector_failure(projector: str, model: Sequence[str]) -> str:
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""
-    reason = _tried([projector, *model])
+    reason = _try_projector([projector, *model])
     if not reason:
         _KNOWN.put(key, True)
     return reason
 
 
-def _tried(files: Sequence[str]) -> str:
+def _try_projector(files: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             child_command(_HELPER, *files), capture_output=True, timeout=_PATIENCE_S, check=False
@@ -371,5 +371,5 @@ def _tried(files: Sequence[str]) -> str:
         return msgspec.json.decode(done.stdout, type=str)
     except msgspec.MsgspecError:
         code = done.returncode
-        ended = signal.Signals(-code).name if code < 0 else f"status {code}"
-        return f"its first picture ended the process ({ended})"
+        ending = signal.Signals(-code).name if code < 0 else f"status {code}"
+        return f"its first picture ended the process ({ending})"

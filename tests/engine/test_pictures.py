@@ -229,7 +229,7 @@ def test_parked_engine_keeps_no_picture(engine: LlamaEngine) -> None:
     engine.park()
     vision, batch = engine._vision, engine._scheduler.executor.batch
     assert vision is not None
-    assert not any((vision._kept, vision._known, vision._thread))
+    assert not any((vision._encodings, vision._chunks_by_digest, vision._thread))
     assert batch._pictures is None
     engine.resume()
     assert answer(engine, chat(picture(), "What is in it?")).logprobs == first.logprobs

@@ -85,8 +85,8 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
     buffers: list[bytes | memoryview] = [header]
     size = _HEAD.size + len(header)
     for state in block.states:
-        for piece, place in zip(state.pieces, state.places, strict=True):
-            padding = _padding(size, place)
+        for piece, page_offset in zip(state.pieces, state.places, strict=True):
+            padding = _padding(size, page_offset)
             buffers += [bytes(padding), piece]
             size += padding + piece.nbytes
     checksum = xxhash.xxh3_64(_HEAD.pack(MAGIC, 0, size, len(header))[_CHECKED_FROM:])
@@ -118,28 +118,28 @@ def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
         raise BlockDamagedError("it is no block of this version")
     if size != len(data):
         raise BlockDamagedError(f"it has {len(data)} bytes, and its header says {size}")
-    found = xxhash.xxh3_64()  # its `update` releases the GIL, xxh3_64_intdigest does not
-    found.update(data[_CHECKED_FROM:])
-    if found.intdigest() != checksum:
+    computed = xxhash.xxh3_64()  # its `update` releases the GIL, xxh3_64_intdigest does not
+    computed.update(data[_CHECKED_FROM:])
+    if computed.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
     header = read_header(data)
     return KvBlock(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 
 def _states(
-    data: memoryview, at: int, states: Sequence[Sequence[tuple[int, int]]], file: MappedFile | None
+    data: memoryview, offset: int, states: Sequence[Sequence[tuple[int, int]]], file: MappedFile | None
 ) -> Iterator[State]:
     for sizes in states:
         pieces = []
-        for size, place in sizes:
-            at += _padding(at, place)
-            if size < 0 or at + size > len(data):
+        for size, page_offset in sizes:
+            offset += _padding(offset, page_offset)
+            if size < 0 or offset + size > len(data):
                 raise BlockDamagedError("its pieces do not fit into it")
-            pieces.append(data[at : at + size])
-            at += size
-        yield State(tuple(pieces), tuple(place for _, place in sizes), file)
+            pieces.append(data[offset : offset + size])
+            offset += size
+        yield State(tuple(pieces), tuple(page_offset for _, page_offset in sizes), file)
 
 
-def _padding(at: int, place: int) -> int:
-    """Count the zeros before a piece, in a file of `at` bytes so far."""
-    return -at % _ALIGN if place == ANYWHERE else (place - at) % mmap.PAGESIZE
+def _padding(size: int, page_offset: int) -> int:
+    """Count the zeros before a piece, in a file of `size` bytes so far."""
+    return -size % _ALIGN if page_offset == ANYWHERE else (page_offset - size) % mmap.PAGESIZE

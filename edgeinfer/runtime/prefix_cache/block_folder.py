@@ -258,11 +258,11 @@ class BlockFolder:
     def _own(self, conversation: str, names: Sequence[bytes]) -> None:
         if not self._store.has_owner(conversation):  # new, or forgotten while it continues
             self._owned.pop(conversation, None)
-        known = self._owned.setdefault(conversation, set())
-        new = [name for name in names if name not in known]
+        owned = self._owned.setdefault(conversation, set())
+        new = [name for name in names if name not in owned]
         if new:
             self._store.note_owner(conversation, new)
-            known.update(new)
+            owned.update(new)
 
     def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Record the blocks of a session of `agent`: shared ones are evicted last."""
@@ -378,10 +378,10 @@ def forget_conversations(root: Path, *conversations: str) -> int:
     paths.private_dir(root)
     secret = read_secret(root / "secret")
     freed = forget_answers(root, secret, conversations)
-    own = [root / "owners" / owner_name(secret, conversation) for conversation in conversations]
-    names = set().union(*map(retention.owned_names, own))
+    lists = [root / "owners" / owner_name(secret, conversation) for conversation in conversations]
+    names = set().union(*map(retention.owned_names, lists))
     if names:
-        for other in set((root / "owners").glob("*")).difference(own):
+        for other in set((root / "owners").glob("*")).difference(lists):
             names -= retention.owned_names(other)
     for folder in root.glob("*/*/"):
         for name in filter(str.isalnum, names):
@@ -390,6 +390,6 @@ def forget_conversations(root: Path, *conversations: str) -> int:
                 n_bytes = path.lstat().st_blocks * 512
                 path.unlink()
                 freed += n_bytes
-    for path in own:
+    for path in lists:
         path.unlink(missing_ok=True)
     return freed

@@ -27,7 +27,7 @@ TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
-def read_secret(path: Path, own: bytes = b"") -> bytes:
+def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
     """Read the user's secret in `path` (0600), or create it as `own` or random. Raises OSError."""
     for _ in range(2):
         try:
@@ -35,7 +35,7 @@ def read_secret(path: Path, own: bytes = b"") -> bytes:
                 secret = file.read()
         except FileNotFoundError:
             with new_file(path, 0o600, replaces=False) as file:
-                file.write(own or os.urandom(SECRET_BYTES))
+                file.write(secret_if_new or os.urandom(SECRET_BYTES))
             continue
         if len(secret) == SECRET_BYTES:
             return secret
@@ -73,10 +73,10 @@ class BlockNames:
         A block is longer if it would end inside a picture whose rows lie in one place.
         """
         start = chain.ends[-1]
-        while (end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
-            chain.names.append(self.full(chain.names[-1], tokens[start:end]))
-            chain.ends.append(end)
-            start = end
+        while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
+            chain.names.append(self.full(chain.names[-1], tokens[start:block_end]))
+            chain.ends.append(block_end)
+            start = block_end
 
     def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name a whole block behind `parent`."""
@@ -98,8 +98,8 @@ class BlockNames:
 
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
         state = hashlib.blake2b(key=self._secret, digest_size=NAME_BYTES, person=kind.ljust(16, b"\0"))
-        for part in parts:
-            state.update(len(part).to_bytes(8, "little") + part)
+        for chunk in parts:
+            state.update(len(chunk).to_bytes(8, "little") + chunk)
         return state.digest()
 
 

@@ -88,20 +88,21 @@ class PrefixCache:
             n_full, tail, n_tail = self._last_checkpoint(chain, n_full, tokens)
             first = 0
         else:
-            rest = tokens[ends[n_full] :]
+            unmatched = tokens[ends[n_full] :]
             tail, n_tail = max(
-                self.search.find_tail(names[n_full], rest),
-                self.search.find_boundary_block(names[n_full], rest),
-                key=lambda found: found[1],
+                self.search.find_tail(names[n_full], unmatched),
+                self.search.find_boundary_block(names[n_full], unmatched),
+                key=lambda match: match[1],
             )
             first = min(chain.at(cached), n_full)
-        end = min(ends[n_full] + n_tail, len(tokens) - 1)
-        if end - cached < _WORTH_READING or not self._is_verified(end - cached, is_alone=is_alone):
+        stop = min(ends[n_full] + n_tail, len(tokens) - 1)
+        gain = stop - cached
+        if gain < _WORTH_READING or not self._is_verified(gain, is_alone=is_alone):
             return None
-        wanted = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
+        block_names = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.folder.touch([*names[1 : 1 + n_full], tail])
-        make_room = self._populating([*ends[first : 1 + n_full], end])
-        return Restore(self.folder.read_ahead(wanted, make_room), ends[first], end)
+        make_room = self._populating([*ends[first : 1 + n_full], stop])
+        return Restore(self.folder.read_ahead(block_names, make_room), ends[first], stop)
 
     def _populating(self, ends: list[int]) -> Callable[[int], None]:
         """Make a callback that populates the memory of each block's cells, unless they are mapped."""
@@ -115,8 +116,8 @@ class PrefixCache:
         """Find the last checkpoint: whole blocks before it, name, own tokens (0 for none)."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
-            end = min(ends[i + 1], len(tokens) - 1)
-            name, n = self.search.find_checkpoint(chain.names[i], tokens[ends[i] : end])
+            limit = min(ends[i + 1], len(tokens) - 1)
+            name, n = self.search.find_checkpoint(chain.names[i], tokens[ends[i] : limit])
             if n:
                 return i, name, n
         return 0, b"", 0
@@ -151,20 +152,20 @@ class PrefixCache:
     def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
         """Append the next block, which is ready. False if the rest must be prefilled."""
         block = restore.take()
-        at = len(cached_seq.tokens)
+        n_before = len(cached_seq.tokens)
         if block is None:
             return False
-        its = block.tokens
-        n = its.cut(min(common_prefix(its, tokens[at:]), restore.end - at))
-        fits = n > 0 and self.kv.make_room(len(its))
+        restored = block.tokens
+        n = restored.cut(min(common_prefix(restored, tokens[n_before:]), restore.end - n_before))
+        fits = n > 0 and self.kv.make_room(len(restored))
         if not fits or not self.states.write(cached_seq.seq_id, block.states[0]):
             return False
-        self.kv.extend(cached_seq, its)
+        self.kv.extend(cached_seq, restored)
         if self.kv.checkpoints is None:
-            return self.kv.truncate(cached_seq, at + n) and n == len(its)
+            return self.kv.truncate(cached_seq, n_before + n) and n == len(restored)
         if not restore.is_over:
             return True
-        back = n == len(its) and self.states.write_checkpoint(
+        back = n == len(restored) and self.states.write_checkpoint(
             cached_seq.seq_id, block.states[1].joined()
         )
         self.kv.save_checkpoint(cached_seq)
@@ -260,9 +261,9 @@ def open_prefix_cache(
 def run_check(options: LoadOptions, loaded: LlamaModel) -> str:
     """Run the round-trip check now: "exact", or the failure."""
     check = _check(options, loaded)
-    while (found := check.step()) is None:
+    while (outcome := check.step()) is None:
         continue
-    return found
+    return outcome
 
 
 def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:

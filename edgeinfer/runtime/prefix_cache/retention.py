@@ -143,10 +143,10 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         block.path.unlink(missing_ok=True)
         used -= block.n_bytes
         removed += 1
-    left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
+    names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
         is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one names blocks still to come
-        if is_old and not owned_names(owner) & left:
+        if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
     return removed, used
 

@@ -76,7 +76,7 @@ class RoundtripCheck:
             yield from probe.compute(self._tokens[self._cut :], self._cut)
             checkpoints.append(probe.checkpoint())
             blocks = list(self._read_blocks(probe.states))
-            wanted = self._answers(probe, checkpoints)
+            expected = self._answers(probe, checkpoints)
             yield None
             context.clear(zeros=True)
             if None in blocks or not all(
@@ -85,10 +85,10 @@ class RoundtripCheck:
                 yield "llama.cpp cannot save or restore parts of this model's state"
                 return
             probe.restore(checkpoints[1], len(self._tokens))
-            found = self._answers(probe, checkpoints)
+            restored = self._answers(probe, checkpoints)
         finally:
             context.free()
-        worst = max(float(np.abs(a - b).max()) for a, b in zip(wanted, found, strict=True))
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(expected, restored, strict=True))
         yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
 
     def _read_blocks(self, states: SequenceStates) -> Iterator[State | None]:
@@ -116,10 +116,10 @@ class _Probe:
 
     def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Prefill `tokens` from position `start` on, in chunks. The last has logits."""
-        for at in range(0, len(tokens), _CHUNK):
-            chunk = tokens[at : at + _CHUNK]
+        for offset in range(0, len(tokens), _CHUNK):
+            chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
-            self._batch.add(chunk, start + at, _SEQ_ID, outputs=int(at + _CHUNK >= len(tokens)))
+            self._batch.add(chunk, start + offset, _SEQ_ID, outputs=int(offset + _CHUNK >= len(tokens)))
             self._batch.decode(self._active)
             yield None
 
@@ -160,13 +160,13 @@ class RoundtripVerdict:
         A check that cannot compute refuses the cache to this process, and a later one tries again.
         """
         try:
-            found = self._check.step()
+            outcome = self._check.step()
         except EngineError as error:
             self.outcome = f"the check failed: {error}"
             return
-        if found is None:
+        if outcome is None:
             return
-        self.outcome = found
-        self._folder.note_check(found)
+        self.outcome = outcome
+        self._folder.note_check(outcome)
         if self.is_refused:
             self._folder.clear()

@@ -69,16 +69,16 @@ class BlockWriter:
             return
         if n * s_per_token < _WORTH_WRITING_S:
             return
-        found = self._passes.get(cached_seq)
-        if found is None:
+        pending = self._passes.get(cached_seq)
+        if pending is None:
             if self.folder.writer_thread.is_idle:
                 self._queued.clear()  # blocks deleted meanwhile are stored again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
-            found = self._passes[cached_seq] = _Pass(Chain([root]))
+            pending = self._passes[cached_seq] = _Pass(Chain([root]))
             cached_seq.n_unchanged = 0
             self._was_used = True
         if cached_seq.conversation:
-            found.conversations.add(cached_seq.conversation)
+            pending.conversations.add(cached_seq.conversation)
 
     def takes(self, cached_seq: CachedSequence) -> bool:
         """Return whether dropping `cached_seq` now would store all of its tokens."""
@@ -112,22 +112,22 @@ class BlockWriter:
         self._rest_until = began + took_s / _WRITE_SHARE
 
     def _before_drop(self, cached_seq: CachedSequence) -> None:
-        found = self._passes.pop(cached_seq, None)
-        if found is None:
+        pending = self._passes.pop(cached_seq, None)
+        if pending is None:
             return
         while self.folder.can_write and self.folder.writer_thread.has_room:
-            if not self._write_one(cached_seq, found):
+            if not self._write_one(cached_seq, pending):
                 break
 
-    def _write_one(self, cached_seq: CachedSequence, found: _Pass) -> bool:
+    def _write_one(self, cached_seq: CachedSequence, pending: _Pass) -> bool:
         """Store the first missing block of `cached_seq`. False if none is missing."""
         if self.verdict.is_refused or cached_seq.is_shifted:
             return False
         if cached_seq not in self.kv.cached_sequences:
             return False
-        missing = next(self._missing(cached_seq, found), None)
+        missing = next(self._missing(cached_seq, pending), None)
         if missing is None:
-            self._note_owners(cached_seq, found)
+            self._note_owners(cached_seq, pending)
             return False
         header, start, superseded = missing
         self._queued.add(header.name + header.tokens)
@@ -135,7 +135,7 @@ class BlockWriter:
         if states is None:
             return False
         # first: a killed process leaves no block without an owner
-        for conversation in found.conversations:
+        for conversation in pending.conversations:
             self.folder.own(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
         if superseded is not None:
@@ -146,53 +146,51 @@ class BlockWriter:
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
         """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
-        end = start + len(unpack_tokens(header.tokens))
+        stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
-        state = self.states.read(cached_seq.seq_id, start, end, shift, position)
+        state = self.states.read(cached_seq.seq_id, start, stop, shift, position)
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
-        checkpoint = next(
-            (checkpoint for checkpoint in cached_seq.checkpoints if checkpoint.n_tokens == end), None
-        )
-        return None if checkpoint is None else (state, whole(checkpoint.state))
+        c = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
+        return None if c is None else (state, whole(c.state))
 
-    def _missing(self, cached_seq: CachedSequence, found: _Pass) -> Iterator[_Missing]:
+    def _missing(self, cached_seq: CachedSequence, pending: _Pass) -> Iterator[_Missing]:
         tokens = _writable(cached_seq)
-        self._name(cached_seq, tokens, found)
-        yield from self._missing_whole(tokens, found)
+        self._name(cached_seq, tokens, pending)
+        yield from self._missing_whole(tokens, pending)
         if self.kv.checkpoints is not None:
-            yield from self._missing_checkpoints(cached_seq, tokens, found.chain)
+            yield from self._missing_checkpoints(cached_seq, tokens, pending.chain)
         elif not cached_seq.active:
-            yield from self._missing_tail(tokens, found.chain)
+            yield from self._missing_tail(tokens, pending.chain)
 
-    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, found: _Pass) -> None:
+    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _Pass) -> None:
         """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
-        n_same = found.chain.at(cached_seq.n_unchanged)
-        del found.chain.names[n_same + 1 :], found.chain.ends[n_same + 1 :]
-        found.n_seen = min(found.n_seen, n_same)
-        self.folder.names.extend(found.chain, tokens)
+        n_same = pending.chain.at(cached_seq.n_unchanged)
+        del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
+        pending.n_seen = min(pending.n_seen, n_same)
+        self.folder.names.extend(pending.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
-    def _missing_whole(self, tokens: list[int], found: _Pass) -> Iterator[_Missing]:
-        names, ends = found.chain.names, found.chain.ends
-        for i in range(found.n_seen, len(names) - 1):
-            found.n_seen = i + 1
+    def _missing_whole(self, tokens: list[int], pending: _Pass) -> Iterator[_Missing]:
+        names, ends = pending.chain.names, pending.chain.ends
+        for i in range(pending.n_seen, len(names) - 1):
+            pending.n_seen = i + 1
             if self.folder.has(names[i + 1]):
                 continue
-            part = tokens[ends[i] : ends[i + 1]]
-            header = self._header("full", names[i + 1], names[i], part)
+            block_tokens = tokens[ends[i] : ends[i + 1]]
+            header = self._header("full", names[i + 1], names[i], block_tokens)
             if not self._is_queued(header):
-                yield header, ends[i], self.search.find_superseded(names[i], part, header.name)
+                yield header, ends[i], self.search.find_superseded(names[i], block_tokens, header.name)
 
     def _missing_tail(self, tokens: list[int], chain: Chain) -> Iterator[_Missing]:
         start, parent = chain.ends[-1], chain.names[-1]
-        rest = tokens[start:]
-        if not rest:
+        tail_tokens = tokens[start:]
+        if not tail_tokens:
             return
-        _, n = self.search.find_tail(parent, rest)
-        header = self._header("tail", self.folder.names.tail(parent, rest), parent, rest)
-        if n < len(rest) and not self._is_queued(header):
-            yield header, start, self.search.find_superseded(parent, rest, header.name)
+        _, n = self.search.find_tail(parent, tail_tokens)
+        header = self._header("tail", self.folder.names.tail(parent, tail_tokens), parent, tail_tokens)
+        if n < len(tail_tokens) and not self._is_queued(header):
+            yield header, start, self.search.find_superseded(parent, tail_tokens, header.name)
 
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
@@ -200,23 +198,23 @@ class BlockWriter:
         if cached_seq.active:
             return
         names = self.folder.names
-        found: dict[bytes, tuple[Header, int]] = {}
+        headers: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
             i = chain.at(n_tokens - (tokens[n_tokens - 1] < 0))  # its block may end with a picture
             start, parent = chain.ends[i], chain.names[i]
-            rest = tokens[start:n_tokens]
-            if len(rest) < TAIL_KEY_TOKENS:
+            partial = tokens[start:n_tokens]
+            if len(partial) < TAIL_KEY_TOKENS:
                 continue
             if n_tokens == len(tokens):
-                header = self._header("tail", names.tail(parent, rest), parent, rest)
+                header = self._header("tail", names.tail(parent, partial), parent, partial)
             else:
-                header = self._header("point", names.checkpoint(parent, rest), parent, rest)
-            found[header.name] = header, start
-        for header, start in found.values():
+                header = self._header("point", names.checkpoint(parent, partial), parent, partial)
+            headers[header.name] = header, start
+        for header, start in headers.values():
             if self._is_queued(header):
                 continue
-            there = self.folder.header(header.name)
-            if there is None or there.tokens != header.tokens:
+            stored = self.folder.header(header.name)
+            if stored is None or stored.tokens != header.tokens:
                 yield header, start, None
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
@@ -225,17 +223,17 @@ class BlockWriter:
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
 
-    def _note_owners(self, cached_seq: CachedSequence, found: _Pass) -> None:
+    def _note_owners(self, cached_seq: CachedSequence, pending: _Pass) -> None:
         """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
-        names, conversations = found.chain.names, found.conversations
-        rest = _writable(cached_seq)[found.chain.ends[-1] :]
+        names, conversations = pending.chain.names, pending.conversations
+        tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 
         def note() -> None:  # in the writer's thread: the tail block exists only after its write
-            tail, n = self.search.find_tail(names[-1], rest)
-            kept = [*names[1:], *([tail] if n else [])]
-            self.folder.touch(kept)
+            tail, n = self.search.find_tail(names[-1], tail_tokens)
+            used_names = [*names[1:], *([tail] if n else [])]
+            self.folder.touch(used_names)
             for conversation in conversations:
-                self.folder.own(conversation, kept)
+                self.folder.own(conversation, used_names)
 
         self.folder.writer_thread.put(note)
 

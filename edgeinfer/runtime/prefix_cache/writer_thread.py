@@ -71,10 +71,10 @@ class WriterThread:
         return done
 
     def _main(self) -> None:
-        own = threading.current_thread()
+        this_thread = threading.current_thread()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._thread is not own)
+                self._changed.wait_for(lambda: self._waiting or self._thread is not this_thread)
                 if not self._waiting:
                     return
                 job, n_bytes = self._waiting.popleft()

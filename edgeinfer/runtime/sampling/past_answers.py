@@ -93,43 +93,43 @@ class AnswerFile:
         """A copy of the whole ring."""
         return self.read(0, RING)
 
-    def read(self, place: int, n: int) -> Tokens:
-        """Read up to `n` words of the ring from `place` on; none if the disk fails."""
-        return self._read(_RING_AT + place, min(n, RING - place))
+    def read(self, index: int, n: int) -> Tokens:
+        """Read up to `n` words of the ring from `index` on; none if the disk fails."""
+        return self._read(_RING_AT + index, min(n, RING - index))
 
     def find(self, text: Tokens) -> tuple[int, int]:
         """Return the ring index after the latest occurrence of a suffix of `text`, and the length of
         that suffix (tokens); (0, 0) for none.
         """
-        end = text[-max(_GRAMS) :].tolist()
+        suffix = text[-max(_GRAMS) :].tolist()
         for table, n in _TABLES:
-            if len(end) < n:
+            if len(suffix) < n:
                 continue
-            place = self._word(table + _hash(end[-n:]))
-            if not n <= place < RING:
+            index = self._word(table + _hash(suffix[-n:]))
+            if not n <= index < RING:
                 continue
-            first = max(0, place - LONGEST)
-            length = common_suffix(self.read(first, place - first), text)
+            first = max(0, index - LONGEST)
+            length = common_suffix(self.read(first, index - first), text)
             if length >= n:
-                return place, length
+                return index, length
         return 0, 0
 
     def add(self, owner: int, tokens: Sequence[int]) -> None:
         """Append an answer. Raises OSError."""
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
         with self._locked():
-            at = self._word(0)
-            if not 0 <= at <= RING - len(entry):
-                at = 0
-            self._erase(at, self._end_of_answer(at + len(entry)))
-            self._write(_RING_AT + at, entry)
-            words = entry[1:-1].astype(np.uint64)
+            start = self._word(0)
+            if not 0 <= start <= RING - len(entry):
+                start = 0
+            self._erase(start, self._end_of_answer(start + len(entry)))
+            self._write(_RING_AT + start, entry)
+            hashed = entry[1:-1].astype(np.uint64)
             for table, n in _TABLES:
-                n_keys = max(0, len(words) - n + 1)
-                keys = _hash(words[i : n_keys + i] for i in range(n))
+                n_keys = max(0, len(hashed) - n + 1)
+                keys = _hash(hashed[i : n_keys + i] for i in range(n))
                 for i, key in enumerate(keys.tolist()):
-                    self._write(table + key, np.int32(at + 1 + n + i))
-            self._write(0, np.int32(at + len(entry) - 1))  # the next answer overwrites the end
+                    self._write(table + key, np.int32(start + 1 + n + i))
+            self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites the end
 
     def forget(self, owners: Iterable[int]) -> int:
         """Erase the answers of conversations; return the erased bytes. Raises OSError."""
@@ -138,26 +138,27 @@ class AnswerFile:
             ring = self.ring
             bounds = np.flatnonzero(ring < 0).tolist()
             mine = {-owner for owner in owners}
-            for begin, end in pairwise([*bounds, RING]):
+            for begin, stop in pairwise([*bounds, RING]):
                 if ring[begin] in mine:
-                    self._erase(begin, end)
-                    erased += (end - begin) * _WORD
-                elif ring[begin] == _END and ring[begin + 1 : end].any():
-                    self._erase(begin, end)  # a former version left the end of an overwritten answer
+                    self._erase(begin, stop)
+                    erased += (stop - begin) * _WORD
+                elif ring[begin] == _END and ring[begin + 1 : stop].any():
+                    self._erase(begin, stop)  # a former version left the end of an overwritten answer
             self._drop_old_hashes()
         return erased
 
-    def _end_of_answer(self, place: int) -> int:
-        """Return where the answer ends in which `place` lies."""
-        words = self.read(place, RING // 4 + 2)
-        bounds = np.flatnonzero(words < 0)
+    def _end_of_answer(self, index: int) -> int:
+        """Return where the answer ends in which `index` lies."""
+        following = self.read(index, RING // 4 + 2)
+        bounds = np.flatnonzero(following < 0)
         if len(bounds):
-            return place + int(bounds[0])
-        return place + len(words) if words.any() else place  # zeros: nothing was written there yet
+            return index + int(bounds[0])
+        # zeros: nothing was written there yet
+        return index + len(following) if following.any() else index
 
-    def _erase(self, begin: int, end: int) -> None:
-        """Overwrite [begin, end), last page first: after a kill the rest keeps its owner."""
-        first, last = _RING_AT + begin, _RING_AT + end
+    def _erase(self, begin: int, stop: int) -> None:
+        """Overwrite [begin, stop), last page first: after a kill the rest keeps its owner."""
+        first, last = _RING_AT + begin, _RING_AT + stop
         while last > first:
             low = max(first, (last - 1) // _PAGE * _PAGE)
             self._write(low, np.full(last - low, _END, np.int32))

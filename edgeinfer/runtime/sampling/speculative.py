@@ -196,7 +196,7 @@ class SuffixDrafter:
         #: Where the latest draft was found: in past answers or not, the place of its next token, and
         #: the tokens before it that agree.
         self._is_past = False
-        self._place = self._length = 0
+        self._index = self._length = 0
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
         """Return up to `limit` tokens, none if the end of `tokens` is new, and only one, to learn from,
@@ -215,11 +215,11 @@ class SuffixDrafter:
             limit = 1
         if self._is_past:
             assert self.answers is not None
-            found = self.answers.read(self._place, limit).tolist()
+            draft = self.answers.read(self._index, limit).tolist()
         else:
-            found = self._text[self._place : min(self._place + limit, self._n)].tolist()
-            found = (found * limit)[:limit]  # a repetition goes on behind the end of the text
-        return list(takewhile(lambda token: 0 <= token < self._n_vocab, found))
+            draft = self._text[self._index : min(self._index + limit, self._n)].tolist()
+            draft = (draft * limit)[:limit]  # a repetition goes on behind the end of the text
+        return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:
         """Return the length of match to look for next: a shorter one would not pay. It grows by one a
@@ -243,23 +243,23 @@ class SuffixDrafter:
             return False
         n_new = self._n - n_known
         if self._is_past and self.answers:
-            there = self.answers.read(self._place, n_new)
+            expected = self.answers.read(self._index, n_new)
         else:
-            there = self._text[self._place : self._place + n_new]
-        if not np.array_equal(there, self._text[n_known : self._n]):
+            expected = self._text[self._index : self._index + n_new]
+        if not np.array_equal(expected, self._text[n_known : self._n]):
             return False
-        self._place += n_new
+        self._index += n_new
         self._length += n_new
         return self._length >= CONTEXT_TOKENS
 
     def _search(self) -> None:
         self._is_past = False
-        self._place, self._length = self._find_in_text()
+        self._index, self._length = self._find_in_text()
         if self.answers is not None and self._length < CONTEXT_TOKENS:
-            place, length = self.answers.find(self._text[: self._n])
+            index, length = self.answers.find(self._text[: self._n])
             if length > self._length:
                 self._is_past = True
-                self._place, self._length = place, length
+                self._index, self._length = index, length
 
     def _find_in_text(self) -> tuple[int, int]:
         text, n = self._text, self._n
@@ -277,8 +277,8 @@ class SuffixDrafter:
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        end = int(ends[-1])
-        return end, common_suffix(text[:end], text[:n])
+        index = int(ends[-1])
+        return index, common_suffix(text[:index], text[:n])
 
     def acceptance(self, position: int) -> Acceptance:
         """Return the rate of the latest draft's token at `position`."""
@@ -293,7 +293,7 @@ class Drafting:
         self._drafter, self._limit = drafter, limit
         self._is_forced = is_forced
         self._predicted: list[int] = []
-        self._at = 0
+        self._predicted_from = 0
         self.drafted = self.accepted = 0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
@@ -318,7 +318,7 @@ class Drafting:
         least_chance = 0.0 if self._is_forced else budget.least_chance(self._limit)
         if least_chance > 1.0:
             return []
-        self._at = len(tokens)
+        self._predicted_from = len(tokens)
         predicted = drafter.draft(tokens, limit, least_chance)
         self._predicted = predicted[: valid(predicted)]
         if not self._is_forced:
@@ -330,8 +330,9 @@ class Drafting:
         """Compare the prediction with the sampled `tokens`, and count the rows that were drafted."""
         self.drafted += drafted
         self.accepted += accepted
-        for i, (predicted, token) in enumerate(zip(self._predicted, tokens[self._at :], strict=False)):
+        pairs = zip(self._predicted, tokens[self._predicted_from :], strict=False)
+        for i, (predicted, sampled) in enumerate(pairs):
             assert self._drafter is not None
-            self._drafter.acceptance(i).note(is_right=predicted == token)
-            if predicted != token:
+            self._drafter.acceptance(i).note(is_right=predicted == sampled)
+            if predicted != sampled:
                 break

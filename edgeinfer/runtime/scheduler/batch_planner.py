@@ -148,8 +148,8 @@ class BatchPlanner:
         """Add the next tokens of all, each with its draft tokens; another first in each step."""
         entries: list[BatchEntry] = []
         self._turn += 1
-        at = self._turn % max(1, len(decoding))
-        decoding = decoding[at:] + decoding[:at]
+        first = self._turn % max(1, len(decoding))
+        decoding = decoding[first:] + decoding[:first]
         rows = sum(s.n_pending for s in decoding)
         spare = min(self.kv.free_cells, self.batch.capacity) - rows
         spare = min(spare, self.batch.max_outputs - len(decoding))
@@ -224,21 +224,21 @@ class BatchPlanner:
         scores = seq.request.prompt_logprobs is not None
         if scores:
             budget = min(budget, self.batch.max_outputs - self.batch.n_outputs)
-        end = seq.pictures.text_end(past, len(seq.tokens))
-        tokens = seq.tokens[past : min(past + budget, end)]
+        text_end = seq.pictures.text_end(past, len(seq.tokens))
+        tokens = seq.tokens[past : min(past + budget, text_end)]
         complete = past + len(tokens) == len(seq.tokens)
-        wanted = complete and seq.max_tokens > 0
-        n_outputs = len(tokens) if scores else int(wanted)
+        has_output = complete and seq.max_tokens > 0
+        n_outputs = len(tokens) if scores else int(has_output)
         seq_id = seq.claimed.seq_id
         self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
         row = self.batch.n_outputs - 1
-        entries.append(BatchEntry(seq, row, tokens, has_output=wanted, is_prefill=True))
+        entries.append(BatchEntry(seq, row, tokens, has_output=has_output, is_prefill=True))
         return len(tokens)
 
     def _preempt_for(self, seq: Sequence, entries: list[BatchEntry]) -> None:
         """Preempt the youngest other sequence if no cell is free and the batch is empty."""
         if entries:
             return
-        others = [s for s in self.queue.running if s.cached_seq is not None and s is not seq]
-        if others:
-            self.prefixes.preempt(others[-1], keep=False)
+        candidates = [s for s in self.queue.running if s.cached_seq is not None and s is not seq]
+        if candidates:
+            self.prefixes.preempt(candidates[-1], keep=False)

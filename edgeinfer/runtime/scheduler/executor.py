@@ -123,8 +123,8 @@ class Executor:
 
     def compute(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
         """Prefill `tokens` behind `cached_seq`, outside of any request. Raises DecodeError."""
-        for at in range(0, len(tokens), self.batch.capacity):
-            chunk = tokens[at : at + self.batch.capacity]
+        for start in range(0, len(tokens), self.batch.capacity):
+            chunk = tokens[start : start + self.batch.capacity]
             adapters = cached_seq.adapters
             self.adapters.use(self.adapters.of_context(adapters))
             self.batch.clear()
@@ -134,7 +134,7 @@ class Executor:
             if code == MISSED_ADAPTER:
                 self.kv.remove_behind(cached_seq)
                 self.adapters.leave_kernels()
-                self.compute(cached_seq, tokens[at:])
+                self.compute(cached_seq, tokens[start:])
                 return
             if code:
                 raise DecodeError(

@@ -73,8 +73,8 @@ class OutputProcessor:
         before = seq.clock.last
         n_right = 0
         while True:
-            at, length = row + n_right, len(seq.tokens)
-            reason = seq.sample(self.vocab, self.active.context, at - len(self._rows), self._rows[at])
+            i, length = row + n_right, len(seq.tokens)
+            reason = seq.sample(self.vocab, self.active.context, i - len(self._rows), self._rows[i])
             new = seq.tokens[length:]  # several, if a constraint forces some
             if reason is not None or entry.drafts[n_right : n_right + len(new)] != new:
                 break

@@ -82,8 +82,8 @@ class Chunks:
             self._long_s = _towards(took_s, self._long_s)
 
 
-def _towards(found: float, known: float | None) -> float:
-    return found if known is None else known + 0.3 * (found - known)
+def _towards(measured: float, average: float | None) -> float:
+    return measured if average is None else average + 0.3 * (measured - average)
 
 
 def decode_budget_s(elapsed_s: float, rest_s: float) -> float:

@@ -69,28 +69,28 @@ class Prefixes:
             return
         seq.cached_seq = cached_seq
         cached_seq.is_private = not request.cache_prompt
-        kept = seq.tokens.cut(common_prefix(cached_seq.tokens, seq.tokens[:-1]))
+        n_cached = seq.tokens.cut(common_prefix(cached_seq.tokens, seq.tokens[:-1]))
         if n_top is not None:
-            kept = min(kept, len(cached_seq.logprobs))
-            seq.prompt_logprobs = cached_seq.logprobs[:kept]
-        if not self._kv.truncate(cached_seq, kept):
-            kept = 0
+            n_cached = min(n_cached, len(cached_seq.logprobs))
+            seq.prompt_logprobs = cached_seq.logprobs[:n_cached]
+        if not self._kv.truncate(cached_seq, n_cached):
+            n_cached = 0
             seq.prompt_logprobs = []
         if request.cache_prompt and request.speculative != "off" and self.prefix_cache is not None:
             seq.drafting.use_answers(self.prefix_cache.folder.answers.of(request.cache_salt))
         if is_alone:
-            self._evict_idle(seq, len(seq.tokens) - kept)
+            self._evict_idle(seq, len(seq.tokens) - n_cached)
         if request.cache_prompt and self.prefix_cache is not None and n_top is None:
             seq.restore = self.prefix_cache.match(
-                seq.tokens, seq.adapters, request.cache_salt, kept, is_alone=is_alone
+                seq.tokens, seq.adapters, request.cache_salt, n_cached, is_alone=is_alone
             )
         if seq.restore is not None:
             self._kv.truncate(cached_seq, seq.restore.start)
-            seq.restore.cached = kept if self._kv.supports_truncation else 0
+            seq.restore.cached = n_cached if self._kv.supports_truncation else 0
         if not request.cache_on_disk:
             self._kv.keep_in_memory(cached_seq)
         if seq.restore is None:
-            self._begin(seq, kept)
+            self._begin(seq, n_cached)
 
     def _begin(self, seq: Sequence, from_memory: int) -> None:
         cached = seq.n_past

@@ -106,11 +106,11 @@ class Preparer:
             return self.conversations.tokenize(prompt)
         vision = self._checked_vision(request, "messages")
         tokens: list[int] = []
-        for part in self.conversations.split(prompt, request):
-            if isinstance(part, str):
-                tokens += self.conversations.tokenize(part) if part else []
+        for piece in self.conversations.split(prompt, request):
+            if isinstance(piece, str):
+                tokens += self.conversations.tokenize(piece) if piece else []
             else:
-                vision.append(tokens, spans, part, request)
+                vision.append(tokens, spans, piece, request)
         return tokens
 
     def _text_tokens(self, prompt: str, request: GenerateRequest, spans: list[Span]) -> list[int]:
@@ -137,8 +137,8 @@ class Preparer:
 
     def _room_before(self, request: GenerateRequest) -> int:
         """Return how many tokens prefix and suffix of an infill may have beside the answer."""
-        wanted = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
-        return self.n_ctx - max(1, min(wanted, self.n_ctx // 2))
+        answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
+        return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
     def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
         if not tokens and self.vocab.bos >= 0:
@@ -229,11 +229,11 @@ def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
             param="infill",
         )
     start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []
-    left = max(0, room - len(start) - 3)
+    room_left = max(0, room - len(start) - 3)
     before, behind = vocab.tokenize(gap.prefix), vocab.tokenize(gap.suffix)
-    behind = behind[: max(left // 4, left - len(before))]
-    before = before[max(0, len(before) - (left - len(behind))) :]
-    files = _files(gap.files, vocab, fim, left - len(before) - len(behind))
+    behind = behind[: max(room_left // 4, room_left - len(before))]
+    before = before[max(0, len(before) - (room_left - len(behind))) :]
+    files = _files(gap.files, vocab, fim, room_left - len(before) - len(behind))
     return [*start, *files, fim.prefix, *before, fim.suffix, *behind, fim.middle]
 
 
@@ -241,16 +241,16 @@ def _files(files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, room: in
     head = [fim.repo, *vocab.tokenize(_REPO)] if fim.repo >= 0 else []
     tail = [fim.file, *vocab.tokenize(_FILE)] if fim.file >= 0 else []
     room -= len(head) + len(tail)
-    taken: list[list[int]] = []
+    chosen: list[list[int]] = []
     for file in reversed(files):
         tokens = _file(file, vocab, fim)
         if len(tokens) > room:
             break
         room -= len(tokens)
-        taken.append(tokens)
-    if not taken:
+        chosen.append(tokens)
+    if not chosen:
         return []
-    return [*head, *(token for tokens in reversed(taken) for token in tokens), *tail]
+    return [*head, *(token for tokens in reversed(chosen) for token in tokens), *tail]
 
 
 def _file(file: InfillFile, vocab: Vocab, fim: FimTokens) -> list[int]:

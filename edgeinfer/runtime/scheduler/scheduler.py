@@ -53,17 +53,17 @@ class IdleCells:
         self._kv, self._prefixes = kv, prefixes
         self._states = states
         self._active = active
-        self._left: list[Range] = []
+        self._ranges: list[Range] = []
         self._used_at = time.monotonic()
 
     def note_use(self) -> None:
         """Stop returning memory: a step is about to use cells."""
         self._used_at = time.monotonic()
-        self._left.clear()
+        self._ranges.clear()
 
     def due_in_s(self) -> float | None:
         """Return the seconds until there is work; None without any."""
-        if self._left:
+        if self._ranges:
             return 0.0
         cache = self._prefixes.prefix_cache
         if not self._active.cells.buffers or cache is None or not self._can_come_back(cache):
@@ -81,19 +81,19 @@ class IdleCells:
 
     def work(self) -> None:
         """Empty the cells, then return one piece of their memory. Only while idle."""
-        if self._left:
-            self._active.cells.give_back([self._left.pop()])
+        if self._ranges:
+            self._active.cells.give_back([self._ranges.pop()])
             return
         self._kv.drop_idle()
         pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
         if pinned:
             self._give_back_around(pinned)
         else:
-            self._left = list(self._active.cells.pages())
+            self._ranges = list(self._active.cells.pages())
 
     def _give_back_around(self, pinned: list[CachedSequence]) -> None:
         assert self._states is not None
-        kept = []
+        states = []
         for cached_seq in pinned:
             state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
             checkpoint = (
@@ -101,11 +101,11 @@ class IdleCells:
                 if self._kv.supports_truncation
                 else self._states.read_checkpoint(cached_seq.seq_id)
             )
-            kept.append((cached_seq, state, checkpoint))
+            states.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:
             self._kv.clear_cells(cached_seq)
         self._active.cells.give_back()
-        for cached_seq, state, checkpoint in kept:
+        for cached_seq, state, checkpoint in states:
             is_back = state is not None and self._states.write(cached_seq.seq_id, state)
             if is_back and checkpoint is not None:
                 is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)

@@ -193,11 +193,11 @@ class Sequence:
             self._emit(event)
         if self.output.stopped_by is not None:
             return "stop"
-        if self.matcher is not None and self._matched(token):
+        if self.matcher is not None and self._accept(token):
             return "stop"
         return "length" if self.n_generated >= self.max_tokens else None
 
-    def _matched(self, token: int) -> bool:
+    def _accept(self, token: int) -> bool:
         assert self.matcher is not None
         started = time.perf_counter()
         self.matcher.accept(token)
@@ -253,10 +253,10 @@ class Sequence:
         """End with an error, raised from the consumer's iteration."""
         self._end(error)
 
-    def _end(self, end: Finished | EngineError) -> None:
+    def _end(self, last: Finished | EngineError) -> None:
         for observer in self.observers:  # before the event, at which `run` ends the process
-            observer.on_end(end, self.output.n_broken_calls)
-        self.stream.put(end)
+            observer.on_end(last, self.output.n_broken_calls)
+        self.stream.put(last)
         self.sampler.close()
         self.drafting.use_answers(None)
         self.pictures.close()
