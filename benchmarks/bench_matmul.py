@@ -4,7 +4,8 @@ A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; what is multi
 cache holds. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same weights, and
 llama.cpp's on repacked ones where it repacks the type; with `--ik`, ik_llama.cpp's on plain and on repacked ones.
 Shares are of the CPU's integer peak with the instructions of that level (cpu_peak.c, measured before and after):
-types of few bits may exceed AVX2's, because sums of their pairs stay 16 bits for some steps.
+types of few bits may exceed AVX2's, because sums of their pairs stay 16 bits for some steps. One row is also
+given in GB of weights a second, to be compared with a plain loop that reads memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
@@ -114,16 +116,20 @@ def serve_side(side: str, level: str, ik: str) -> None:
         print(json.dumps(times), flush=True)
 
 
-def peak(level: str) -> float:
-    """Return what two threads multiply and accumulate at most at a level of x86-64, in G a second; else 0."""
+def peak(level: str) -> list[float]:
+    """Return the machine's limits at a level of x86-64, zeros at others.
+
+    What two threads multiply and accumulate at most, in G a second; what a plain loop reads with one thread
+    and with two, in GB a second.
+    """
     if level not in _LEVELS:
-        return 0.0
+        return [0.0, 0.0, 0.0]
     with tempfile.TemporaryDirectory() as work:
         program = Path(work) / "peak"
         options = ["-O3", *_LEVELS[level][1].split(), "-pthread"]
         subprocess.run(["gcc", *options, _PEAK, "-o", program], check=True)
         done = subprocess.run([program], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    return [float(rate) for rate in done.stdout.split()]
 
 
 def measure(
@@ -160,12 +166,19 @@ def measure(
         process.wait()
 
 
-def table(found: dict[str, dict[str, dict[int, float]]], rows: list[int], peak_g: float) -> str:
+def table(
+    found: dict[str, dict[str, dict[int, float]]], rows: list[int], peaks: tuple[float, ...]
+) -> str:
     """Return the figure's rows: ours, and in brackets the better one of each peer's."""
-    lines = [f"Integer peak: {peak_g:.0f} G multiply-accumulates a second.\n"] if peak_g else []
-    lines += [
-        f"| type | {' | '.join('1 row' if n == 1 else f'{n} rows' for n in rows)} | of the peak at {rows[-1]} |",
-        "| --- |" + " --- |" * (len(rows) + 1),
+    peak_g, *reads = peaks
+    lines = [
+        f"Integer peak: {peak_g:.0f} G multiply-accumulates a second. A plain loop reads "
+        f"{reads[0]:.0f} GB a second with one thread, {reads[1]:.0f} with two.\n"
+    ]
+    heads = ["1 row" if n == 1 else f"{n} rows" for n in rows]
+    lines = (lines if peak_g else []) + [
+        f"| type | {' | '.join(heads)} | GB/s at {heads[0]} | of the peak at {rows[-1]} |",
+        "| --- |" + " --- |" * (len(rows) + 2),
     ]
     peers = (("plain", "repacked"), ("ik", "ik-repacked"))
     for kind, sides in found.items():
@@ -181,7 +194,11 @@ def table(found: dict[str, dict[str, dict[int, float]]], rows: list[int], peak_g
             )
             cells.append(f"{sides['ours'][n]:.0f} ({beside})")
         share = sides["ours"][rows[-1]] * _ROW_WEIGHTS / 1e9 / peak_g if peak_g else 0
-        lines.append(f"| {kind} | {' | '.join(cells)} | {f'{share:.0%}' if share else '–'} |")
+        block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        read = sides["ours"][rows[0]] / rows[0] * _ROW_WEIGHTS / block * n_bytes / 1e9
+        lines.append(
+            f"| {kind} | {' | '.join(cells)} | {read:.1f} | {f'{share:.0%}' if share else '–'} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -219,7 +236,8 @@ def main() -> None:
         )
     first = "" if options.types == list(TYPES) else options.types[0]
     name = "-".join(filter(None, ["matmul", options.level, first]))
-    print(write_figure(options.out, name, table(found, options.rows, max(before, peak(level)))))
+    peaks = tuple(max(pair) for pair in zip(before, peak(level), strict=True))
+    print(write_figure(options.out, name, table(found, options.rows, peaks)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFew = 8, kColumns = 8, kTile = 4;
 constexpr bool kSignedBytes = true, kSaturates = false, kGathers = false, kDotsOfRows = false;
-constexpr int kRegisters = 32;
+constexpr int kRegisters = 32, kSpansAhead = 0;  // not measured on a processor
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
@@ -69,14 +69,14 @@ template <int kN, int kR, int kC> INLINE void add_products(const Dwords *const (
 template <int kN> INLINE void arrange(Dwords *) {}
 #endif
 
-template <int kN, int kMost, Order kOrder, int kR, int kC>
-INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
+template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
+INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    if constexpr (kOrder == Order::kArranged) return add_products<kN>(w, x, dots);
+    if constexpr (kOrder == Order::kArranged) return add_products<kN>(w, x.x, dots);
 #endif
     UNROLL for (int j = 0; j < kN; j += 4) {
         UNROLL for (int c = 0; c < kC; c++) {
-            const int8x16_t v = load<int8x16_t>(x + c * 32 + j * 4);
+            const int8x16_t v = load<int8x16_t>(x.x + c * 32 + j * 4);
             UNROLL for (int r = 0; r < kR; r++) {
                 int32x4_t sum = (int32x4_t)dots[r][c];
                 sum = vdotq_laneq_s32(sum, (int8x16_t)w[r][j], v, 0);

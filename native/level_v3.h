@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kTile = 4, kRegisters = 16;
+constexpr int kSpansAhead = 0;  // no clear gain
 #if defined(__AVXVNNI__)
 constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDotsOfRows = false;
 constexpr int kFew = 8, kColumns = 4;
@@ -89,19 +90,19 @@ template <int kN, int kMost> INLINE Integers dots_of_rows(const Dwords *w, const
     return (Integers)(!kIsSigned && kFits ? widened(all) : all);
 }
 #endif
-template <int kN, int kMost, Order kOrder, int kR, int kC>
-INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
+template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
+INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
 #if defined(__AVXVNNI__)
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
-            const Dwords v = broadcast(x + c * 32 + j * 4);
+            const Dwords v = x.dword(c, j);
             UNROLL for (int r = 0; r < kR; r++)
                 dots[r][c] = (Integers)_mm256_dpbusd_avx_epi32((__m256i)dots[r][c], (__m256i)w[r][j], (__m256i)v);
         }
     }
 #else
     if constexpr (kOrder == Order::kRows) {
-        dots[0][0] += dots_of_rows<kN, kMost>(w[0], x);
+        dots[0][0] += dots_of_rows<kN, kMost>(w[0], x.x);
         return;
     }
     // Sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each. The order of asm() keeps a vector of weights in a
@@ -112,7 +113,7 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&d
     UNROLL for (int j = 0; j < kN; j++) {
         const bool is_first = j % kAdds == 0, is_last = j % kAdds == kAdds - 1 || j == kN - 1;
         UNROLL for (int c = 0; c < kC; c++) {
-            __m256i x4 = (__m256i)broadcast(x + c * 32 + j * 4);
+            __m256i x4 = (__m256i)x.dword(c, j);
             asm("" : "+x"(x4));
             UNROLL for (int r = 0; r < kR; r++) {
                 const __m256i some = products<kIsSigned>(w[r][j], x4);

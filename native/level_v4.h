@@ -9,6 +9,7 @@ constexpr bool kSignedBytes = false;  // whether weights of 8 bits are int8 for 
 constexpr bool kSaturates = false;    // whether it needs to know how large they are
 constexpr bool kGathers = false;      // whether a half of each row is read by itself, or with what follows it
 constexpr bool kDotsOfRows = true;    // whether one column is multiplied with weights in Order::kRows
+constexpr int kSpansAhead = 6144;     // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -50,14 +51,14 @@ INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi64(
 
 // Puts kN vectors of weights into another order, if add_dots() is faster with that for more columns than one.
 template <int kN> INLINE void arrange(Dwords *) {}
-// dots[r][c] += the dots of the kN vectors w[r] and the bytes of column c. kMost is the largest byte of weights, -1 where they
-// are signed.
-template <int kN, int kMost, Order kOrder, int kR, int kC>
-INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
+// dots[r][c] += the dots of the kN vectors w[r] and the bytes of column c at `x`. kMost is the largest byte of weights, -1 where
+// they are signed.
+template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
+INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
     if constexpr (kOrder == Order::kRows) {
         Dwords sums[4]{};  // of row i, 4 + i, 8 + i and 12 + i, each in four parts
         UNROLL for (int j = 0; j < kN; j++) {
-            const __m512i v = _mm512_broadcast_i32x4(load<__m128i>(x + j / 4 * 16));
+            const __m512i v = _mm512_broadcast_i32x4(load<__m128i>(x.x + j / 4 * 16));
             sums[j % 4] = (Dwords)_mm512_dpbusd_epi32((__m512i)sums[j % 4], (__m512i)w[0][j], v);
         }
         const Dwords a = low32(sums[0], sums[1]) + high32(sums[0], sums[1]), b = low32(sums[2], sums[3]) + high32(sums[2], sums[3]);
@@ -66,7 +67,7 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const int8_t *x, Integers (&d
     }
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
-            const Dwords v = broadcast(x + c * 32 + j * 4);
+            const Dwords v = x.dword(c, j);
             UNROLL for (int r = 0; r < kR; r++)
                 dots[r][c] = (Integers)_mm512_dpbusd_epi32((__m512i)dots[r][c], (__m512i)w[r][j], (__m512i)v);
         }

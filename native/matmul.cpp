@@ -3,11 +3,12 @@
 //
 // Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no
 // sum is horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are
-// integers, and so exact; floats are summed by block, from the first to the last. A row's bits depend on its activations and
-// on the weights alone: not on how many rows there are, on threads, or on the kernel that computes it.
+// integers, and so exact; floats are summed by block within each kSpan weights, and these sums from the first to the last. A
+// row's bits depend on its activations and on the weights alone: not on how many rows there are, on threads, or on the kernel.
 //
-// Two kernels: up to kFew columns (rows of the batch), weights are unpacked in registers for all of them; more columns share
-// a slab of 2 * kLanes rows that is unpacked to the L1 cache.
+// Three kernels: for one column (row of the batch), and two of narrow weights, the lanes are kLanes consecutive spans of kSpan
+// weights instead, so that memory is read in order; up to kFew columns, weights are unpacked in registers for all of them; more
+// columns share a slab of 2 * kLanes rows that is unpacked to the L1 cache.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -19,6 +20,7 @@
 namespace {
 
 constexpr int kRows = 2 * kLanes;  // of a slab
+constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 
 // from of_rows() of row 0, 1, 2 and 3 to a dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
@@ -75,15 +77,16 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
 // What kernels need to know of a format. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates.
+// where the dot instruction saturates. kTakesSpans: one column is faster with spans as lanes.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32 && (kLanes < 16 || !min);
+    static constexpr bool kTakesSpans = kSpansAhead > 0;
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
-    static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false;
+    static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false, kTakesSpans = false;
     using Kernels = FloatShape;
 };
 struct Block {
@@ -99,6 +102,7 @@ INLINE void fifth_bits(Dwords high, Block &b) {
 
 struct Q4_0 : Shape<32, false, 15> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = 8;
+    static constexpr bool kTakesSpans = false;  // transposing takes longer than memory
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[2][4];
         Floats d[2];
@@ -163,13 +167,14 @@ INLINE void iq4_values(Block &b) {
 }
 struct IQ4_NL : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
+    static constexpr bool kTakesSpans = false;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Q4_0::read<kOrder>(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
     }
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
-    static constexpr bool kTakesRows = kLanes < 16;
+    static constexpr bool kTakesRows = kLanes < 16, kTakesSpans = false;
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
@@ -272,6 +277,7 @@ struct Q3_K : Shape<16, false, 7> {
 };
 struct Q2_K : Shape<16, true, 3> {
     static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
+    static constexpr bool kTakesSpans = false;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
@@ -346,7 +352,7 @@ struct BF16 : FloatShape {
 // BF16 where the processor multiplies pairs of them (AVX512_BF16): activations are rounded to BF16, as llama.cpp's are
 struct PairShape {
     static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 256;
-    static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false;
+    static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false, kTakesSpans = false;
     using Kernels = PairShape;
 };
 struct BF16Pairs : PairShape {
@@ -368,10 +374,16 @@ struct Extra {
 };
 
 // Activations by groups of columns: [group][block][column][32 bytes], and extras [group][block of kSub][column].
+//
+// With spans as lanes, dwords instead: [dword of a span][column][pitch], and scales, then starts or sums,
+// [block of a span][column][pitch]: the spans of a row, and then its first kLanes ones again, so that lanes which begin at any
+// span find theirs side by side.
 struct Layout {
-    int n, blocks, width;
-    bool is_few;
-    Layout(int n, int blocks, int rows) : n(n), blocks(blocks), width(kTile), is_few(n <= kFew || rows < kRows) {
+    int n, blocks, width, pitch;
+    bool is_by_span, is_few;
+    Layout(int n, int blocks, int rows, int most_by_span, int pitch)
+        : n(n), blocks(blocks), width(kTile), pitch(pitch), is_by_span(n <= most_by_span),
+          is_few(is_by_span || n <= kFew || rows < kRows) {
         const int passes = (n + kColumns - 1) / kColumns;
         if (is_few) width = (n + passes - 1) / std::max(passes, 1);
     }
@@ -421,16 +433,15 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
 
 // ---- kernels
 
-// sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns, 32 bytes apart)
-template <class T, Order kOrder, int kR, int kC>
-INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const int8_t *x,
-                     const Extra *e, Floats (&sums)[kR][kC]) {
+// sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns), which are at `x`
+template <class T, Order kOrder, int kR, int kC, class X>
+INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const X &x, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
     if constexpr (T::kFloat) {
         Floats some[kR][kC]{};  // a long sum of floats rounds less by parts
         UNROLL for (int j = 0; j < kN; j++) {
             UNROLL for (int c = 0; c < kC; c++) {
-                const Dwords v = broadcast(x + c * 32 + j * 4);
+                const Dwords v = x.dword(c, j);
 #if defined(__AVX512VNNI__)
                 if constexpr (T::kPairs) {
                     UNROLL for (int r = 0; r < kR; r++) some[r][c] = dot_pairs(some[r][c], w[r][j], v);
@@ -445,28 +456,44 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
     } else {
         Integers dots[kR][kC];
         UNROLL for (int c = 0; c < kC; c++)
-            UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : all(e[c].start);
+            UNROLL for (int r = 0; r < kR; r++) dots[r][c] = T::kMin ? Integers{} : x.start(c);
         add_dots<kN, T::kMost, kOrder>(w, x, dots);
         UNROLL for (int c = 0; c < kC; c++) {
             UNROLL for (int r = 0; r < kR; r++) {
-                sums[r][c] = fma(floats(dots[r][c]), d[r] * e[c].scale, sums[r][c]);
-                if (T::kMin) sums[r][c] = fma(m[r], all(e[c].sum), sums[r][c]);
+                sums[r][c] = fma(floats(dots[r][c]), d[r] * x.scale(c), sums[r][c]);
+                if (T::kMin) sums[r][c] = fma(m[r], x.sum(c), sums[r][c]);
             }
         }
     }
 }
 
-// where a kernel is in the activations of a group of columns
+// where a kernel is in the activations of a group of columns: all lanes meet the same ones
 template <class T, int kC> struct Position {
     const int8_t *x;
     const Extra *e;
     int half = 0;
+    INLINE Dwords dword(int c, int j) const { return broadcast(x + c * 32 + j * 4); }
+    INLINE Integers start(int c) const { return all(e[c].start); }
+    INLINE Floats scale(int c) const { return all(e[c].scale); }
+    INLINE Floats sum(int c) const { return all(e[c].sum); }
     INLINE void step() {
         e += kC;
         if (T::kSub == T::kActs) x += 32 * kC;
         else if (half ^= 1) x += 16;
         else x += 32 * kC - 16;
     }
+};
+// the same where lanes are spans: each lane meets its own
+template <class T, int kC> struct SpanPosition {
+    const int32_t *x;
+    const float *scales;
+    const void *seconds;  // starts or sums
+    int pitch;
+    INLINE Dwords dword(int c, int j) const { return load<Dwords>(x + (j * kC + c) * pitch); }
+    INLINE Integers start(int c) const { return load<Integers>((const int32_t *)seconds + c * pitch); }
+    INLINE Floats scale(int c) const { return load<Floats>(scales + c * pitch); }
+    INLINE Floats sum(int c) const { return load<Floats>((const float *)seconds + c * pitch); }
+    INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
 // Prefetches a part of the next rows, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time is too many
@@ -480,8 +507,9 @@ template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T:
 
 // f(block) for k weights of kLanes rows. Groups of more than three cache lines (Q6_K) are prefetched to L1 one group early:
 // reads from L2 wait behind the prefetches from memory, which cost Q6_K a third of its rate at one to eight columns.
+// Returns what to prefetch after that.
 template <class T, Order kOrder, class F>
-INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
+INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
     constexpr int kBlocks = T::kGroup / T::kSub;
     for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
         int block = 0;
@@ -496,20 +524,58 @@ INLINE void each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ah
             f(b);
         });
     }
+    return ahead;
 }
 
 // kLanes rows and kC columns; out[column][lane]. `ahead`: the weights that are wanted next.
 template <class T, int kC>
 void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
-    Floats sums[1][kC]{};
     Position<T, kC> at{x, e};
     constexpr Order kOrder = kC > 1 ? Order::kArranged : kDotsOfRows && T::kTakesRows ? Order::kRows : Order::kDwords;
-    each_block<T, kOrder>(w, stride, k, ahead, share_of<T>, [&](Block &b) __attribute__((always_inline)) {
-        if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
-        multiply<typename T::Kernels, kOrder>({b.w}, {b.d}, {b.m}, at.x, at.e, sums);
-        at.step();
-    });
-    for (int c = 0; c < kC; c++) store(out + c * kLanes, sums[0][c]);
+    const int span = T::kFloat ? k : kSpan;
+    Floats totals[kC]{};
+    for (int i = 0; i < k; i += span, w += span / T::kGroup * T::kBytes) {
+        Floats sums[1][kC]{};
+        ahead = each_block<T, kOrder>(w, stride, std::min(span, k - i), ahead, share_of<T>, [&](Block &b) __attribute__((always_inline)) {
+            if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
+            multiply<typename T::Kernels, kOrder>({b.w}, {b.d}, {b.m}, at, sums);
+            at.step();
+        });
+        for (int c = 0; c < kC; c++) totals[c] += sums[0][c];
+    }
+    for (int c = 0; c < kC; c++) store(out + c * kLanes, totals[c]);
+}
+
+// The same where lanes are spans: kLanes rows, which lie one after the other, are `spans` groups of kLanes spans. Prefetches run
+// kSpansAhead bytes before the reads, at the end of these rows to the `next` ones: memory is read in order, and used from L1. A
+// group's lines at once: spread over its blocks they came to three quarters of the rate. `products`: space for
+// kC * kLanes * spans.
+template <class T, int kC>
+void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
+    constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
+    const int n = kLanes * spans;
+    const uint8_t *end = w + (size_t)n * kBytes;
+    const ptrdiff_t early = std::min<ptrdiff_t>(kSpansAhead, end - w);
+    for (int i = 0, span = 0; i < n; i += kLanes, w += kOnce) {
+        const uint8_t *ahead = w + early;
+        UNROLL for (int j = 0; j < kOnce; j += 64, ahead += 64) __builtin_prefetch(ahead < end ? ahead : next + (ahead - end), 0, 0);
+        Floats sums[1][kC]{};
+        SpanPosition<T, kC> at{x.x + span, x.scales + span, (const float *)x.seconds + span, x.pitch};
+        for (int part = 0; part < kParts; part++)
+            T::template read<Order::kDwords>(w + part * T::kBytes, kBytes, [&](Block &b) __attribute__((always_inline)) {
+                multiply<typename T::Kernels, Order::kSpans>({b.w}, {b.d}, {b.m}, at, sums);
+                at.step();
+            });
+        for (int c = 0; c < kC; c++) store(products + c * n + i, sums[0][c]);
+        for (span += kLanes; span >= spans;) span -= spans;
+    }
+    for (int c = 0; c < kC; c++)
+        for (int row = 0; row < kLanes; row += 4, products += 4 * spans) {  // four chains of additions at a time
+            float totals[4]{};
+            for (int i = 0; i < spans; i++)
+                UNROLL for (int j = 0; j < 4; j++) totals[j] += products[j * spans + i];
+            memcpy(out + c * kLanes + row, totals, sizeof totals);
+        }
 }
 
 // A slab: [block][vector of rows]{bytes, d, m}, kChunk weights of a row: some 20 KB, which stay in the L1 cache
@@ -530,19 +596,23 @@ template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<
 // sums[column][2 * kLanes], which go on from what they are unless this is the first chunk
 template <class T, int kC>
 void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first, const uint8_t *ahead, int share) {
-    Floats sums[2][kC];
-    for (int c = 0; c < kC; c++)
-        for (int r = 0; r < 2; r++) sums[r][c] = is_first ? Floats{} : load<Floats>(out + c * kRows + r * kLanes);
     Position<T, kC> at{x, e};
-    for (int i = 0; i < k; i += T::kSub, w += 2, at.step()) {
-        ahead = prefetch(ahead, share);
-        Floats m[2]{};
-        if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-        if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // stay in memory: the dots need the registers
-        multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at.x, at.e, sums);
+    for (int begin = 0; begin < k; begin += kSpan, is_first = false) {  // one span at most of floats, whose sum goes on
+        Floats sums[2][kC]{};
+        const auto each_total = [&](auto f) __attribute__((always_inline)) {
+            for (int c = 0; c < kC; c++)
+                for (int r = 0; r < 2; r++) f(sums[r][c], out + c * kRows + r * kLanes);
+        };
+        if (T::kFloat && !is_first) each_total([](Floats &sum, const float *total) { sum = load<Floats>(total); });
+        for (int i = begin; i < std::min(begin + kSpan, k); i += T::kSub, w += 2, at.step()) {
+            ahead = prefetch(ahead, share);
+            Floats m[2]{};
+            if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
+            if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // stay in memory: the dots need the registers
+            multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
+        }
+        each_total([&](Floats sum, float *total) { store(total, T::kFloat ? sum : (is_first ? Floats{} : load<Floats>(total)) + sum); });
     }
-    for (int c = 0; c < kC; c++)
-        for (int r = 0; r < 2; r++) store(out + c * kRows + r * kLanes, sums[r][c]);
 }
 
 // ---- operations
@@ -560,6 +630,10 @@ struct Product {
     int8_t *bytes;
     Extra *extras;
 
+    template <class T, int kC> SpanPosition<T, kC> spans() const {
+        const float *scales = (const float *)extras;
+        return {(const int32_t *)bytes, scales, scales + kSpan / T::kSub * kC * layout.pitch, layout.pitch};
+    }
     const float *source(int c) const {
         const ggml_tensor *x = op->src[1];
         const char *data = (const char *)x->data;
@@ -577,17 +651,27 @@ template <class T> struct Operation {
     static constexpr int kSubs = T::kActs / T::kSub, kChunk = T::kChunk;
     const ggml_tensor *op, *w, *x, *ids;
     int k, rows, n, experts;
+    int most_by_span = 0, pitch = 0;  // columns
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
         k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
         n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
+        if (!T::kTakesSpans || k % kSpan || w->nb[1] != (size_t)k / T::kGroup * T::kBytes) return;
+        // Two columns gain with K types, while their activations, which each span loads, stay in L1.
+        const int most = T::kGroup == kSpan && k <= 5120 ? 2 : 1;
+        if (n > (ids ? 64 : most)) return;  // any expert may get so few; of many columns few do, and each would take more memory
+        most_by_span = most, pitch = k / kSpan + kLanes;
+        if (pitch % 64 == 0) pitch += 16;  // multiples of 256 bytes share few sets of L1
     }
+    size_t column_bytes() const { return pitch ? kSpan * pitch : k / T::kActs * 32; }
+    size_t column_extras() const { return T::kFloat ? 0 : (pitch ? kSpan * pitch : k) / T::kSub; }
     static size_t slab_size() { return sizeof(Unpacked<typename T::Kernels>) * 2 * (kChunk / T::kSub); }
     size_t places_size() const { return ids ? round_up(n * sizeof(Place)) + round_up((experts + 1) * 4) : 0; }
-    size_t bytes_size() const { return round_up((size_t)n * (k / T::kActs) * 32); }
-    size_t shared_size() const {
-        return 64 + places_size() + bytes_size() + (T::kFloat ? 0 : round_up((size_t)n * (k / T::kSub) * sizeof(Extra)));
+    size_t bytes_size() const { return round_up(n * column_bytes()); }
+    size_t shared_size() const { return 64 + places_size() + bytes_size() + round_up(n * column_extras() * sizeof(Extra)); }
+    size_t thread_size() const {
+        const size_t products = pitch ? round_up(2 * sizeof(float) * kLanes * (k / kSpan)) : 0;
+        return std::max(products, slab_size() + round_up((size_t)n * kRows * sizeof(float)));
     }
-    size_t thread_size() const { return slab_size() + round_up((size_t)n * kRows * sizeof(float)); }
     size_t work_size(int n_threads) const { return 64 + shared_size() + n_threads * thread_size(); }
 
     void compute(ggml_compute_params *params, const Additions &added) const {
@@ -608,7 +692,7 @@ template <class T> struct Operation {
         auto product = [&](int expert) {
             const int first = ids ? firsts[expert] : 0, count = ids ? firsts[expert + 1] - first : n;
             return Product{(const uint8_t *)w->data + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
-                           Layout(count, k / T::kActs, rows), bytes + (size_t)first * (k / T::kActs) * 32, extras + (size_t)first * (k / T::kSub)};
+                           Layout(count, k / T::kActs, rows, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
         int at = 0;  // blocks of activations of all products
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
@@ -628,7 +712,8 @@ template <class T> struct Operation {
                 const int soon = std::min((after - before) * step, rows - step);
                 const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
                 added.prefetch(soon, step);
-                if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
+                if (p.layout.is_by_span) compute_by_span(p, row, skipped, from, ahead, own);
+                else if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
                 else compute_many(p, row, skipped, from, ahead, own);
                 added.add(row + skipped, step - skipped);
                 unit = after;
@@ -654,12 +739,31 @@ template <class T> struct Operation {
     void quantize(const Product &p, int begin, int end) const {
         const Layout &l = p.layout;
         end = std::min(end, l.n * l.blocks);
+        if (l.is_by_span) return l.n < 2 ? quantize_spans<1>(p, begin, end) : quantize_spans<2>(p, begin, end);
         for (int i = begin; i < end; i++) {
             const int column = i / l.blocks, block = i % l.blocks;
             const size_t at = l.at(column, block);
             const int g = column / l.width, size = l.size(g);
             Extra *e = p.extras + (size_t)g * l.width * l.blocks * kSubs + (size_t)block * kSubs * size + column % l.width;
             quantize_block<T>(p.source(column) + block * T::kActs, p.bytes + at * 32, e, size);
+        }
+    }
+
+    // The same block of all spans, then the next, so that threads do not write to the same cache lines
+    template <int kC> void quantize_spans(const Product &p, int begin, int end) const {
+        const int spans = k / kSpan;
+        int32_t *x = (int32_t *)p.bytes, *scales = (int32_t *)p.extras, *seconds = scales + kSpan / T::kSub * kC * pitch;
+        for (int i = begin; i < end; i++) {
+            const int span = i % spans, column = i / spans % kC, block = i / spans / kC;
+            int32_t dwords[8], extras[2 * kSubs];  // Extra
+            quantize_block<T>(p.source(column) + span * kSpan + block * T::kActs, (int8_t *)dwords, (Extra *)extras, 1);
+            for (int to = column * pitch + span; to < column * pitch + spans + kLanes; to += spans) {
+                for (int j = 0; j < 8; j++) x[(block * 8 + j) * kC * pitch + to] = dwords[j];
+                for (int j = 0; j < kSubs; j++) {
+                    const int at = (block * kSubs + j) * kC * pitch + to;
+                    scales[at] = extras[2 * j], seconds[at] = extras[2 * j + 1];
+                }
+            }
         }
     }
 
@@ -681,6 +785,15 @@ template <class T> struct Operation {
             }
             for (int c = 0; c < l.size(g); c++) put(p, g * l.width + c, row, skipped, out + c * kLanes, kLanes);
         }
+    }
+
+    void compute_by_span(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own) const {
+        alignas(64) float out[2 * kLanes];
+        if constexpr (T::kTakesSpans) {
+            if (p.layout.n == 1) few_by_span<T, 1>(from, k / kSpan, p.spans<T, 1>(), out, (float *)own, ahead);
+            else if constexpr (T::kGroup == kSpan) few_by_span<T, 2>(from, k / kSpan, p.spans<T, 2>(), out, (float *)own, ahead);
+        }
+        for (int c = 0; c < p.layout.n; c++) put(p, c, row, skipped, out + c * kLanes, kLanes);
     }
 
     void compute_many(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own) const {

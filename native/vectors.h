@@ -22,9 +22,9 @@ typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int8_t Table __attribute__((vector_size(16)));
 
-// How vectors of a block have its bytes: a dword of each row; the same, after arrange(); or, from four to four, 16 bytes of each of
-// some rows, which takes no transposing.
-enum class Order { kDwords, kArranged, kRows };
+// How vectors of a block have its bytes: a dword of each row; the same, after arrange(); from four to four, 16 bytes of each of
+// some rows, which takes no transposing; or a dword of each lane that meets activations of its own.
+enum class Order { kDwords, kArranged, kRows, kSpans };
 
 template <class T> INLINE T load(const void *p) {
     T v;

@@ -1,7 +1,7 @@
 // fuzz_kernels CASES [grid]: operations of random types, shapes, strides, threads and values, computed by the kernels that it is
 // linked with, as ggml's CPU backend calls them. Each is compared with float64, and its bits with those of fewer rows and
 // other numbers of threads. Prints a line each: the operation, and a digest of the result, or that it was declined.
-// `grid`: then a product of each type and of 1 to 512 columns, of odd widths.
+// `grid`: then a product of each type and of 1 to 512 columns, of odd widths; and of one to three, of rows without gaps.
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -490,5 +490,10 @@ int main(int n_arguments, char **arguments) {
         g_random.seed(i);
         g_case = "grid ";
         product(kind, {width, 37, columns[i % 8], 0, 1, false, true, false});
+    }
+    for (int i = 0; i < (n_arguments > 2 ? 16 * 4 : 0); i++) {
+        g_random.seed(i);
+        g_case = "rows ";
+        product(kTypes[i / 4], {256 * between(1, 40), between(16, 50), i % 4 + 1, i % 4 ? 0 : 2, 1, false, false, false});
     }
 }

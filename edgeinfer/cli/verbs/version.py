@@ -20,8 +20,9 @@ from edgeinfer.shipping import shipped
 class VersionResult(Result, frozen=True, kw_only=True):
     """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
 
-    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm"), or
-    "" for llama.cpp's.
+    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm"),
+    `kernels_version` a digest of their sources: with another one results may differ in their last bits,
+    and cached prefixes are computed again. Both are "" for llama.cpp's.
     """
 
     edgeinfer: str
@@ -32,13 +33,14 @@ class VersionResult(Result, frozen=True, kw_only=True):
     llama_cpp_flags: tuple[str, ...]
     cpu_variant: str
     kernels: str
+    kernels_version: str
 
     def human(self) -> str:
         return (
             f"edgeinfer {self.edgeinfer}\npython {self.python}\nllama-cpp-python "
             f"{self.llama_cpp_python}\n"
             f"llama.cpp {self.llama_cpp}, commit {self.llama_cpp_commit}, {self.cpu_variant or 'one'} "
-            f"variant, kernels {self.kernels or 'its own'}\n"
+            f"variant, kernels {f'{self.kernels} {self.kernels_version}'.strip() or 'its own'}\n"
             f"flags {' '.join(self.llama_cpp_flags)}"
         )
 
@@ -75,6 +77,7 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
         llama_cpp_flags=build.flags,
         cpu_variant=build.cpu_variant,
         kernels=build.kernels,
+        kernels_version=build.kernels_version,
     )
 
 
