@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import importlib.abc
+import itertools
 import json
 import os
 import re
@@ -260,14 +261,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"not run: {count} tests that need {needed}")
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths of homes to come: `mktemp` would list those of all earlier tests, 20 ms after some thousand."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def repeats(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """Return how many of `full` generated cases to try: all in `make test-all`, a third in `make test`."""
+    share = 3 if pytestconfig.getoption("--needs") == "none" else 1
+    return lambda full: -(-full // share)
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, homes: Iterator[Path]) -> None:
     for name in list(os.environ):
         if name.startswith(_OURS) and name != "EDGEINFER_TEST_MODELS":
             monkeypatch.delenv(name)
-    home = tmp_path_factory.mktemp("home")
+    home = next(homes)
+    home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("EDGEINFER_HOME", str(home / "edgeinfer"))
 

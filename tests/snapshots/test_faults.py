@@ -53,8 +53,10 @@ def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
     before = folders(warm)
     for stage in STAGES:
         killed_at(warm, stage)
-        listed = warm.run("snapshots", "--json").result["snapshots"]
-        assert [s["details"]["name"] for s in listed] == [MODEL], stage
+        complete = {path.parent.name for path in warm.snapshots.glob("*/manifest")}
+        assert {name.partition("@")[0] for name in complete} == {MODEL}, stage
+    listed = warm.run("snapshots", "--json").result["snapshots"]
+    assert [s["details"]["name"] for s in listed] == [MODEL]
     # each sweeps what the one before has left, this one what the last kill has
     warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()
     left = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}

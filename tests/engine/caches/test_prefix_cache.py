@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -250,8 +251,8 @@ def test_a_model_whose_check_fails_keeps_nothing(
     assert blocks.folder.read_check() == "after a restore the next logits differ by 2"
 
 
-def test_fifty_conversations_with_edits_answer_like_an_oracle_that_forgets(
-    store: BlockStore, smollm2: Path
+def test_conversations_with_edits_answer_like_an_oracle_that_forgets(
+    store: BlockStore, smollm2: Path, repeats: Callable[[int], int]
 ) -> None:
     """Three engines' lives over one store, and one engine that computes every prompt whole. A q8_0 cache
     gives bit-identical results in any batch, so texts must be equal.
@@ -263,7 +264,7 @@ def test_fifty_conversations_with_edits_answer_like_an_oracle_that_forgets(
     reused = 0
     for _ in range(3):
         engine = load(smollm2, store, kv_type="q8_0", n_ctx=1024, n_parallel=2)
-        for _ in range(17):
+        for _ in range(repeats(17)):
             talk = _next_talk(rng, talks, pool)
             request = ask(tuple(talk), max_tokens=2, logprobs=1)
             found, usage = heard(engine, request)

@@ -228,7 +228,8 @@ def test_dead_end_raises_instead_of_masking_everything(constraints, vocab):
 
 
 def test_ambiguous_grammar_ends_its_own_request(constraints, vocab):
-    matcher = constraints.compile(Grammar('root ::= root root | "a" | ""'), vocab).start()
+    rule = " ".join(["root"] * 8)  # a token of it adds eight ways: the limit is near
+    matcher = constraints.compile(Grammar(f'root ::= {rule} | "a" | ""'), vocab).start()
     (a,) = vocab.tokenize("a")
 
     def go_on() -> None:
@@ -439,17 +440,18 @@ def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.model
-def test_model_at_a_high_temperature_follows_100_schemas(smol):
-    schemas = [generated(seed) for seed in range(100)]
+def test_model_at_a_high_temperature_follows_its_schemas(smol, repeats):
+    schemas = [generated(seed) for seed in range(repeats(100))]
     answers = []
-    for start in range(0, 100, 25):
+    for start in range(0, len(schemas), 25):
         answers += _run(smol, [JsonSchema(s) for s in schemas[start : start + 25]])
     finished = [
         (schema, text)
         for schema, (text, reason) in zip(schemas, answers, strict=True)
         if reason == "stop"
     ]
-    assert len(finished) >= 90  # max_tokens cuts the rest; a batch's rounding depends on its members
+    # max_tokens cuts the rest; a batch's rounding depends on its members
+    assert len(finished) >= 0.9 * len(schemas)
     for schema, text in finished:
         valid(schema, text)
     assert all(reason == "length" for _, reason in answers if reason != "stop")

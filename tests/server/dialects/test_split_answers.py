@@ -9,7 +9,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine, split_script
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
-pytestmark = pytest.mark.slow  # a minute: thousands of requests
+pytestmark = pytest.mark.slow  # hundreds of requests
 
 HI = [{"role": "user", "content": "hi"}]
 INFO = msgspec.structs.replace(DEFAULT_INFO, can_think=True)
@@ -171,8 +171,8 @@ def read_ollama(here):
 
 
 @pytest.mark.parametrize("read", [read_chat, read_responses, read_anthropic, read_ollama])
-def test_a_split_answer_is_the_whole_one(here, answer, read):
-    for seed in range(SPLITS):
+def test_a_split_answer_is_the_whole_one(here, answer, read, repeats):
+    for seed in range(repeats(SPLITS)):
         answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
         for got in read(here):
             assert got == answer.expected(), seed

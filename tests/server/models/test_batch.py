@@ -213,6 +213,7 @@ import test_batch as t
 from edgeinfer.cli.verbs import batch
 from edgeinfer.errors import DecodeError
 from fake_engine import Delay, FakeEngine
+t.batches._DEFECT_PAUSES_S = (0.0, 0.0)
 def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]

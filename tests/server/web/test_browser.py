@@ -248,7 +248,7 @@ def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_pa
     page.shot(tmp_path / "page.png")
 
 
-def test_twenty_kills_lose_nothing_that_was_shown(tab, tmp_path):
+def test_kills_lose_nothing_that_was_shown(tab, tmp_path, repeats):
     text = " ".join(f"w{n}" for n in range(400))
     running, port = None, "0"
 
@@ -265,7 +265,7 @@ def test_twenty_kills_lose_nothing_that_was_shown(tab, tmp_path):
     try:
         page = tab(SimpleNamespace(url=f"http://127.0.0.1:{port}"))
         say(page, "go")
-        for _ in range(20):
+        for _ in range(repeats(20)):
             before = page.wait(
                 "document.querySelectorAll('.streaming').length && document.querySelector('.streaming .body').textContent"
             )
