@@ -34,7 +34,7 @@ def call_id(*, short: bool = False) -> str:
 
 
 class AnswerParser:
-    """Parse one generation's text; `tools` are schemas by name. The decode loop's thread alone.
+    """Parse one generation's text; `tools` are schemas by name. Only for the decode loop's thread.
 
     `span`: what the answer may begin with, or has begun with if it is `opened`. `certain`: calls are
     constrained, so well formed. `special_tokens`: whether `feed` needs control tokens as text. Never
@@ -181,9 +181,9 @@ class AnswerParser:
     def _close_section(self, section: Section) -> tuple[str, str]:
         self._take_calls(section)
         self._section = None
-        marker, rest = section.leftover
+        marker, leftover = section.leftover
         self.n_broken_calls += bool(marker)
-        return marker, rest
+        return marker, leftover
 
     def _take_calls(self, section: Section) -> None:
         if events := section.take_events():

@@ -46,7 +46,7 @@ from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
-from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quoted
+from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -79,7 +79,7 @@ class TemplateFacts:
     """A model file's facts about its chat format; `template` may be "".
 
     `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
-    template leaves it out. `guard_content`: control tokens come from the template alone.
+    template leaves it out. `guard_content`: control tokens come only from the template.
     `tool_template`: what the file has for conversations with tools (Command R, Hermes 2 Pro), or "".
     """
 
@@ -179,7 +179,7 @@ class ChatFormat:
         return text if text.startswith(bos) else bos + text
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize a rendered prompt: control tokens come from the template alone."""
+        """Tokenize a rendered prompt: control tokens come only from the template."""
         return self._control.tokenize(prompt)
 
     def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | bytes]:
@@ -289,7 +289,7 @@ class ChatFormat:
             span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
             return (None, False) if grammar is None or span is not None else (grammar, True)
         several = choice.mode == "required" and choice.parallel
-        return tool_call_grammar.required(self._form, tools, vocab, several=several), True
+        return tool_call_grammar.required_calls(self._form, tools, vocab, several=several), True
 
     def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> AnswerParser | None:
         if self._is_transcript and not tools:
@@ -369,18 +369,18 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 def _after_reasoning(
     constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, free: bool
 ) -> Constraint | Lark:
-    """Put the constraint behind a reasoning span that is `opened` by the prompt or `free` to open."""
+    """Put the constraint after a reasoning span that is `opened` by the prompt or `free` to open."""
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
     close = tool_call_grammar.control_token(span.close, vocab)
     if close is None:
-        thought = ["thought: thinking /\\s{0,2}/", f"thinking[lazy]: ANYTHING {quoted(span.close)}"]
+        thought = ["thought: thinking /\\s{0,2}/", f"thinking[lazy]: ANYTHING {quote(span.close)}"]
     else:
         thought = [f"thought: ANYTHING <[{close}]> /\\s{{0,2}}/"]
     begin = "thought" if opened else f"({tool_call_grammar.marker(span.open, vocab)} thought)?"
-    rules = [f"start: {begin} @behind", *thought, "ANYTHING: /(?s:.*)/"]
-    return Lark("\n".join(rules), (("behind", source), *grammars))
+    rules = [f"start: {begin} @answer_after", *thought, "ANYTHING: /(?s:.*)/"]
+    return Lark("\n".join(rules), (("answer_after", source), *grammars))
 
 
 def _as_text(form: ToolFormat, message: Message) -> Message:

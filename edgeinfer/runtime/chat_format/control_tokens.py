@@ -1,4 +1,4 @@
-"""Tokenize a rendered prompt so that control tokens come from the template alone.
+"""Tokenize a rendered prompt so that control tokens come only from the template.
 
 `<|im_end|>` in a message, a tool's result or a document is text. `guard` marks such spellings before
 the template is rendered, and `tokenize` reads the stretches that hold marks without special tokens. A
@@ -20,7 +20,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Stands behind the first character of a guarded spelling. A noncharacter: no text has it.
+#: Stands after the first character of a guarded spelling. A noncharacter: no text has it.
 MARK = "\ufdd0"
 #: The mark as JSON and Python write it, where a template escapes what is not ASCII.
 _ESCAPED = "\\ufdd0"
@@ -135,7 +135,7 @@ class ControlTokens:
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, end, control token behind it or -1) of each text between control tokens."""
+        """Yield (start, end, control token after it or -1) of each text between control tokens."""
         last = 0
         for prefix in self._prefix.finditer(prompt):
             check_deadline()

@@ -16,7 +16,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas of each parameter, also behind references and alternatives."""
+    """Return the schemas of each parameter, also through references and alternatives."""
     root = dict(schema)
     schemas_by_name: dict[str, list[Any]] = {}
     for subschema in value_schemas([root], root):

@@ -71,17 +71,17 @@ class ExhaustedError(SecurityError):
 class Fuel:
     """The remaining budget of one render."""
 
-    __slots__ = ("deadline", "left", "until_check")
+    __slots__ = ("deadline", "units_left", "until_check")
 
     def __init__(self, amount: int = FUEL, cpu_s: float = CPU_LIMIT_S) -> None:
-        self.left = amount
+        self.units_left = amount
         self.deadline = time.thread_time() + cpu_s
         self.until_check = _CHECK_EVERY
 
     def spend(self, units: int) -> None:
         """Spend `units`. Raises ExhaustedError if fuel or CPU time is used up."""
-        self.left -= units
-        if self.left < 0:
+        self.units_left -= units
+        if self.units_left < 0:
             raise ExhaustedError("the chat template makes too much text or loops too often")
         self.until_check -= 1 if units < 4096 else _CHECK_EVERY
         if self.until_check <= 0:
@@ -92,7 +92,7 @@ class Fuel:
 
     def afford(self, units: int) -> None:
         """Raise ExhaustedError if a value of `units` may not be made."""
-        if units > self.left:
+        if units > self.units_left:
             raise ExhaustedError("the chat template makes too much text or loops too often")
 
 
@@ -137,7 +137,7 @@ def _measure(value: Any) -> int:
             stack.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(item)
-        if total + (counted + len(stack)) * _NODE_COST > fuel.left:
+        if total + (counted + len(stack)) * _NODE_COST > fuel.units_left:
             raise ExhaustedError("the chat template makes too large a value")
     fuel.spend(counted)
     return total
@@ -169,7 +169,7 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
     if name in _QUADRATIC and args and isinstance(args[0], str):
         fuel.afford(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.left // _NODE_COST + 1  # one more than `weigh` lets pass
+        most = fuel.units_left // _NODE_COST + 1  # one more than `weigh` lets pass
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
         return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":

@@ -5,7 +5,7 @@ role, tools, earlier tool calls and the form of their arguments. `render` then s
 it supports, so no caller knows model families. Where it supports too little the request still works: a
 system prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
 
-The first rendering runs in a process with limits, later ones in the `sandbox` alone; probe results are
+The first rendering runs in a process with limits, later ones only in the `sandbox`; probe results are
 cached by the template's digest, so a known template starts no process.
 """
 
@@ -17,6 +17,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -59,7 +60,7 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 #: For base models: a plain transcript, which any model of text continues. Ended by the stop strings
-#: beside it. An answer that begins with its own space gets no second one: it comes back as the very
+#: next to it. An answer that begins with its own space gets no second one: it comes back as the very
 #: tokens that are in the cache.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
@@ -74,8 +75,8 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """Features that probing found in a template. `late_system`: a system turn behind other turns.
-    `typed_content`: it reads a content as a list of parts alone, as some of models with pictures do.
+    """Features that probing found in a template. `late_system`: a system turn after other turns.
+    `typed_content`: it reads a content only as a list of parts, as some of models with pictures do.
     `tight_pictures`: no space stands before a picture that begins a turn (SmolVLM's `User:`).
     """
 
@@ -397,13 +398,9 @@ def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str,
     shaped = [_shape_one(message, traits) for message in messages]
     if traits.system and traits.late_system:
         return shaped
-    n_kept = _n_leading(shaped) if traits.system else 0
-    return shaped[:n_kept] + _merge_system(shaped[n_kept:])
-
-
-def _n_leading(shaped: list[dict[str, Any]]) -> int:
-    later = (i for i, message in enumerate(shaped) if message["role"] != "system")
-    return next(later, len(shaped))
+    first_turns = takewhile(lambda message: message["role"] == "system", shaped)
+    leading = list(first_turns) if traits.system else []
+    return leading + _merge_system(shaped[len(leading) :])
 
 
 def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
@@ -434,9 +431,7 @@ def _call_id(call_id: str, traits: TemplateTraits) -> str:
 
 
 def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments: Any = call.arguments
-    if not traits.string_arguments:
-        arguments = read_arguments(call)
+    arguments = call.arguments if traits.string_arguments else read_arguments(call)
     return {
         "id": _call_id(call.id, traits),
         "type": "function",
@@ -466,7 +461,7 @@ def _without_broken_arguments(message: Message) -> Message:
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put system messages before the text of the next user turn, as Gemma's makers advise.
 
-    The last ones, without a user turn behind them, go behind the text of the user turn before.
+    The last ones, without a user turn after them, go after the text of the user turn before.
     """
     merged: list[dict[str, Any]] = []
     waiting: list[str] = []

@@ -1,7 +1,7 @@
 """Tool-call formats of the model families, as data for the parser and the grammar; their markers.
 
 A section is opened by one of `begin` and closed by `end`. It holds calls: JSON objects with a name and
-arguments, alone or in a list; or, with `named`, a bare name and the object of arguments. `skip` may
+arguments, single or in a list; or, with `named`, a bare name and the object of arguments. `skip` may
 stand between them.
 
 Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3.

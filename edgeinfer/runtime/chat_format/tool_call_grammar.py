@@ -18,7 +18,7 @@ from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds, property_schemas
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.requests import Tool, preparing
-from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quoted
+from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quote
 from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _MARKER = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
 def marker(text: str, vocab: Vocab) -> str:
     """Return a marker as a term of the grammar."""
     token = control_token(text, vocab)
-    return quoted(text) if token is None else f"<[{token}]>"
+    return quote(text) if token is None else f"<[{token}]>"
 
 
 def control_token(text: str, vocab: Vocab) -> int | None:
@@ -54,7 +54,7 @@ def _terms(text: str, vocab: Vocab) -> str:
     return " ".join(marker(piece, vocab) for piece in _MARKER.split(text) if piece)
 
 
-def required(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
+def required_calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """Write 1 to MAX_CALLS calls of `tools`. Raises UnsupportedConstraintError."""
     body = _section(form, vocab, several=several and form.parallel)
     opening = _terms(form.opening, vocab)
@@ -72,7 +72,7 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
     opening = _terms(form.opening.removeprefix(begin), vocab)
     body = f"{opening} {_section(form, vocab, several=several and form.parallel)}"
     if control_token(begin, vocab) is None:
-        head = [f"calls: begun {body}", f"begun[lazy]: TEXT {quoted(begin)}"]
+        head = [f"calls: begun {body}", f"begun[lazy]: TEXT {quote(begin)}"]
     else:
         head = [f"calls: TEXT {marker(begin, vocab)} {body}"]
     rules = ["start: calls | TEXT", *head, f"TEXT: {_ANY}", *_calls(form, tools, vocab)]
@@ -81,7 +81,7 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
 
 def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """Return a grammar of calls, or of what the grammar `@answer` allows; the caller adds that."""
-    calls = required(form, tools, vocab, several=several).source.removeprefix("start: ")
+    calls = required_calls(form, tools, vocab, several=several).source.removeprefix("start: ")
     return Lark(f"start: calls | @answer\ncalls: {calls}")
 
 
@@ -111,7 +111,7 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
 
 def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
     """Return what a call has before and after its arguments."""
-    written = name if form.named else quoted(name)[1:-1]
+    written = name if form.named else quote(name)[1:-1]
     before, _, after = form.call.partition("$arguments")
     return before.replace("$name", written), after
 
@@ -132,17 +132,17 @@ def _xml_call(i: int, tool: Tool) -> list[str]:
     for n, key in enumerate(property_schemas(schema)):
         is_required = isinstance(required, list) and key in required
         terms.append(f"x{i}p{n}" if is_required else f"x{i}p{n}?")
-        opening = quoted(f"<parameter={key}>\n")
+        opening = quote(f"<parameter={key}>\n")
         rules.append(f"x{i}p{n}: {opening} {_xml_value(schema, key)}")
     if not terms and schema != _EMPTY:
         terms = [f"x{i}any*"]
         rules.append(f'x{i}any: "<parameter=" /[^<>\\n]{{1,64}}/ ">\\n" xvalue')
-    head = quoted(f"<function={tool.name}>\n")
+    head = quote(f"<function={tool.name}>\n")
     return [f'call{i}: {head} {" ".join(terms)} "</function>"', *rules]
 
 
 def _xml_value(schema: dict[str, Any], key: str) -> str:
-    closing = quoted("\n</parameter>\n")
+    closing = quote("\n</parameter>\n")
     parts = property_schemas(schema)[key]
     kinds = parameter_kinds(schema, key)
     if "string" not in kinds:
@@ -154,7 +154,7 @@ def _xml_value(schema: dict[str, Any], key: str) -> str:
             return f"{inline_schema({'type': sorted(kinds)})} {closing}"
     options = parts[0].get("enum") if isinstance(parts[0], dict) else None
     if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-        return f"({' | '.join(map(quoted, options))}) {closing}"
+        return f"({' | '.join(map(quote, options))}) {closing}"
     return "xvalue"
 
 
@@ -180,7 +180,7 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords beside which an object's own properties are not all that it may have.
+#: Keywords next to which an object's own properties are not all that it may have.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 #: An example shows so many arguments that need not be given, where none has to be.
 _SHOWN = 3
@@ -293,7 +293,6 @@ def _placeholder(schema: Any, name: str) -> Any:
     options, kind = schema.get("enum"), schema.get("type")
     if isinstance(options, list) and options:
         return options[0]
-    if isinstance(kind, list):
-        kind = next(iter(kind), None)
-    simple = {"integer": 1, "number": 1.5, "boolean": True, "array": [f"<{name}>"], "object": {}}
-    return simple.get(kind, f"<{name}>") if isinstance(kind, str) else f"<{name}>"
+    first_kind = str(kind[0] if isinstance(kind, list) and kind else kind)
+    by_kind = {"integer": 1, "number": 1.5, "boolean": True, "array": [f"<{name}>"], "object": {}}
+    return by_kind.get(first_kind, f"<{name}>")

@@ -38,7 +38,7 @@ class Section:
         self._certain, self._new_call = certain, new_call
         self._marker = self._raw = marker
         self._cursor = self._end_of_calls = 0
-        self._ended = self._cut = False
+        self._has_ended = self._cut = False
         self._events: list[ToolCallDelta] = []
         #: Index of the call whose arguments are being streamed.
         self._index = -1
@@ -57,7 +57,7 @@ class Section:
 
     def finish(self, *, cut: bool) -> None:
         """End inside the section: the generation is over, `cut` if the model did not end it."""
-        self._ended, self._cut = True, cut
+        self._has_ended, self._cut = True, cut
         self.feed("")
         if self._index >= 0:
             self._end_of_calls = len(self._raw)
@@ -85,7 +85,7 @@ class Section:
             self._cursor = len(self._raw) - len(text)
             if text and not could_become(text, literals):
                 return text
-            if self._ended:
+            if self._has_ended:
                 self._cursor = len(self._raw)
                 return ""
             yield
@@ -239,7 +239,7 @@ class JsonSection(Section):
         """Parse calls of Python, up to the first end of the section that is not in a string."""
         begin = search_from = len(self._marker)
         while True:
-            while (closing_start := self._raw.find(closing, search_from)) < 0 and not self._ended:
+            while (closing_start := self._raw.find(closing, search_from)) < 0 and not self._has_ended:
                 yield
             code = self._raw[begin : closing_start if closing_start >= 0 else None]
             calls = python_calls(code) or []
@@ -304,19 +304,16 @@ def _decode(text: str) -> Any:
 
 #: The longest block that is parsed, characters.
 _MAX_PYTHON = 20_000
-#: A whole string of Python.
-_STRING = re.compile(
-    "|".join(
-        rf"{quote}(?:\\.|[^{taboo}\\])*?{quote}"
-        for quote, taboo in (('"""', ""), ("'''", ""), ('"', '"\n'), ("'", "'\n"))
-    ),
-    re.DOTALL,
-)
 
 
 def _ends_in_string(code: str) -> bool:
-    text = _STRING.sub("", code)
-    return bool(re.search("\"{3}|'{3}", text) or re.search("[\"']", text.rpartition("\n")[2]))
+    try:
+        ast.parse(code.strip(), mode="eval")
+    except SyntaxError as error:
+        return error.msg.startswith("unterminated")
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    return False
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:

@@ -71,7 +71,7 @@ class XmlSection(Section):
         literals = (PARAMETER, END_FUNCTION, END_CALL)
         while (text := (yield from self._upcoming(literals))).startswith(PARAMETER):
             key = yield from self._read_name()
-            while self._cursor == len(self._raw) and not self._ended:
+            while self._cursor == len(self._raw) and not self._has_ended:
                 yield
             if not key:
                 return False
@@ -103,7 +103,7 @@ class XmlSection(Section):
     def _may_grow(self, start: int) -> bool:
         """Return whether a marker with a name that starts there may have its end in later text."""
         text = self._raw[start : start + MAX_NAME]
-        return not self._ended and len(text) < MAX_NAME and not {">", "\n"} & set(text)
+        return not self._has_ended and len(text) < MAX_NAME and not {">", "\n"} & set(text)
 
     def _read_value(self, key: str, kinds: frozenset[str]) -> Generator[None, None, bool]:
         """Stream a value; return False if the answer ends inside it."""
@@ -113,7 +113,7 @@ class XmlSection(Section):
         head = f"{self._separator}{json_text(key)}: "
         while (value_end := self._find_end(value)) is None:
             head = self._send_value(head, value.grow(self._raw))
-            if self._ended:
+            if self._has_ended:
                 return False
             yield
         self._send_value(head, value.close(self._raw[value.start : value_end].removesuffix("\n")))
@@ -153,7 +153,7 @@ class XmlSection(Section):
             opening = self._raw.rfind("<", value.seen)
             is_open = opening >= 0 and could_become(self._raw[opening:], _MARKERS)
             value.seen = opening if is_open else len(self._raw)
-        return self._best_end(value) if self._ended and not self._cut else None
+        return self._best_end(value) if self._has_ended and not self._cut else None
 
     def _judge(self, marker: re.Match[str]) -> Verdict:
         """Judge what may be the end of a value by what follows it."""
@@ -164,7 +164,7 @@ class XmlSection(Section):
         tail = _TAIL.match(self._raw, marker.end() if has_closer else start)
         assert tail
         text = self._raw[tail.end() :]
-        if not self._ended and self._is_open(text):
+        if not self._has_ended and self._is_open(text):
             return "wait"
         key, name = tail[1], tail[3]
         if key is not None:
@@ -175,10 +175,10 @@ class XmlSection(Section):
             if not has_closer:
                 return "perhaps" if is_known else "no"
             return "end" if is_known or not self._parameters else "perhaps"
-        if not tail["closers"] and (text or not self._ended) and not could_become(text, _MARKERS):
+        if not tail["closers"] and (text or not self._has_ended) and not could_become(text, _MARKERS):
             return "no"
         is_next = name is not None and name.strip().strip("\"'") in self._tools
-        return "end" if has_closer and (is_next or (self._ended and not text)) else "perhaps"
+        return "end" if has_closer and (is_next or (self._has_ended and not text)) else "perhaps"
 
     def _is_open(self, text: str) -> bool:
         """Return whether later text may tell more of what follows a value."""

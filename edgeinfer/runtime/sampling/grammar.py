@@ -54,8 +54,8 @@ _LIMITS = {
     "too many expressions": "its regular expressions are too large",
     "too many states": "its regular expressions are too large",
     "schema too large": "it is too large once references and `allOf` are put together",
-    "stack level exceeded": "its references are too deep beside other keywords",
-    "circular references with sibling": "it refers to itself through `allOf`, or beside other keywords",
+    "stack level exceeded": "its references are too deep next to other keywords",
+    "circular references with sibling": "it refers to itself through `allOf`, or next to others",
 }
 _STACK_BYTES = 64 * 1024 * 1024
 _stack_lock = threading.Lock()
@@ -84,21 +84,21 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class TokenMatcher:
-    """A request's position in its constraint. From the decode loop's thread alone."""
+    """A request's position in its constraint. Only for the decode loop's thread."""
 
-    __slots__ = ("_bits", "_matcher", "_n_bytes", "_n_vocab", "_numbers", "_pointer", "_words")
+    __slots__ = ("_bits", "_mask_words", "_matcher", "_n_bytes", "_n_vocab", "_numbers", "_pointer")
 
     def __init__(self, matcher: Any, n_vocab: int, numbers: NumberLimit | None = None) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
         self._numbers = numbers
-        self._words = np.empty((n_vocab + 31) // 32, np.uint32)
-        self._bits = self._words.view(np.uint8)
-        self._pointer, self._n_bytes = self._words.ctypes.data, self._words.nbytes
+        self._mask_words = np.empty((n_vocab + 31) // 32, np.uint32)
+        self._bits = self._mask_words.view(np.uint8)
+        self._pointer, self._n_bytes = self._mask_words.ctypes.data, self._mask_words.nbytes
 
     def mask_into(self, logits: npt.NDArray[np.float32]) -> None:
         """Set forbidden logits to -inf, in place. Raises UnsupportedConstraintError at a limit."""
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
-        np.invert(self._words, out=self._words)
+        np.invert(self._mask_words, out=self._mask_words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # a parser in error allows the end, which would pass for a whole output
         if self._matcher.is_error() or forbidden.all():
@@ -121,7 +121,7 @@ class TokenMatcher:
         """Return how many of `tokens` may come next, in this order."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         """Return the tokens that must come next; empty if there is a choice."""
         return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]
 
@@ -238,7 +238,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
-    """Add the keyword that the grammar engine's `words` name to the place of its schema."""
+    """Add the keyword that the grammar engine's `message` names to the place of its schema."""
     if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
         return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if message.startswith("Resource '"):
@@ -277,7 +277,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
                 "a choice needs options, none of them empty", param="options"
             )
         # one terminal: as alternatives of a rule, each option would be an item of the parser
-        return "start: OPTION\nOPTION: " + " | ".join(map(quoted, constraint.options)), "options"
+        return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 
 
@@ -298,7 +298,7 @@ def whole(pattern: str) -> str:
     return bare
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -346,7 +346,7 @@ def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
     )
 
 
-#: `\u` and `\U` behind whole pairs of backslashes.
+#: `\u` and `\U` after whole pairs of backslashes.
 _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 

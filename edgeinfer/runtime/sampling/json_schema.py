@@ -58,7 +58,7 @@ def target(root: dict[str, Any], ref: Any) -> Any:
     node: Any = root
     for step in pointer.split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
-        parts = {str(i): part for i, part in enumerate(node)} if isinstance(node, list) else node
+        parts = {str(i): element for i, element in enumerate(node)} if isinstance(node, list) else node
         node = parts.get(name) if isinstance(parts, dict) else None
     return node
 
@@ -143,18 +143,16 @@ _MOST = {"integer": 1 << 62, "number": 1e18}
 def _clamp(schema: dict[str, Any]) -> None:
     """Narrow bounds that the grammar engine cannot express; such numbers are then not written."""
     most = _MOST["integer" if schema.get("type") == "integer" else "number"]
-    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        bound = schema.get(key)
-        if not isinstance(bound, (int, float)):
-            continue
-        if bound < -most and key in ("minimum", "exclusiveMinimum"):
-            schema[key] = -most
-        elif bound > most and key in ("maximum", "exclusiveMaximum"):
-            schema[key] = most
+    for key in ("minimum", "exclusiveMinimum"):
+        if isinstance(schema.get(key), (int, float)):
+            schema[key] = max(schema[key], -most)
+    for key in ("maximum", "exclusiveMaximum"):
+        if isinstance(schema.get(key), (int, float)):
+            schema[key] = min(schema[key], most)
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Drop a `type` beside a reference that has it: a circle may have nothing beside it."""
+    """Drop a `type` next to a reference that has it: a circle may have nothing next to it."""
     referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
     if isinstance(referred, dict) and referred.get("type") == schema["type"]:
         del schema["type"]
@@ -200,15 +198,16 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
     """Rewrite patterns that the grammar engine takes too widely or does not know."""
     pattern = schema.get("pattern")
     try:
-        if isinstance(pattern, str) and patterns.has_look_around(pattern):
-            parts = patterns.without_look_aheads(pattern)
-            if parts is not None:
-                schema["pattern"], *more = [patterns.narrow(piece) for piece in parts]
-                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": piece} for piece in more)]
-            elif "format" in schema:  # enforced, and it says the same in zod's and others' schemas
-                del schema["pattern"]
-        elif isinstance(pattern, str):
-            schema["pattern"] = patterns.narrow(pattern)
+        parts = patterns.enforceable(pattern) if isinstance(pattern, str) else None
+        if parts:
+            schema["pattern"], *more = parts
+            if more:
+                schema["allOf"] = [
+                    *schema.get("allOf", ()),
+                    *({"pattern": pattern_part} for pattern_part in more),
+                ]
+        elif "pattern" in schema and "format" in schema:
+            del schema["pattern"]  # the format is enforced, and says the same in zod's schemas
         members = schema.get("patternProperties")
         if isinstance(members, dict):
             schema["patternProperties"] = {
@@ -255,17 +254,13 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
     options = [] if unless is None else [unless]
     if isinstance(members, dict) and isinstance(outer, dict):
         for name, member in members.items():
-            values, allowed = _values_of(member), _values_of(outer.get(name)) or []
+            values, allowed = _values(member), _values(outer.get(name)) or []
             remaining = [value for value in allowed if value not in (values or ())]
             if values is not None and remaining:
                 options.append(
                     {"type": "object", "required": [name], "properties": {name: {"enum": remaining}}}
                 )
     return {"anyOf": options} if options else None
-
-
-def _values_of(schema: Any) -> list[Any] | None:
-    return _values(schema) if isinstance(schema, dict) else None
 
 
 def negate(schema: Any, depth: int = 0) -> Any:
@@ -422,7 +417,7 @@ class Overlaps:
     def __init__(
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
-        self._find, self._define = target, define
+        self._target_of, self._define = target, define
         #: Verdicts by identity, each with its pair: a freed schema's id would be given to another.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
@@ -464,26 +459,23 @@ class Overlaps:
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
                 break
-            target = self._target(schema)
+            target = self._target_of(schema["$ref"])
             if isinstance(target, dict) and "oneOf" in target:
                 break
             schema = target
         return schema
-
-    def _target(self, schema: dict[str, Any]) -> Any:
-        return self._find(schema["$ref"])
 
     def _required_names(self, schema: Any, seen: set[int]) -> Iterator[str]:
         if isinstance(schema, dict) and id(schema) not in seen and len(seen) < _MAX_DEPTH:
             seen.add(id(schema))
             yield from schema.get("required", ())
             if "$ref" in schema:
-                yield from self._required_names(self._target(schema), seen)
+                yield from self._required_names(self._target_of(schema["$ref"]), seen)
             for subschema in schema.get("allOf", ()):
                 yield from self._required_names(subschema, seen)
 
     def kinds(self, schema: Any, depth: int = 0) -> set[str]:
-        """Return the types that a document may have, "integer" beside "number"."""
+        """Return the types that a document may have, "integer" with "number"."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return set() if schema is False else set(TYPES)
         check_deadline()
@@ -497,7 +489,7 @@ class Overlaps:
             name = schema["$ref"]
             if name not in self._kinds:
                 self._kinds[name] = set(TYPES)  # while they are being found out
-                self._kinds[name] = self.kinds(self._target(schema), depth + 1)
+                self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
             if key in schema:
@@ -524,7 +516,7 @@ class Overlaps:
         if all(self._apart(kind, a, b, depth) for kind in shared):
             return True
         for this, other in ((a, b), (b, a)):
-            if "$ref" in this and self.disjoint(self._target(this), other, depth):
+            if "$ref" in this and self.disjoint(self._target_of(this["$ref"]), other, depth):
                 return True
             if any(self.disjoint(branch, other, depth) for branch in this.get("allOf", ())):
                 return True
@@ -553,7 +545,9 @@ def kinds_of(value: Any) -> tuple[str, ...]:
     return (names[type(value)],)
 
 
-def _values(schema: dict[str, Any]) -> list[Any] | None:
+def _values(schema: Any) -> list[Any] | None:
+    if not isinstance(schema, dict):
+        return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 

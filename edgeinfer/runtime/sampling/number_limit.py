@@ -51,8 +51,11 @@ class NumberLimit:
         if self._is_text and not self._is_escaped and b'"' not in piece and b"\\" not in piece:
             return
         for character in piece:
-            if self._is_text:
-                self._note_text(character)
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped = character == 0x5C
+                self._is_text = character != 0x22
             elif 0x30 <= character <= 0x39:
                 self._n_digits += 1
             elif character == 0x22:
@@ -61,11 +64,3 @@ class NumberLimit:
                 self._n_digits = MAX_DIGITS - _EXPONENT_DIGITS
             elif character not in b".+-":
                 self._n_digits = 0
-
-    def _note_text(self, character: int) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == 0x5C:
-            self._is_escaped = True
-        elif character == 0x22:
-            self._is_text = False

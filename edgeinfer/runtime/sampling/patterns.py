@@ -30,8 +30,10 @@ def _basic_plane() -> str:
     return "".join(map(chr, (*range(0xD800), *range(0xE000, 0x10000))))
 
 
-def has_look_around(pattern: str) -> bool:
-    return _LOOK_AROUND.search(pattern) is not None
+def enforceable(pattern: str) -> list[str] | None:
+    """Return patterns that together mean `pattern`, None if there are none. Raises ValueError."""
+    parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
+    return parts and [narrow(pattern_part) for pattern_part in parts]
 
 
 @lru_cache(maxsize=256)
@@ -108,7 +110,7 @@ def without_look_aheads(pattern: str) -> list[str] | None:
         remaining = remaining[group_end + 1 :]
         anchor = "^"
     tail = anchor + remaining.removeprefix("^")
-    return None if has_look_around("".join((*parts, tail))) else [*parts, tail]
+    return None if _LOOK_AROUND.search("".join((*parts, tail))) else [*parts, tail]
 
 
 def _closing(text: str, start: int) -> int:

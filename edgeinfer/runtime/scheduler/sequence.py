@@ -170,7 +170,7 @@ class Sequence:
         if reason is None and self.budget is not None and self.budget.is_spent(self.output):
             reason = self._close_reasoning(vocab, self.budget.close)
         if reason is None and self.matcher is not None and top is None:
-            reason = self._take_all(vocab, self.matcher.forced())
+            reason = self._take_all(vocab, self.matcher.forced_tokens())
         return reason
 
     def _mask(self, logits: npt.NDArray[np.float32]) -> None:

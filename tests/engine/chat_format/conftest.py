@@ -49,7 +49,7 @@ def draw_text(
     matcher = constraints.compile(constraint, vocab).start()
     text = b""
     for _ in range(limit):
-        forced = list(matcher.forced())
+        forced = list(matcher.forced_tokens())
         if not forced:
             logits = np.zeros(vocab.n_vocab, np.float32)
             matcher.mask_into(logits)

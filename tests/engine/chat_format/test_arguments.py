@@ -53,9 +53,9 @@ def test_schemas_of_a_shared_object_stay_open():
     assert single == {"allOf": [first | CLOSED]}
     either = _schema_of(properties={"x": {"anyOf": [first, two]}})["properties"]["x"]
     assert either == {"anyOf": [first | CLOSED, two | CLOSED]}
-    beside = _schema_of(properties={"a": TEXT}, anyOf=[two])
-    assert "additionalProperties" not in beside
-    assert beside["anyOf"] == [two]
+    joined_schema = _schema_of(properties={"a": TEXT}, anyOf=[two])
+    assert "additionalProperties" not in joined_schema
+    assert joined_schema["anyOf"] == [two]
     base = {"$defs": {"base": first}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/base"}, two]}}}
     assert _schema_of(**base)["$defs"]["base"] == first
     plain = {"$defs": {"base": first}, "properties": {"x": {"$ref": "#/$defs/base"}}}

@@ -276,11 +276,11 @@ def test_unusual_order_of_roles_renders(name, messages):
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_required_call_overrides_a_constraint_of_the_answer(mode):
     choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    alone = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=choice))
-    beside = load("qwen25").prepare(
+    without_format = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=choice))
+    with_format = load("qwen25").prepare(
         request_of(tools=(WEATHER,), tool_choice=choice, constraint=JsonSchema({"type": "object"}))
     )
-    assert beside.constraint == alone.constraint
+    assert with_format.constraint == without_format.constraint
 
 
 def test_tool_choice_none_shows_and_parses_no_tools():
@@ -387,7 +387,7 @@ def test_required_calls_wait_for_reasoning(constraints, vocab, name):
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
     for token in vocab.tokenize(thought):
         assert matcher.accept(token)
-    forced = b"".join(map(vocab.piece, matcher.forced())).decode()
+    forced = b"".join(map(vocab.piece, matcher.forced_tokens())).decode()
     assert forced.startswith("<")
     assert "call" in forced
 
@@ -454,7 +454,7 @@ def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
     marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
     for token in vocab.tokenize("Let me see. " + marker):
         assert matcher.accept(token)
-    assert b"name" in b"".join(map(vocab.piece, matcher.forced()))
+    assert b"name" in b"".join(map(vocab.piece, matcher.forced_tokens()))
     assert not any(matcher.accept(end) for end in vocab.eos_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Control tokens come from the chat template alone, whatever messages, tools and documents say."""
+"""Control tokens come only from the chat template, whatever messages, tools and documents say."""
 
 import json
 import random

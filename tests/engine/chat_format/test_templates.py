@@ -50,7 +50,7 @@ def test_conversation_with_a_system_prompt_renders(name):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("first", [(), (SYSTEM,)])
 def test_late_system_turn_keeps_its_place(name, first):
-    """Written as one where the template can, else with the user's words beside it: never left out."""
+    """Written as one where the template can, else with the user's words next to it: never left out."""
     turns = (
         *first,
         Message(role="user", content="alpha"),
