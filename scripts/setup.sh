@@ -160,7 +160,7 @@ install_criu() {
   scripts/fetch_criu.sh .venv/criu >&2 || say "could not get CRIU: launches will be cold"
 }
 
-criu_works() {  # a version the design needs (snapshots/criu.py), and able to run here
+criu_works() {  # a version the design needs (snapshot_format/criu.py), and able to run here
   local minor=1
   ! grep -qm1 '^Features.* paca' /proc/cpuinfo || minor=2
   [ -n "$1" ] && "$1" --version 2>/dev/null |

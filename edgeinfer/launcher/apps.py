@@ -14,7 +14,7 @@ from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStale
 from edgeinfer.launcher import messages, process_env, selection, supervise
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process
-from edgeinfer.snapshots import format
+from edgeinfer.snapshot_format import format
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Apps:
 def hint_at(error: EdgeInferError) -> str:
     """Return the command that makes the next start a resumed one, or why none does."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-        from edgeinfer.snapshots import criu  # not for a launch that resumes a known one
+        from edgeinfer.snapshot_format import criu  # not for a launch that resumes a known one
 
         return criu.FILTERED if criu.is_filtered() else _WARM
     from edgeinfer import error_text  # 1 ms, and only before a cold start

@@ -10,10 +10,10 @@ import time
 from edgeinfer.launcher import messages, supervise
 from edgeinfer.launcher.apps import quietly
 from edgeinfer.platform import paths, process
-from edgeinfer.snapshots import format
+from edgeinfer.snapshot_format import format
 
 #: The module of a background build.
-JOBS = "edgeinfer.snapshots.build.jobs"
+JOBS = "edgeinfer.snapshots.builder.jobs"
 #: In the state directory: a line for each background build, or the reason for none.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10

@@ -13,7 +13,7 @@ from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differin
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
-from edgeinfer.snapshots import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, format
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import os
 import sys
 
 from edgeinfer.platform import linux, process
-from edgeinfer.snapshots import criu
-from edgeinfer.snapshots.format import IMAGES, Manifest
+from edgeinfer.snapshot_format import criu
+from edgeinfer.snapshot_format.format import IMAGES, Manifest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -66,13 +66,6 @@ def program_file() -> Path | None:
     return Path(named) if is_shipped() and named and os.path.isfile(named) else None
 
 
-def bundled_criu() -> Path | None:
-    """Return the bundled CRIU; None with `--without-criu` or outside the shipped file."""
-    app = app_dir()
-    criu = app / "criu/bin/criu" if app else None
-    return criu if criu and criu.is_file() else None
-
-
 def trust_certificates() -> None:
     """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
 

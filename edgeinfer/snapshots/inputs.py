@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.snapshots import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, format
 
 #: Choices that a load makes by what is free at that moment, as far as an option can make them.
 _CHOICES = ("kv_type", "flash_attention")

@@ -26,7 +26,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, write_whole
-from edgeinfer.snapshots import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, format
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.drift import drift_path
 from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.snapshots import fingerprint
+from edgeinfer.snapshot_format import fingerprint
 
 #: What lm-evaluation-harness made of the shipped set: tests/clients/sessions/lm_eval_basics.py.
 RECORDED = Path(__file__).parents[1] / "clients/recorded/lm_eval_basics.json"

@@ -33,7 +33,7 @@ def modules_after(statement):
         ),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
         # it clones into namespaces, where a lock that another thread holds is never released
-        ("import edgeinfer.snapshots.build.builder", HEAVY),
+        ("import edgeinfer.snapshots.builder.builder", HEAVY),
         ("import edgeinfer.snapshots.restore.app_process", HEAVY),
         ("import edgeinfer.cli.verbs.show, edgeinfer.chat.model_choices", ("llama_cpp", "numpy")),
     ],
@@ -78,7 +78,7 @@ import edgeinfer
 for module in pkgutil.walk_packages(edgeinfer.__path__, "edgeinfer."):
     if not module.name.startswith("edgeinfer.cluster.") and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-assert "edgeinfer.snapshots.build.builder" in sys.modules
+assert "edgeinfer.snapshots.builder.builder" in sys.modules
 """
 
 

@@ -32,7 +32,7 @@ from edgeinfer.models.gguf import read_header
 from edgeinfer.models.listing import every_model
 from edgeinfer.models.reference import is_model, resolve
 from edgeinfer.platform import disk
-from edgeinfer.snapshots.format import part_of, safe_name
+from edgeinfer.snapshot_format.format import part_of, safe_name
 
 TINY = gguf_bytes()
 

@@ -14,7 +14,7 @@ from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.snapshots.format import MANIFEST
+from edgeinfer.snapshot_format.format import MANIFEST
 
 
 @pytest.fixture

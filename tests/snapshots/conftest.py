@@ -20,7 +20,7 @@ import httpx2
 import pytest
 from other_processes import descendants, engines_below, free_port, has_ended, wait_until
 
-from edgeinfer.snapshots.criu import probe
+from edgeinfer.snapshot_format.criu import probe
 
 from ..conftest import one_process_at_a_time
 

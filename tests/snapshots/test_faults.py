@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from other_processes import descendants
 
-from edgeinfer.snapshots.criu import MINIMUM, candidates, version_of
+from edgeinfer.snapshot_format.criu import MINIMUM, candidates, version_of
 
 from ..conftest import flip_bit
 from .conftest import MODEL
@@ -68,7 +68,7 @@ def test_killed_build_is_no_lasting_failure(warm):
     process = warm.popen("warm", MODEL, "--ctx", "768")
     while not process.stderr.readline().startswith(STAGES[0]):
         pass
-    parked = next(pid for pid in descendants(process.pid) if b"build.park" in command_line(pid))
+    parked = next(pid for pid in descendants(process.pid) if b"snapshots.parked" in command_line(pid))
     os.kill(parked, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert "the process to be snapshot was killed" in err
@@ -101,7 +101,7 @@ def small_disk(person, size: str):
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer.cli.main import main
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots import registry
 jobs.refuse_full = lambda *_: None
 registry.make_room = lambda *_, **__: []
@@ -309,7 +309,7 @@ def test_user_namespaces_switched_off(user):
 
 WHERE_NAMESPACES_ARE_REFUSED = """
 import sys
-from edgeinfer.snapshots import criu
+from edgeinfer.snapshot_format import criu
 criu.namespaces_refused = lambda tier: "they are switched off"
 from edgeinfer.launcher import main
 sys.exit(main())

@@ -16,7 +16,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.launcher import messages
-from edgeinfer.snapshots import format
+from edgeinfer.snapshot_format import format
 
 words = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),

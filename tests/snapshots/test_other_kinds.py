@@ -99,7 +99,7 @@ def main():  # the last definition counts
 def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, place):
     copy = place.folder / "failing"
     shutil.copytree(place.sources, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    park = copy / "edgeinfer/snapshots/build/park.py"
+    park = copy / "edgeinfer/snapshots/parked.py"
     whole = park.read_text()
     before, main, after = whole.partition('\nif __name__ == "__main__":')
     park.write_text(before + SABOTAGE + main + after)

@@ -37,8 +37,9 @@ from edgeinfer.platform.disk import free_bytes, locked
 from edgeinfer.platform.page_cache import is_cold
 from edgeinfer.runtime.llama.mappings import Area
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshots import criu, fingerprint, format, registry
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshots import registry
+from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, describe
 from edgeinfer.snapshots.restore import app_process, loaded_model
 from edgeinfer.snapshots.restore.app_host import AppHost
@@ -506,7 +507,12 @@ def test_orphaned_snapshots_are_pruned_first(root, tmp_path):
 
 def test_own_files_are_those_of_the_whole_package():
     stamped = {os.path.relpath(path, fingerprint.PACKAGE) for path in fingerprint.own_files()}
-    assert stamped >= {"cli/main.py", "launcher/launch.py", "runtime/engine.py", "snapshots/criu.py"}
+    assert stamped >= {
+        "cli/main.py",
+        "launcher/launch.py",
+        "runtime/engine.py",
+        "snapshot_format/criu.py",
+    }
 
 
 # --- what a launch imports

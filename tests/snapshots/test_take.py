@@ -231,7 +231,7 @@ import json, msgspec
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs
 became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
 inputs = SnapshotInputs(

@@ -180,7 +180,7 @@ def _backend(
 def _snapshots() -> Finding:
     if sys.platform != "linux":
         return Finding("warn", "they need Linux; launches are cold")
-    from edgeinfer.snapshots.criu import probe
+    from edgeinfer.snapshot_format.criu import probe
 
     probed = probe()
     if probed.tier is None:

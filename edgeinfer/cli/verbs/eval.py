@@ -40,7 +40,7 @@ from edgeinfer.platform.machine import read_gpus
 from edgeinfer.runtime.llama import backends, libedgeinfer
 from edgeinfer.runtime.requests import preparing
 from edgeinfer.server.batches import BatchLine
-from edgeinfer.snapshots import fingerprint
+from edgeinfer.snapshot_format import fingerprint
 
 _Z = 1.96
 #: An answer in a report is cut to this (characters).

@@ -21,7 +21,7 @@ from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
 from edgeinfer.models.store import unfinished
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.snapshots.format import generations, model_part, part_of
+from edgeinfer.snapshot_format.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
 
 #: What `--fits` says over each group.

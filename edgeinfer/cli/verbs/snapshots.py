@@ -25,9 +25,10 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.snapshots import criu, fingerprint, format, registry, running
-from edgeinfer.snapshots.build import builder, jobs
-from edgeinfer.snapshots.build.jobs import take as build
+from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshots import registry, running
+from edgeinfer.snapshots.builder import builder, jobs
+from edgeinfer.snapshots.builder.jobs import take as build
 from edgeinfer.snapshots.inputs import ProcessDescription
 from edgeinfer.snapshots.registry import Details, Failure, Listed
 from edgeinfer.units import format_bytes, format_duration

@@ -19,8 +19,8 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.safe_text import without_controls
-from edgeinfer.snapshots import format
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshot_format import format
+from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes

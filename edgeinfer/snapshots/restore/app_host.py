@@ -32,7 +32,7 @@ from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshots import format
+from edgeinfer.snapshot_format import format
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, describe, stamps_of
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 

@@ -22,8 +22,8 @@ from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform.linux import getrandom
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshots import criu
-from edgeinfer.snapshots.format import Manifest
+from edgeinfer.snapshot_format import criu
+from edgeinfer.snapshot_format.format import Manifest
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 _SAMPLED_TOKENS = 12

@@ -16,7 +16,8 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.disk import CHUNK_BYTES, sha256_of
 from edgeinfer.runtime.options import Adapter, parse_adapters
-from edgeinfer.snapshots import fingerprint, format, registry
+from edgeinfer.snapshot_format import fingerprint, format
+from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.image import (
     ImageStore,

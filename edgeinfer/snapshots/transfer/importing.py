@@ -26,8 +26,8 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import room_errors, sha256_of, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshots import format
-from edgeinfer.snapshots.build import jobs
+from edgeinfer.snapshot_format import format
+from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, adapters_text
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.transfer import signing

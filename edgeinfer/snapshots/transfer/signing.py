@@ -14,7 +14,7 @@ from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrust
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, new_key_text, parse_key
-from edgeinfer.snapshots.format import refuse_unsafe
+from edgeinfer.snapshot_format.format import refuse_unsafe
 
 PRIVATE_KEY = "snapshot-key.pem"
 SIGNERS = "snapshot-signers"

@@ -12,7 +12,7 @@ from edgeinfer.errors import SnapshotError
 from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
-from edgeinfer.snapshots import format
+from edgeinfer.snapshot_format import format
 from edgeinfer.snapshots.transfer import exporting, image
 
 from ..conftest import Endpoint

@@ -1,9 +1,9 @@
 """Build one snapshot: start the parked process in namespaces, dump it, bake it, try it.
 
-`python -m edgeinfer.snapshots.build.builder FD FOLDER`, a small process with one thread (it clones into
-namespaces), started by `edgeinfer.snapshots.build.jobs` and ended by it, whatever way `warm` ends. FD
-is a socket to it: it takes one build request, and answers with `Stage` messages and then `Details` or
-`Failed`.
+`python -m edgeinfer.snapshots.builder.builder FD FOLDER`, a small process with one thread (it clones
+into namespaces), started by `edgeinfer.snapshots.builder.jobs` and ended by it, whatever way `warm`
+ends. FD is a socket to it: it takes one build request, and answers with `Stage` messages and then a
+`Payload`, the details, or `Failed`.
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
 has computed the canary (`LoadedModel.canary`) bit for bit as it was before the dump.
@@ -39,10 +39,11 @@ from edgeinfer.errors import (
 from edgeinfer.launcher import messages
 from edgeinfer.platform import linux, process
 from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_whole
-from edgeinfer.snapshots import criu, fingerprint, format, registry
-from edgeinfer.snapshots.build.bake import Baked, bake
-from edgeinfer.snapshots.build.park import Parked, Stages
+from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshots import registry
+from edgeinfer.snapshots.builder.bake import Baked, bake
 from edgeinfer.snapshots.inputs import SnapshotInputs
+from edgeinfer.snapshots.parked import Parked, Stages
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
@@ -164,7 +165,7 @@ class Builder:
             for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
                 os.dup2(fd, target)
             process.close_all_but(format.LINK_FD, format.WAKE_FD)
-            command = process.child_command("edgeinfer.snapshots.build.park")
+            command = process.child_command("edgeinfer.snapshots.parked")
             os.execve(command[0], command, parked_environment())
         finally:
             os._exit(127)
@@ -386,6 +387,6 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.build import builder  # classes of this module, not of `__main__`
+    from edgeinfer.snapshots.builder import builder  # classes of this module, not of `__main__`
 
     builder.main()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import DumpError, SnapshotCorruptError
-from edgeinfer.snapshots.build import bake, criu_images
-from edgeinfer.snapshots.build.criu_images import Field, ImageMessage
+from edgeinfer.snapshots.builder import bake, criu_images
+from edgeinfer.snapshots.builder.criu_images import Field, ImageMessage
 
 PAGE = bake.PAGE
 PID = 30000

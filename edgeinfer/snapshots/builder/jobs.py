@@ -4,8 +4,8 @@ A job takes the lock of its name, makes room, runs a builder and prunes. `take` 
 process has loaded once more and snapshots that one: the running one is neither stopped nor read
 (docs/decisions/091-snapshot-of-a-running-service.md).
 
-`python -m edgeinfer.snapshots.build.jobs MODEL OPTIONS` builds in the background what would have served
-a cold launch, at idle priority, and adds one line to `auto-warm.log` in the state directory.
+`python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` builds in the background what would have
+served a cold launch, at idle priority, and adds one line to `auto-warm.log` in the state directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots import criu, fingerprint, format, registry
-from edgeinfer.snapshots.build.builder import BuildRequest, wait_for_payload
+from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshots import registry
+from edgeinfer.snapshots.builder.builder import BuildRequest, wait_for_payload
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamps_of
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
@@ -45,7 +46,7 @@ Progress = Callable[[str, float | None], None]
 BACKGROUND_LOCK = ".auto-warm.lock"
 #: Python's heap, KV cache and compute buffers that were touched.
 _NEED_BYTES = 400 << 20
-_BUILDER = "edgeinfer.snapshots.build.builder"
+_BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:

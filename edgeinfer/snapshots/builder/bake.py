@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from edgeinfer.errors import DumpError
 from edgeinfer.runtime.llama.mappings import Range
-from edgeinfer.snapshots.build import criu_images
-from edgeinfer.snapshots.build.criu_images import ImageMessage
+from edgeinfer.snapshots.builder import criu_images
+from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
 #: Shorter runs are read by CRIU: a mapping costs it as much as reading so many bytes.

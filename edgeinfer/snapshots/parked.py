@@ -1,6 +1,6 @@
 """The process a snapshot is taken of: it loads, prefills, and waits.
 
-`python -m edgeinfer.snapshots.build.park`, with the builder's socket as descriptor LINK_FD and a
+`python -m edgeinfer.snapshots.parked`, with the builder's socket as descriptor LINK_FD and a
 pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
 unconnected socket and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in
 their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it one.
@@ -31,7 +31,7 @@ from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.snapshots.format import LINK_FD, WAKE_FD
+from edgeinfer.snapshot_format.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
@@ -235,6 +235,6 @@ def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.build import park  # classes of the imported module, not of `__main__`
+    from edgeinfer.snapshots import parked  # classes of the imported module, not of `__main__`
 
-    park.main()
+    parked.main()

@@ -17,7 +17,7 @@ import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import linux, paths
-from edgeinfer.snapshots.format import Manifest, refuse_unsafe
+from edgeinfer.snapshot_format.format import Manifest, refuse_unsafe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,18 +61,17 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """List places of CRIU, best first: EDGEINFER_CRIU alone, else bundled, venv, data, PATH."""
+    """List places of CRIU, best first: only EDGEINFER_CRIU, or bundled, venv, data, PATH."""
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
     import shutil  # 6 ms; only while warming and in doctor
 
-    from edgeinfer.shipping import shipped  # as rarely
-
-    bundled = shipped.bundled_criu()
-    ours = [str(bundled or ""), f"{sys.prefix}/criu/bin/criu", f"{paths.base('data')}/criu/bin/criu"]
-    places_of_path = [shutil.which("criu") or "", "/usr/sbin/criu", "/usr/local/sbin/criu"]
-    return [path for path in [*ours, *places_of_path] if path and os.access(path, os.X_OK)]
+    folders = [os.path.dirname(sys.executable)] if getattr(sys, "frozen", False) else []
+    folders += [sys.prefix, paths.base("data")]
+    programs = [f"{folder}/criu/bin/criu" for folder in folders]
+    programs += [shutil.which("criu") or "", "/usr/sbin/criu", "/usr/local/sbin/criu"]
+    return [path for path in programs if path and os.access(path, os.X_OK)]
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import sys
 import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.platform import paths
-from edgeinfer.snapshots.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
+from edgeinfer.snapshot_format.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
 
 #: The folder of our own package.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
