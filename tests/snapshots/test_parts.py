@@ -222,11 +222,9 @@ def test_running_build_is_listed(root):
 def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
     assert Config().default_model == selection.launch_choice(["run", "hi"]).model == paths.DEFAULT_MODEL
     (tmp_path / "config").mkdir()
-    (tmp_path / "config/config.toml").write_text(
-        'default-model = "d"\n[load]\nctx = 512\n[snapshots]\nresume = "never"\n'
-    )
+    (tmp_path / "config/config.toml").write_text('default-model = "d"\n[load]\nctx = 512\n')
     choice = selection.launch_choice(["run", "hi"])
-    assert (choice.model, choice.options, choice.resume) == ("d", {"n_ctx": "512"}, "never")
+    assert (choice.model, choice.options, choice.resume) == ("d", {"n_ctx": "512"}, "auto")
     choice = selection.launch_choice(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
     assert (choice.options, choice.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
     assert selection.launch_choice(["run", "--ctx", "0"]).options == {}

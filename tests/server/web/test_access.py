@@ -147,7 +147,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
     monkeypatch.setattr(webbrowser, "open", open_browser)
     monkeypatch.setenv("DISPLAY", ":7")
     monkeypatch.setattr(web, "own_endpoint", lambda *_: RemoteEndpoint(url=here.url, model="fake"))
-    result = web.run(SimpleNamespace(model=None, no_open=False), Host())
+    result = web.run(SimpleNamespace(model=None, json=False), Host())
     assert (opened, result.opened) == ([here.url], True)
     with another_user(), httpx2.Client(base_url=here.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
@@ -162,7 +162,7 @@ def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, c
     monkeypatch.setattr(Host, "files", lambda *_: None)
     for found in (None, here):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, found=found: found)
-        web.run(SimpleNamespace(model=None, no_open=True), Host())
+        web.run(SimpleNamespace(model=None, json=True), Host())
         said = capfd.readouterr().err
         assert ("an endpoint was started for it" in said) == (found is None)
         assert ("`edgeinfer stop 4242`" in said) == (found is None)
