@@ -34,8 +34,9 @@ class EdgeInferError(Exception):
     details: tuple[str, ...] = ("hint",)
 
     def __init_subclass__(cls) -> None:
-        cls.code = kebab(cls.__name__.removesuffix("Error"))
-        _by_code[cls.code] = cls
+        if cls.__module__ == __name__:  # one that a package defines for itself has its parent's code
+            cls.code = kebab(cls.__name__.removesuffix("Error"))
+            _by_code[cls.code] = cls
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
