@@ -222,7 +222,7 @@ class RepetitionWatch:
     def __init__(self) -> None:
         self._tail = ""
         self._word = ""
-        self._words: deque[str] = deque(maxlen=_SEQUENCE)
+        self._last_words: deque[str] = deque(maxlen=_SEQUENCE)
         self._occurrences: Counter[int] = Counter()
         self._stale: deque[bool] = deque(maxlen=_LAST_WORDS)
         self._is_in_code = False
@@ -255,8 +255,8 @@ class RepetitionWatch:
         return bool(word) and not self._is_in_code and self._is_monotonous_after(word)
 
     def _is_monotonous_after(self, word: str) -> bool:
-        self._words.append(word)
-        sequence = hash(tuple(self._words))
+        self._last_words.append(word)
+        sequence = hash(tuple(self._last_words))
         self._stale.append(self._occurrences[sequence] >= _OCCURRENCES)
         self._occurrences[sequence] += 1
         return sum(self._stale) > _STALE_SHARE * _LAST_WORDS

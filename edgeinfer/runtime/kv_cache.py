@@ -185,7 +185,7 @@ class KvCache:
         """Find the cached sequence that shares the longest prefix with `tokens`, and the usable length.
 
         At least one token of `tokens` is always left to compute, because its logits are wanted; with
-        `n_top`, the logits behind each token whose successor has no cached log-probabilities.
+        `n_top`, the logits after each token whose successor has no cached log-probabilities.
         """
         best, length = None, 0
         limit = len(tokens) - 1
@@ -255,7 +255,7 @@ class KvCache:
             self._shares[cell] += 1
 
     def extend(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
-        """Record that `tokens` were computed and stored behind the others."""
+        """Record that `tokens` were computed and stored after the others."""
         for _ in tokens:
             cell = self._free.pop()
             self._shares[cell] = 1
@@ -303,7 +303,7 @@ class KvCache:
             self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
     def remove_behind(self, cached_seq: CachedSequence) -> None:
-        """Remove cells behind the recorded tokens, which an aborted step may have left in llama.cpp."""
+        """Remove cells after the recorded tokens, which an aborted step may have left in llama.cpp."""
         position = cached_seq.tokens.position(len(cached_seq.tokens))
         self._memory.remove(cached_seq.seq_id, position, -1)
 
@@ -318,7 +318,7 @@ class KvCache:
                 self._free.append(cell)
 
     def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens behind the first `keep`. False if moved cells are shared."""
+        """Drop `drop` tokens after the first `keep`. False if moved cells are shared."""
         if not self.supports_truncation or any(
             self._shares[cell] > 1 for cell in cached_seq.cells[keep:]
         ):

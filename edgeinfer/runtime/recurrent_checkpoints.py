@@ -22,7 +22,7 @@ SHORT = 32
 def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
     """Limit a step to end at the next checkpoint of a prompt of `n_tokens`, `n_past` of them computed.
 
-    The last checkpoint lies before the last token: a repeated prompt differs only behind it.
+    The last checkpoint lies before the last token: a repeated prompt differs only after it.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:
@@ -44,7 +44,7 @@ class CheckpointStates(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """The recurrent state behind the first `n_tokens` of a sequence."""
+    """The recurrent state after the first `n_tokens` of a sequence."""
 
     n_tokens: int
     state: memoryview

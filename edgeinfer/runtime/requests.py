@@ -166,7 +166,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     `continue_final` leaves the last message open: the model continues an assistant's, and a user's is
     one still being written (`max_tokens` 0). `overflow` says what happens if the context is full:
     "refuse" refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens
-    behind the system prompt.
+    after the system prompt.
     `logprobs` is the number of alternatives per token (0 to 20), None for no log-probabilities.
     `prompt_logprobs` is the same for the prompt's tokens, reported at once in `PromptLogprobs`; it uses
     a cached prefix only if its log-probabilities are cached too. `lora` are (adapter name, scale)

@@ -1,7 +1,7 @@
 """Pictures of a prompt: their tokens, and the thread that encodes them while others decode.
 
 Rows are kept by the picture's file, the projector and the cache salt, in memory and in the prefix
-cache: a known file behind another prompt is neither decoded nor encoded, also after a restart.
+cache: a known file after another prompt is neither decoded nor encoded, also after a restart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 Rows = npt.NDArray[np.float32]
 
-#: Rows that are kept for the same picture behind another prompt (bytes). They stay in f32: in f16 they
+#: Rows that are kept for the same picture after another prompt (bytes). They stay in f32: in f16 they
 #: move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
 #: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again when encoded.
@@ -313,14 +313,14 @@ class PromptPictures:
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
 
     def is_edge(self, n_past: int) -> bool:
-        """Tell if a picture begins or ends there, with all its spans."""
+        """Return whether a picture begins or ends there, with all its spans."""
         begins = [span.start for span in self.spans if not span.chunk]
         goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
-        """Tell if a picture lies behind the first `n_past` tokens."""
+        """Return whether a picture lies after the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:

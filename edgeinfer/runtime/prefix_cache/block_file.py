@@ -9,7 +9,7 @@
     64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
 
 A piece of a state that is cells of a tensor starts where the header says, within a page of this kernel:
-such pages can become those of the cells. Each page size but 4,096 has a MAGIC of its own. No byte is
+such pages can become those of the cells. Each page size but 4,096 has its own MAGIC. No byte is
 used before the checksum is verified: llama.cpp asserts on damaged states.
 """
 
@@ -33,7 +33,7 @@ _HEAD = struct.Struct("<8sQQI")
 _CHECKED_FROM = 16
 _ALIGN = 64
 
-#: "full": a whole block of a chain. "tail": the partial block behind the last whole one. "point": a
+#: "full": a whole block of a chain. "tail": the partial block after the last whole one. "point": a
 #: partial block that ends at a checkpoint of a recurrent model. "rows": those of a picture, in f32, for
 #: any prompt; its `tokens` are width and height (pixels).
 Kind = Literal["full", "tail", "point", "rows"]

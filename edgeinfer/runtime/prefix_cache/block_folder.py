@@ -9,7 +9,7 @@
     ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
 
 A block appears by one rename and never changes; every writer of a block writes the same bytes.
-Files and folders are this user's alone, and others are refused. They hold what a person wrote, and are
+Files and folders are only this user's, and others are refused. They hold what a person wrote, and are
 never part of a snapshot."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BlockStore:
         return BlockFolder(self, paths.private_dir(folder), names)
 
     def has_room_for(self, n_bytes: int) -> bool:
-        """Tell if a file of `n_bytes` may be written now, after pruning if needed. Raises OSError."""
+        """Prune if needed, and return whether a file of `n_bytes` may be written. Raises OSError."""
         if self.is_full:
             return False
         with self._lock:
@@ -110,7 +110,7 @@ class BlockStore:
 
     @property
     def is_full(self) -> bool:
-        """Tell if the disk was full a moment ago."""
+        """Return whether the disk was full a moment ago."""
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
@@ -171,7 +171,7 @@ class BlockFolder:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Tell if a block is present; reading shows if it is whole."""
+        """Return whether a block is present; reading shows if it is whole."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
@@ -193,11 +193,11 @@ class BlockFolder:
                 continue
 
     def boundary_blocks(self, parent: bytes) -> list[bytes]:
-        """List the blocks behind `parent` in which an agent's shared prefix ends."""
+        """List the blocks after `parent` in which an agent's shared prefix ends."""
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def begun_with(self, agent: str, salt: str) -> list[bytes]:
-        """List the blocks that sessions of `agent` share, in order, then those behind them."""
+        """List the blocks that sessions of `agent` share, in order, then those after them."""
         return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
 
     def read_ahead(

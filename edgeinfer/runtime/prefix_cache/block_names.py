@@ -79,7 +79,7 @@ class BlockNames:
             start = block_end
 
     def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a whole block behind `parent`."""
+        """Name a whole block after `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:

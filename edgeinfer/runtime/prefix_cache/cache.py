@@ -130,11 +130,11 @@ class PrefixCache:
 
     @property
     def can_store(self) -> bool:
-        """Tell if blocks written now can be restored."""
+        """Return whether blocks written now can be restored."""
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
-        """Tell if an idle sequence is on disk, or would be stored at once."""
+        """Return whether an idle sequence is on disk, or would be stored at once."""
         if cached_seq.active or cached_seq.pinned or cached_seq.is_prefetched:
             return False
         if len(cached_seq.cells) < self.block_tokens:

@@ -10,7 +10,7 @@ stamped later than their children, so that leaves go first. Times in the future 
 back) count as now. Prefixes that the sessions of an agent share go last:
 
     FOLDER/kept/AGENT[.SALT]   the number of recorded sessions; names of the blocks that all share;
-                               after an empty line the names of blocks behind them, inside which the
+                               after an empty line the names of blocks after them, inside which the
                                sessions diverge
 
 One session cannot tell the agent's instructions and tools from the user's text: a shared prefix is
@@ -168,17 +168,17 @@ _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 _SAME_SHARE = 0.5
 #: Sessions that prove a shared prefix.
 _SEVERAL = 2
-#: Blocks behind the shared prefix that are recorded.
+#: Blocks after the shared prefix that are recorded.
 _BEHIND = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """`shared` names in order; `behind` the names of blocks behind the last, latest first."""
+    """`shared` names in order; `following` the names of blocks after the last, latest first."""
 
     sessions: int = 0
     shared: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
 
 
 def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
@@ -187,22 +187,22 @@ def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "")
         return
     path = _path(folder, agent, salt)
     before = _read(path)
-    now = _narrowed(before, tuple(names))
+    now = _narrow(before, tuple(names))
     if now != before:
         _write(path, now)
 
 
 def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Record that a block stands behind `parent`, if an agent's shared prefix ends there.
+    """Record that a block stands after `parent`, if an agent's shared prefix ends there.
 
-    A partial block also counts behind the last recorded one: a working directory may be named at a
+    A partial block also counts after the last recorded one: a working directory may be named at a
     block's end. Raises OSError.
     """
     for path, noted in _all(folder):
-        ends = noted.shared[-1:] + (noted.behind[:1] if is_tail else ())
-        if noted.sessions >= _SEVERAL and parent in ends and noted.behind[:1] != (name,):
-            behind = (name, *(other for other in noted.behind if other != name))
-            _write(path, _Noted(noted.sessions, noted.shared, behind[:_BEHIND]))
+        ends = noted.shared[-1:] + (noted.following[:1] if is_tail else ())
+        if noted.sessions >= _SEVERAL and parent in ends and noted.following[:1] != (name,):
+            following = (name, *(other for other in noted.following if other != name))
+            _write(path, _Noted(noted.sessions, noted.shared, following[:_BEHIND]))
 
 
 def retained_names(root: Path) -> set[str]:
@@ -212,16 +212,16 @@ def retained_names(root: Path) -> set[str]:
 
 
 def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """List the blocks that sessions of `agent` share, in order, then those behind, latest first."""
+    """List the blocks that sessions of `agent` share, in order, then those after, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
     noted = _read(_path(folder, agent, salt))
-    return noted.shared + noted.behind
+    return noted.shared + noted.following
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """List the blocks behind `parent` in which sessions part, if `parent` is their last shared one."""
-    return next((noted.behind for _, noted in _all(folder) if noted.shared[-1:] == (parent,)), ())
+    """List the blocks after `parent` in which sessions part, if `parent` is their last shared one."""
+    return next((noted.following for _, noted in _all(folder) if noted.shared[-1:] == (parent,)), ())
 
 
 def _path(folder: Path, agent: str, salt: str) -> Path:
@@ -240,29 +240,29 @@ def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
             yield path, _read(path)
 
 
-def _narrowed(before: _Noted, names: tuple[str, ...]) -> _Noted:
+def _narrow(before: _Noted, names: tuple[str, ...]) -> _Noted:
     n = 0
     while n < min(len(before.shared), len(names)) and before.shared[n] == names[n]:
         n += 1
     if not n or n < _SAME_SHARE * len(before.shared):
         return _Noted(1, names)
-    behind = before.behind if n == len(before.shared) else before.shared[n : n + 1]
-    return _Noted(_SEVERAL, names[:n], behind)
+    following = before.following if n == len(before.shared) else before.shared[n : n + 1]
+    return _Noted(_SEVERAL, names[:n], following)
 
 
 def _read(path: Path) -> _Noted:
     try:
         with open(open_own(path), encoding="ascii") as file:
-            head, _, behind = file.read().partition("\n\n")
+            head, _, following = file.read().partition("\n\n")
         first, *names = head.split("\n")
-        bytes.fromhex("".join([*names, *behind.split()]))  # raises ValueError for what is no name
-        return _Noted(int(first), tuple(names), tuple(behind.split()))
+        bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for what is no name
+        return _Noted(int(first), tuple(names), tuple(following.split()))
     except (OSError, ValueError):
         return _Noted()
 
 
 def _write(path: Path, noted: _Noted) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    text = "\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.behind)
+    text = "\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.following)
     with new_file(path, 0o600) as file:
         file.write(text.encode("ascii"))

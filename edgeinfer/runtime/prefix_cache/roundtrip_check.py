@@ -1,7 +1,7 @@
 """Check once per model and build that KV blocks are bit-identical after a round trip.
 
 llama.cpp has caches of many kinds. If one loses information when a part of it is saved, the only
-symptom is wrong logits. So a small context prefills a text and keeps the next logits, both behind the
+symptom is wrong logits. So a small context prefills a text and keeps the next logits, both after the
 whole text and after a truncation in its middle. Then blocks restore the same text into an empty cache,
 and both logits must be bit-identical. Both sides use the same batches, because others round otherwise.
 """
@@ -27,7 +27,7 @@ _TOKENS = 24
 _BLOCK_TOKENS = 8
 #: A longer window is not filled: blocks are shorter than it in any case.
 _MOST_TOKENS = 1600
-#: The check's sequence, the scratch one beside it, and how many that makes.
+#: The check's sequence, the scratch one next to it, and how many that makes.
 _SEQ_ID = 0
 _SCRATCH = 1
 _N_SEQ = 2
@@ -99,7 +99,7 @@ class RoundtripCheck:
     def _answers(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits behind the text, and behind another tail after a truncation."""
+        """Return the next logits after the text, and after another tail that follows a truncation."""
         straight = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]
@@ -124,7 +124,7 @@ class _Probe:
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
-        """Return the logits behind `tokens`, float32 of the vocabulary's length."""
+        """Return the logits after `tokens`, float32 of the vocabulary's length."""
         for _ in self.compute(tokens, start):
             continue
         return self._active.logits(len(tokens) - 1, self._n_vocab).copy()

@@ -17,7 +17,7 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 #: Sequences that prefill faster than this (s) are not stored: a file costs as much.
 _WORTH_WRITING_S = 0.05
-#: Share of the time for storing blocks beside running streams.
+#: Share of the time for storing blocks while streams run.
 _WRITE_SHARE = 0.02
 #: Interval (s) of waiting for a full queue.
 _WAIT_S = 0.05
@@ -89,7 +89,7 @@ class BlockWriter:
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of work: store a block, or continue the round-trip check.
 
-        Beside running streams it takes a small share of the time. The check waits for an idle engine;
+        While streams run it takes a small share of the time. The check waits for an idle engine;
         if it passes, blocks stored before are used, otherwise they are deleted.
         """
         if is_idle and self._wants_check:

@@ -14,7 +14,7 @@ _QUEUE_BYTES = 256 << 20
 
 
 class WriterThread:
-    """Run jobs in a thread of its own, in order. Any thread may call."""
+    """Run jobs in a separate thread, in order. Any thread may call."""
 
     def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
         self._queue_bytes = queue_bytes

@@ -3,7 +3,7 @@
     ROOT/MODEL/answers/NAME   NAME is a keyed hash of the salt
 
 A file is int32 words: the next free place of the ring; for each of `_GRAMS` a table from the hash of
-that many tokens to the place behind them; the ring of tokens. An answer begins with a negative word,
+that many tokens to the place after them; the ring of tokens. An answer begins with a negative word,
 minus the keyed hash of its conversation, and ends with another. The oldest answers are overwritten,
 each as a whole: no token is left without the word that says whose it is.
 

@@ -153,7 +153,7 @@ class DraftBudget:
         return best
 
     def least_chance(self, n: int) -> float:
-        """Return the chance of a first draft token from which up to `n` would pay if those behind it
+        """Return the chance of a first draft token from which up to `n` would pay if those after it
         were right. All sequences ask with the same `n`.
         """
         if self._least_chance is None:
@@ -218,7 +218,7 @@ class SuffixDrafter:
             draft = self.answers.read(self._index, limit).tolist()
         else:
             draft = self._text[self._index : min(self._index + limit, self._n)].tolist()
-            draft = (draft * limit)[:limit]  # a repetition goes on behind the end of the text
+            draft = (draft * limit)[:limit]  # a repetition goes on after the end of the text
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:

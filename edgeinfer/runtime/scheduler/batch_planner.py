@@ -1,21 +1,12 @@
-"""Plan the next batch: tokens of decoding sequences, draft tokens behind them, chunks of prompts."""
+"""Plan the next batch: tokens of decoding sequences, draft tokens after them, chunks of prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from edgeinfer.runtime.kv_cache import AdapterKey, KvCache
-from edgeinfer.runtime.llama.context import Batch
-from edgeinfer.runtime.llama.lora import LoraAdapters
+from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.recurrent_checkpoints import tokens_to_next_checkpoint
-from edgeinfer.runtime.sampling.speculative import DraftBudget, StepCurve
-from edgeinfer.runtime.scheduler.prefill_policy import (
-    SHORT_TOKENS,
-    BatchInvariance,
-    Chunks,
-    DecodeBudget,
-)
-from edgeinfer.runtime.scheduler.prefixes import Prefixes
+from edgeinfer.runtime.sampling.speculative import DraftBudget
+from edgeinfer.runtime.scheduler.executor import Executor
+from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, BatchInvariance, DecodeBudget
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
@@ -25,26 +16,23 @@ _TOGETHER_TOKENS = 256
 _FORCED_TOKENS = 32
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class BatchPlanner:
-    """Plan batches. `n_ctx` limits one sequence; `batch_invariance` is that of the context in use."""
+    """Plan batches for `executor`. `n_ctx` limits one sequence; `batch_invariance` is that of the
+    context in use.
+    """
 
-    kv: KvCache
-    batch: Batch
-    adapters: LoraAdapters
-    queue: RequestQueue
-    prefixes: Prefixes
-    chunks: Chunks
-    costs: StepCurve
-    batch_invariance: BatchInvariance
-    n_ctx: int
-    _last_group: AdapterKey = ()
-    _is_turn_of_long: bool = False
-    _was_picture: bool = False
-    _turn: int = 0
-    _decode_budget: DecodeBudget = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, executor: Executor, queue: RequestQueue, *, batch_invariance: BatchInvariance, n_ctx: int
+    ) -> None:
+        self.kv, self.batch = executor.kv, executor.batch
+        self.adapters, self.costs = executor.adapters, executor.costs
+        self.queue, self.prefixes = queue, queue.prefixes
+        self.chunks = executor.chunks
+        self.batch_invariance = batch_invariance
+        self.n_ctx = n_ctx
+        self._last_group: AdapterKey = ()
+        self._is_turn_of_long = self._was_picture = False
+        self._turn = 0
         self._decode_budget = DecodeBudget(self.chunks)
 
     def plan(self) -> list[BatchEntry]:

@@ -122,7 +122,7 @@ class Executor:
         self.chunks.note(prefill_tokens, seconds - decode_share, is_long=is_long)
 
     def compute(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
-        """Prefill `tokens` behind `cached_seq`, outside of any request. Raises DecodeError."""
+        """Prefill `tokens` after `cached_seq`, outside of any request. Raises DecodeError."""
         for start in range(0, len(tokens), self.batch.capacity):
             chunk = tokens[start : start + self.batch.capacity]
             adapters = cached_seq.adapters
@@ -143,7 +143,7 @@ class Executor:
             self.kv.extend(cached_seq, chunk)
 
     def measure_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Learn what steps cost by their rows, behind an empty sequence. Raises DecodeError."""
+        """Learn what steps cost by their rows, after an empty sequence. Raises DecodeError."""
 
         def step_s(rows: int) -> float:
             self.batch.clear()

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
-from edgeinfer.runtime.kv_cache import KvCache, common_prefix
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
-from edgeinfer.runtime.scheduler.prefixes import Prefixes
+from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class OutputProcessor:
-    """Sample from the last batch's logits."""
+    """Sample from the logits of the last batch that `executor` has run."""
 
-    active: ActiveContext
-    batch: Batch
-    vocab: Vocab
-    kv: KvCache
-    queue: RequestQueue
-    prefixes: Prefixes
-    counters: Counters
-    _rows: npt.NDArray[np.float32] = field(init=False)
+    def __init__(self, executor: Executor, queue: RequestQueue, vocab: Vocab) -> None:
+        self._executor, self.queue = executor, queue
+        self.vocab = vocab
+        self._rows: npt.NDArray[np.float32]
 
     def process(self, entries: list[BatchEntry]) -> None:
-        self._rows = self.active.rows(self.batch.n_outputs, self.vocab.n_vocab)
+        self._rows = self._executor.active.rows(self._executor.batch.n_outputs, self.vocab.n_vocab)
         for entry in entries:
             if entry.is_prefill:
                 entry.seq.progress()
                 self._report_prompt_logprobs(entry)
-                self.prefixes.save_checkpoint(entry.seq)
+                self.queue.prefixes.save_checkpoint(entry.seq)
             if entry.has_output:
                 self._sample_or_fail(entry)
             elif entry.seq.max_tokens == 0 and not entry.seq.n_pending:
@@ -71,19 +62,19 @@ class OutputProcessor:
         seq, row = entry.seq, entry.row
         first = not seq.n_generated
         before = seq.clock.last
-        n_right = 0
+        n_right, context = 0, self._executor.active.context
         while True:
             i, length = row + n_right, len(seq.tokens)
-            reason = seq.sample(self.vocab, self.active.context, i - len(self._rows), self._rows[i])
+            reason = seq.sample(self.vocab, context, i - len(self._rows), self._rows[i])
             new = seq.tokens[length:]  # several, if a constraint forces some
             if reason is not None or entry.drafts[n_right : n_right + len(new)] != new:
                 break
             n_right += len(new)
         self._verify_drafts(entry)
         if first:
-            self.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
+            self._executor.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
         else:
-            self.counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
+            self._executor.counters.inter_token_ms.append((seq.clock.last - before) * 1000.0)
         if reason is not None:
             self.queue.end(seq, reason)
 
@@ -98,4 +89,4 @@ class OutputProcessor:
         right = min(right, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
         seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
-        self.kv.truncate(seq.claimed, right)
+        self._executor.kv.truncate(seq.claimed, right)

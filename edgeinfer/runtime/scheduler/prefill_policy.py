@@ -54,7 +54,7 @@ class Chunks:
         return n_tokens * (self._long_s or self.s_per_token) if self._is_measured else 0.0
 
     def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return the tokens of prompts for a batch with `room` left beside `n_decoding` tokens.
+        """Return the tokens of prompts for a batch with `room` left next to `n_decoding` tokens.
 
         `pending` are the prompts' lengths. Short prompts stay together while they are bit-identical to
         unbatched ones.
@@ -94,7 +94,7 @@ def decode_budget_s(elapsed_s: float, rest_s: float) -> float:
 
 
 class DecodeBudget:
-    """Grant running streams decode-only steps beside a long prefill.
+    """Grant running streams decode-only steps during a long prefill.
 
     A short answer then ends within a few steps, instead of one token for each chunk of the long prompt.
     """
@@ -111,7 +111,7 @@ class DecodeBudget:
             self._delayed = None
 
     def grant(self, seq: Sequence) -> bool:
-        """Tell if the next step leaves out the long prompt of `seq`."""
+        """Return whether the next step leaves out the long prompt of `seq`."""
         now = time.monotonic()
         rest_s = seq.n_pending * self._chunks.s_per_token
         if seq.delayed_s >= decode_budget_s(now - seq.clock.started, rest_s):

@@ -14,7 +14,7 @@ from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
 from edgeinfer.runtime.scheduler.prefill_policy import Chunks
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Time (s) for restoring blocks in a step beside running streams, and without any.
+#: Time (s) for restoring blocks in a step with running streams, and without any.
 _RESTORE_BESIDE_S = 0.02
 _RESTORE_ALONE_S = 0.1
 #: Fewer cells of idle sequences are not worth evicting.
@@ -41,6 +41,15 @@ class Prefixes:
         self._counters = counters
         self._vocab = vocab
         self.prefix_cache: PrefixCache | None = None
+
+    @property
+    def has_writes(self) -> bool:
+        return self.prefix_cache is not None and self.prefix_cache.writer.has_work
+
+    def write_blocks(self, *, is_idle: bool) -> None:
+        """Store one pending block of an ended sequence, if this is the time for it."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.writer.work(is_idle=is_idle)
 
     def saved_s(self, seq: Sequence) -> float:
         """Return about how long (s) its cached tokens would have taken; 0 if unknown."""

@@ -136,7 +136,7 @@ class Preparer:
         return self.vision
 
     def _room_before(self, request: GenerateRequest) -> int:
-        """Return how many tokens prefix and suffix of an infill may have beside the answer."""
+        """Return how many tokens prefix and suffix of an infill may have next to the answer."""
         answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
@@ -218,7 +218,7 @@ _RULE = "\n\n--- {name} ---\n\n"
 
 
 def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
-    """Return a prompt of at most `max_tokens`. Raises InvalidRequestError.
+    """Return a prompt of at most `room` tokens. Raises InvalidRequestError.
 
     Whole files are dropped first, then the text furthest from the cursor.
     """
@@ -230,11 +230,11 @@ def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
         )
     start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []
     room_left = max(0, room - len(start) - 3)
-    before, behind = vocab.tokenize(gap.prefix), vocab.tokenize(gap.suffix)
-    behind = behind[: max(room_left // 4, room_left - len(before))]
-    before = before[max(0, len(before) - (room_left - len(behind))) :]
-    files = _files(gap.files, vocab, fim, room_left - len(before) - len(behind))
-    return [*start, *files, fim.prefix, *before, fim.suffix, *behind, fim.middle]
+    prefix, suffix = vocab.tokenize(gap.prefix), vocab.tokenize(gap.suffix)
+    suffix = suffix[: max(room_left // 4, room_left - len(prefix))]
+    prefix = prefix[max(0, len(prefix) - (room_left - len(suffix))) :]
+    files = _files(gap.files, vocab, fim, room_left - len(prefix) - len(suffix))
+    return [*start, *files, fim.prefix, *prefix, fim.suffix, *suffix, fim.middle]
 
 
 def _files(files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, room: int) -> list[int]:

@@ -25,7 +25,7 @@ class RequestQueue:
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
-        self._prefixes, self._counters = prefixes, counters
+        self.prefixes, self._counters = prefixes, counters
         self._kv = kv
         self._n_parallel = n_parallel
         self.waiting: deque[Sequence] = deque()
@@ -63,13 +63,13 @@ class RequestQueue:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        self._prefixes.release(seq, keep=keep)
+        self.prefixes.release(seq, keep=keep)
         self._book(seq)
         self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         farewell(seq)
 
     def _book(self, seq: Sequence) -> None:
-        seq.saved_s = self._prefixes.saved_s(seq)
+        seq.saved_s = self.prefixes.saved_s(seq)
         c = self._counters
         c.completion_tokens_total += seq.n_generated
         c.constraint_seconds_total += seq.constraint_s
@@ -92,7 +92,7 @@ class RequestQueue:
         early = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not early:
             return False
-        self._prefixes.preempt(early[-1], keep=True)
+        self.prefixes.preempt(early[-1], keep=True)
         self.running.remove(early[-1])
         self.waiting.append(early[-1])
         return True
@@ -105,16 +105,16 @@ class RequestQueue:
         """
         running = self.running
         for seq in [s for s in running if s.cached_seq is None]:
-            cached = self._prefixes.in_memory(seq)
+            cached = self.prefixes.in_memory(seq)
             active = [s for s in running if s.cached_seq is not None]
             if self._soon_cached(seq, active) >= cached + _WORTH_WAITING:
                 continue
             if active and not self._fits(seq, cached, active):
                 return
-            self._prefixes.acquire(seq, is_alone=len(running) == 1)
+            self.prefixes.acquire(seq, is_alone=len(running) == 1)
 
     def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
-        """Tell if cells are left for `seq` beside used cells and those promised to other prompts."""
+        """Return whether cells are left for `seq` besides those used or promised to other prompts."""
         in_use = len(set().union(*(s.cached_seq.cells for s in active if s.cached_seq)))
         promised = sum(s.n_pending for s in active)
         return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells

@@ -1,7 +1,7 @@
 """The decode loop's step: admit requests, plan a batch, run it, process its output.
 
 Each step is one llama_decode. It carries the next token of every decoding sequence, with draft tokens
-behind it, and fills the rest of the batch with chunks of prompts (continuous batching, chunked
+after it, and fills the rest of the batch with chunks of prompts (continuous batching, chunked
 prefill), so a long prompt never stalls the others. One thread.
 """
 
@@ -96,11 +96,8 @@ class IdleCells:
         states = []
         for cached_seq in pinned:
             state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
-            checkpoint = (
-                None
-                if self._kv.supports_truncation
-                else self._states.read_checkpoint(cached_seq.seq_id)
-            )
+            is_recurrent = not self._kv.supports_truncation
+            checkpoint = self._states.read_checkpoint(cached_seq.seq_id) if is_recurrent else None
             states.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:
             self._kv.clear_cells(cached_seq)
@@ -155,17 +152,6 @@ class Scheduler:
         chunks = Chunks(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
-        self._planner = BatchPlanner(
-            kv=kv,
-            batch=batch,
-            adapters=adapters,
-            queue=self.queue,
-            prefixes=self.prefixes,
-            chunks=chunks,
-            costs=costs,
-            batch_invariance=self._batch_invariance,
-            n_ctx=loaded.n_ctx,
-        )
         self.executor = Executor(
             active=active,
             batch=batch,
@@ -175,15 +161,10 @@ class Scheduler:
             costs=costs,
             counters=self.counters,
         )
-        self._output_processor = OutputProcessor(
-            active=active,
-            batch=batch,
-            vocab=vocab,
-            kv=kv,
-            queue=self.queue,
-            prefixes=self.prefixes,
-            counters=self.counters,
+        self._planner = BatchPlanner(
+            self.executor, self.queue, batch_invariance=self._batch_invariance, n_ctx=loaded.n_ctx
         )
+        self._output_processor = OutputProcessor(self.executor, self.queue, vocab)
         self._idle_cells = IdleCells(kv, self.prefixes, states, active)
 
     def step(self) -> None:
@@ -211,8 +192,7 @@ class Scheduler:
         self.counters.steps_total += 1  # before a client that has its answer can ask
         self._output_processor.process(entries)
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
-        if self.prefixes.prefix_cache is not None:
-            self.prefixes.prefix_cache.writer.work(is_idle=False)
+        self.prefixes.write_blocks(is_idle=False)
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:
         """End the requests with a picture that could not be encoded."""
@@ -232,14 +212,12 @@ class Scheduler:
 
     def chore_due_in_s(self) -> float | None:
         """Return the seconds until idle work is due; None without any."""
-        if self.prefixes.prefix_cache is not None and self.prefixes.prefix_cache.writer.has_work:
-            return 0.0
-        return self._idle_cells.due_in_s()
+        return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_chore(self) -> None:
         """Store one pending block, or return a piece of memory. Only while idle."""
-        if self.prefixes.prefix_cache is not None and self.prefixes.prefix_cache.writer.has_work:
-            self.prefixes.prefix_cache.writer.work(is_idle=True)
+        if self.prefixes.has_writes:
+            self.prefixes.write_blocks(is_idle=True)
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.work()
 
@@ -303,7 +281,7 @@ class Scheduler:
 
 
 def _is_left_to_llama(loaded: LlamaModel) -> bool:
-    """Tell if native/attention.cpp declines this model's attention."""
+    """Return whether native/attention.cpp declines this model's attention."""
     is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
     return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
 

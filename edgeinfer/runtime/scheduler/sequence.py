@@ -141,7 +141,7 @@ class Sequence:
 
     @property
     def is_prefill_only(self) -> bool:
-        """Tell if only the prompt is computed: a warm-up for an expected request."""
+        """Return whether only the prompt is computed: a warm-up for an expected request."""
         return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
@@ -150,7 +150,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Tell if only the last sampled token is to be computed."""
+        """Return whether only the last sampled token is to be computed."""
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
