@@ -125,11 +125,11 @@ def _exchange(
     except ConnectionError:
         if not body.pieces:
             raise
-    lines, rest = [], b""
-    for at, piece in body.pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        lines += [(at, line) for line in whole]
-    lines.append((time.perf_counter() - began, rest))
+    lines, remainder = [], b""
+    for offset_s, piece in body.pieces:
+        *whole, remainder = (remainder + piece).split(b"\n")
+        lines += [(offset_s, line) for line in whole]
+    lines.append((time.perf_counter() - began, remainder))
     return parser.get_status_code(), lines
 
 
@@ -170,11 +170,11 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     try:
-        for at, line in lines:
+        for offset_s, line in lines:
             if line.startswith(b"data:") and not line.endswith((b"[DONE]", b"[DONE]\r")):
                 event = msgspec.json.decode(line[5:])
                 usage = event.get("usage") or usage
-                arrivals += [at for choice in event.get("choices") or () if _has_text(choice)]
+                arrivals += [offset_s for choice in event.get("choices") or () if _has_text(choice)]
         tokens = usage["prompt_tokens"], usage["completion_tokens"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if not arrivals:
@@ -191,8 +191,8 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    found = choice.get("delta") or choice
-    return any(found.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
+    delta = choice.get("delta") or choice
+    return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
 
 
 #: One token each in most vocabularies.
@@ -279,8 +279,8 @@ class Side:
             return
         raise failure or ServeError("")
 
-    def _text(self, words: int) -> str:
-        return " ".join(self._random.choices(_WORDS, k=max(1, words)))
+    def _text(self, n_words: int) -> str:
+        return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
     def prompt(self, tokens: int, *, behind: str = "") -> str:
         """Make a text of about so many tokens that is no prefix of another, or put it behind one."""
@@ -307,13 +307,15 @@ class Side:
 
     async def round(self, plan: Plan) -> dict[str, Sample]:
         """Measure every test once. Raises ServeError."""
-        found: dict[str, Sample] = {}
+        samples: dict[str, Sample] = {}
         for depth in plan.depths:
-            at = f" @d{depth}" if depth else ""
+            depth_suffix = f" @d{depth}" if depth else ""
             behind = self.prompt(depth)
             before = (await self.ask(behind, 1)).prompt_tokens if depth else 0
             if plan.tg:
-                found[f"tg{plan.tg}{at}"] = await self._decode([f"{behind}{_LONG}"], plan.tg)
+                samples[f"tg{plan.tg}{depth_suffix}"] = await self._decode(
+                    [f"{behind}{_LONG}"], plan.tg
+                )
             if plan.pp:
                 self.last_prompt = self.prompt(plan.pp, behind=behind)
                 [answer], joules = await self.measured((self.last_prompt, 1))
@@ -321,14 +323,14 @@ class Side:
                 if depth and cached is None:
                     self.notes.add(f"{self.name} does not tell cached tokens: @d counts all as cached")
                 n = answer.prompt_tokens - (before if cached is None else cached)
-                found[f"pp{plan.pp}{at}"] = _rate(n, answer.ttft_s, joules)
+                samples[f"pp{plan.pp}{depth_suffix}"] = _rate(n, answer.ttft_s, joules)
                 self.last_turn = f"turn {plan.pp + depth}"
-                found[self.last_turn] = await self.turn()
+                samples[self.last_turn] = await self.turn()
         for width in plan.streams:
             if width > 1 and plan.tg:
                 prompts = [f"{self.prompt(16)}{_LONG}" for _ in range(width)]
-                found[f"tg{plan.tg} x{width}"] = await self._decode(prompts, plan.tg)
-        return found
+                samples[f"tg{plan.tg} x{width}"] = await self._decode(prompts, plan.tg)
+        return samples
 
     async def turn(self) -> Sample:
         """Continue the last prompt, which is cached."""
@@ -337,13 +339,13 @@ class Side:
 
     async def _decode(self, prompts: Sequence[str], n: int) -> Sample:
         answers, joules = await self.measured(*((prompt, n + 1) for prompt in prompts))
-        made = sum(answer.completion_tokens - 1 for answer in answers)
-        if made < n * len(prompts):
+        n_tokens = sum(answer.completion_tokens - 1 for answer in answers)
+        if n_tokens < n * len(prompts):
             self.notes.add(f"{self.name}: answers ended before {n} tokens (it may not know ignore_eos)")
         first, last = min(a.ttft_s for a in answers), max(a.arrivals[-1] for a in answers)
         if first == last:
             self.notes.add(f"{self.name} sent answers in one piece: tg is with their prefill")
-        return _rate(made, last - first or last, joules)
+        return _rate(n_tokens, last - first or last, joules)
 
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
@@ -371,27 +373,36 @@ async def measure(
         await side.prepare()
     rounds, noise = [], []
     for number in range(plan.rounds):
-        found: dict[str, dict[str, Sample]] = {}
+        samples: dict[str, dict[str, Sample]] = {}
         for side in list(sides)[:: -1 if number % 2 else 1]:
             report(f"round {number + 1} of {plan.rounds}: {side.name}", None)
             noise.append(noise_ms())
-            found[side.name] = await side.round(plan)
-        rounds.append(found)
+            samples[side.name] = await side.round(plan)
+        rounds.append(samples)
     return rounds, noise
 
 
 def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -> list[Row]:
     """Summarize the rounds: a row for each test and side."""
-    tests = dict.fromkeys(test for one in rounds for side in sides for test in one[side])
-    made = []
+    tests = dict.fromkeys(
+        test for round_samples in rounds for side in sides for test in round_samples[side]
+    )
+    result = []
     for test, side in itertools.product(tests, sides):
-        samples = [one[side][test] for one in rounds if test in one[side]]
+        samples = [round_samples[side][test] for round_samples in rounds if test in round_samples[side]]
         if not samples:
             continue
         values = [sample.value for sample in samples]
         joules = [sample.joules for sample in samples if sample.joules is not None]
-        both = [one for one in rounds if test in one[side] and test in one[sides[0]]]
-        ratios = [one[side][test].value / one[sides[0]][test].value for one in both]
+        both = [
+            round_samples
+            for round_samples in rounds
+            if test in round_samples[side] and test in round_samples[sides[0]]
+        ]
+        ratios = [
+            round_samples[side][test].value / round_samples[sides[0]][test].value
+            for round_samples in both
+        ]
         row = Row(
             side=side,
             test=test,
@@ -403,8 +414,8 @@ def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -
             joules_per_token=statistics.median(joules) if joules else None,
             beside=statistics.median(ratios) if ratios and side != sides[0] else None,
         )
-        made.append(row)
-    return made
+        result.append(row)
+    return result
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

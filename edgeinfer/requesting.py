@@ -26,8 +26,8 @@ def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions
         option.field: getattr(options, option.field, None) for option in LOAD_OPTIONS if option.flag
     }
     configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
-    given = {field: value for field, value in typed.items() if value is not None}
-    return msgspec.convert(configured | given, LoadOptions)
+    typed_values = {field: value for field, value in typed.items() if value is not None}
+    return msgspec.convert(configured | typed_values, LoadOptions)
 
 
 def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]:

@@ -46,12 +46,19 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def _loaded_n_ctx(self, model: str) -> int:
         models = self.request("GET", "/props")["models"]
-        return next((int(one["info"].get("n_ctx", 0)) for one in models if one["id"] == model), 0)
+        return next(
+            (
+                int(model_info["info"].get("n_ctx", 0))
+                for model_info in models
+                if model_info["id"] == model
+            ),
+            0,
+        )
 
     def has(self, path: str) -> bool:
         """Return whether a GET of `path`, which needs no key, is answered. Raises ServeError."""
-        place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_HEALTH_S)
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_HEALTH_S)
         try:
             with contextlib.closing(connection):
                 connection.request("HEAD", path)
@@ -61,8 +68,8 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
         """Return the JSON of an answer. Raises ServeError if there is none, or an error."""
-        place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout_s)
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
@@ -101,9 +108,9 @@ def _message(value: Any) -> str:
 
 def look_at(url: str, key: str) -> RemoteEndpoint | None:
     """Return the endpoint at `url`, else None. Its health needs no key."""
-    here = RemoteEndpoint(url=url, model="")
+    endpoint = RemoteEndpoint(url=url, model="")
     try:
-        health = here.request("GET", "/health", timeout_s=_HEALTH_S)
+        health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
     except ServeError:
         return None
     if not isinstance(health, dict) or not {"status", "model"} <= health.keys():
@@ -115,7 +122,7 @@ def look_at(url: str, key: str) -> RemoteEndpoint | None:
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
     """Return the first of `urls` at which an endpoint answers."""
-    return next((found for url in dict.fromkeys(urls) if (found := look_at(url, key))), None)
+    return next((endpoint for url in dict.fromkeys(urls) if (endpoint := look_at(url, key))), None)
 
 
 def start(

@@ -156,10 +156,10 @@ class Reminders:
 
 def _reminder(turn: Message) -> str:
     """The reminder at the end of a user turn, behind a person's words."""
-    at = turn.content.rfind(_REMINDER[0])
+    start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
-    is_short = len(turn.content) - at <= _MAX_REMINDER_LENGTH
-    return turn.content[at:] if is_last and at > 0 and is_short else ""
+    is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH
+    return turn.content[start:] if is_last and start > 0 and is_short else ""
 
 
 def normalize(
@@ -172,34 +172,40 @@ def normalize(
     n_system = next(
         (i for i, t in enumerate(turns) if t.role not in ("system", "developer")), len(turns)
     )
-    system, others = list(turns[:n_system]), list(turns[n_system:])
+    system, turns_after_system = list(turns[:n_system]), list(turns[n_system:])
     applied: list[PromptRule] = []
-    if "standing" in rules and _merge_standing(system, others):
+    if "standing" in rules and _merge_standing(system, turns_after_system):
         applied.append("standing")
     moved = ""
-    has_user = any(turn.role == "user" for turn in others)
+    has_user = any(turn.role == "user" for turn in turns_after_system)
     for rule in RULES:
         if rule.pattern is None or rule.name not in rules or not (has_user or rule.to == "dropped"):
             continue
-        if found := _cut_lines(rule.pattern, system):
+        if lines := _cut_lines(rule.pattern, system):
             applied.append(rule.name)
-            moved += found if rule.to == "first user turn" else ""
+            moved += lines if rule.to == "first user turn" else ""
     if moved:
-        _put_ahead(others, moved)
-    if "environment" in rules and _put_folders_last(others) and "environment" not in applied:
+        _put_ahead(turns_after_system, moved)
+    if (
+        "environment" in rules
+        and _put_folders_last(turns_after_system)
+        and "environment" not in applied
+    ):
         applied.append("environment")
-    if "note" in rules and _put_note_last(others):
+    if "note" in rules and _put_note_last(turns_after_system):
         applied.append("note")
-    return (*(turn for turn in system if turn.content), *others), tuple(applied)
+    return (*(turn for turn in system if turn.content), *turns_after_system), tuple(applied)
 
 
-def _merge_standing(system: list[Message], others: list[Message]) -> bool:
+def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
     """Merge system turns before the first answer into the system turn; return whether any moved."""
-    end = next((i for i, t in enumerate(others) if t.role in ("assistant", "tool")), len(others))
-    standing = [turn for turn in others[:end] if turn.role in ("system", "developer")]
+    end_index = next(
+        (i for i, t in enumerate(messages) if t.role in ("assistant", "tool")), len(messages)
+    )
+    standing = [turn for turn in messages[:end_index] if turn.role in ("system", "developer")]
     if not standing or not system:
         return False
-    others[:end] = [turn for turn in others[:end] if turn.role == "user"]
+    messages[:end_index] = [turn for turn in messages[:end_index] if turn.role == "user"]
     merged = "\n\n".join(turn.content for turn in (system[-1], *standing))
     system[-1] = _with_content(system[-1], merged)
     return True
@@ -207,61 +213,68 @@ def _merge_standing(system: list[Message], others: list[Message]) -> bool:
 
 def _cut_lines(pattern: re.Pattern[str], system: list[Message]) -> str:
     """Cut what matches out of the system turns, in place; return it, a line each."""
-    found = [line.strip() for turn in system for line in pattern.findall(turn.content)]
+    cut_lines = [line.strip() for turn in system for line in pattern.findall(turn.content)]
     system[:] = [_with_content(turn, pattern.sub("", turn.content)) for turn in system]
-    return "".join(f"{line}\n" for line in found)
+    return "".join(f"{line}\n" for line in cut_lines)
 
 
-def _put_ahead(others: list[Message], lines: str) -> None:
+def _put_ahead(messages: list[Message], lines: str) -> None:
     """Put lines before the first words of the user, which differ in each session, behind reminders."""
-    place = next(i for i, turn in enumerate(others) if turn.role == "user")
-    text = others[place].content
-    at = 0
-    while text.startswith(_REMINDER[0], at) and (end := text.find(_REMINDER[1], at)) >= 0:
-        at = end + len(_REMINDER[1])
-        while text.startswith("\n", at):
-            at += 1
-    others[place] = _with_content(others[place], f"{text[:at]}{lines}\n{text[at:]}")
+    index = next(i for i, turn in enumerate(messages) if turn.role == "user")
+    text = messages[index].content
+    position = 0
+    while (
+        text.startswith(_REMINDER[0], position)
+        and (reminder_end := text.find(_REMINDER[1], position)) >= 0
+    ):
+        position = reminder_end + len(_REMINDER[1])
+        while text.startswith("\n", position):
+            position += 1
+    messages[index] = _with_content(messages[index], f"{text[:position]}{lines}\n{text[position:]}")
 
 
-def _put_folders_last(others: list[Message]) -> bool:
+def _put_folders_last(messages: list[Message]) -> bool:
     """Move what names a folder to the end of Codex's turn about it; return whether anything moved."""
-    place = next((i for i, t in enumerate(others) if t.content.startswith(_CONTEXT)), None)
-    if place is None or any(turn.role != "user" for turn in others[: place + 1]):
+    index = next((i for i, t in enumerate(messages) if t.content.startswith(_CONTEXT)), None)
+    if index is None or any(turn.role != "user" for turn in messages[: index + 1]):
         return False
-    text = others[place].content
+    text = messages[index].content
     for name in _CWD.findall(text)[:1]:
         text = _moved(text, text.find(name), name, f"</{_CONTEXT[1:]}")
     begin = text.find(_ROOTS[0])
-    end = text.find(_ROOTS[1], begin)
-    if 0 <= begin < end:
-        text = _moved(text, begin, text[begin : end + len(_ROOTS[1])], "</filesystem>")
-    is_changed = text != others[place].content
-    others[place] = _with_content(others[place], text)
+    roots_end = text.find(_ROOTS[1], begin)
+    if 0 <= begin < roots_end:
+        text = _moved(text, begin, text[begin : roots_end + len(_ROOTS[1])], "</filesystem>")
+    is_changed = text != messages[index].content
+    messages[index] = _with_content(messages[index], text)
     return is_changed
 
 
-def _put_note_last(others: list[Message]) -> bool:
+def _put_note_last(messages: list[Message]) -> bool:
     """Keep goose's latest note alone, behind the last turn; return whether there was one."""
     note = ""
-    kept = []
-    for turn in others:
+    remaining = []
+    for turn in messages:
         if turn.role == "user" and (notes := _NOTE.findall(turn.content)):
             note = notes[-1].strip()
             content = _NOTE.sub("\n", turn.content).strip("\n")
-            kept += [_with_content(turn, content)] if content else []
+            remaining += [_with_content(turn, content)] if content else []
         else:
-            kept.append(turn)
-    if not note or not kept or kept[-1].role not in ("user", "tool"):
+            remaining.append(turn)
+    if not note or not remaining or remaining[-1].role not in ("user", "tool"):
         return False
-    others[:] = [*kept[:-1], _with_content(kept[-1], f"{kept[-1].content}\n\n{note}")]
+    messages[:] = [*remaining[:-1], _with_content(remaining[-1], f"{remaining[-1].content}\n\n{note}")]
     return True
 
 
-def _moved(text: str, at: int, part: str, before: str) -> str:
+def _moved(text: str, position: int, section: str, before: str) -> str:
     """`text` with the `part` at `at` moved to the next `before`; unchanged if there is none."""
-    end = text.find(before, at)
-    return text if end < 0 else text[:at] + text[at + len(part) : end] + part + text[end:]
+    target = text.find(before, position)
+    return (
+        text
+        if target < 0
+        else text[:position] + text[position + len(section) : target] + section + text[target:]
+    )
 
 
 def _with_content(turn: Message, content: str) -> Message:
@@ -285,10 +298,10 @@ def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) ->
     first token (decision 087). A wrong prediction costs the prefill of what follows the mistake. `text`
     unchanged if it names no folder.
     """
-    found = _FOLDER.findall(text)
-    if not found:
+    folders = _FOLDER.findall(text)
+    if not folders:
         return text
-    before = "".join(found[-1]).strip()
+    before = "".join(folders[-1]).strip()
     text = _DAY_LINE.sub(lambda line: _with_day(line[0], day), text)
     text = _GIT.sub(lambda line: line[1] + _answer(line[2], is_repository), text)
     for old, new in ((before, folder), (_slug(before), _slug(folder))):
@@ -318,6 +331,6 @@ def _answer(before: str, is_repository: bool) -> str:
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:
     """Return the end of the last line about the folder, with the markup behind it."""
     last = max(text.rfind(name) + len(name) for name in names)
-    last = max([last, *(found.end() for found in _GIT.finditer(text))])
-    end = text.find("\n", last) + 1 or len(text)
-    return end + 1 if text.startswith("\n", end) else end + _MARKUP
+    last = max([last, *(match.end() for match in _GIT.finditer(text))])
+    line_end = text.find("\n", last) + 1 or len(text)
+    return line_end + 1 if text.startswith("\n", line_end) else line_end + _MARKUP

@@ -265,13 +265,13 @@ _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 def find_program(agent: Agent) -> str:
     """Return the agent's program on PATH. Raises UsageError with the install command."""
-    found = shutil.which(agent.name)
-    if found is None:
+    program = shutil.which(agent.name)
+    if program is None:
         raise UsageError(
             f"{agent.title} is not installed: no `{agent.name}` on PATH",
             hint=f"install it: {agent.install}",
         )
-    return found
+    return program
 
 
 def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> int:

@@ -81,8 +81,8 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
 
 def _name(options: argparse.Namespace, host: Host) -> str:
     """Return the default model's name, without the catalogue (8 ms to read) after a resume."""
-    wanted: str = options.model or host.config.default_model
-    return wanted if wanted == host.loaded_model else host.files(wanted).name
+    model: str = options.model or host.config.default_model
+    return model if model == host.loaded_model else host.files(model).name
 
 
 async def _serve(
@@ -161,7 +161,7 @@ def offline_endpoint(
         requesting.load_options(options, host.config.load), is_counted=not names
     )
     name = host.files(options.model or host.config.default_model).name
-    stored, also = pulled_models(), [AvailableModel(name=one) for one in names]
+    stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
     sources = ModelSources(
         load=ModelLoader(options.model, name, host, load_options), pulled=lambda: [*stored(), *also]
     )
@@ -233,9 +233,11 @@ class ReplicaLoader:
         loaded: list[LoadedEngine] = []
 
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
-            one = self.loader.worker(None if first else progress, n_threads=n_threads, **_sizes(first))
-            loaded.append(one)
-            return Replica(cast(RemoteEngine, one.engine), one.how, n_threads)
+            worker = self.loader.worker(
+                None if first else progress, n_threads=n_threads, **_sizes(first)
+            )
+            loaded.append(worker)
+            return Replica(cast(RemoteEngine, worker.engine), worker.how, n_threads)
 
         cores = self.loader.n_threads()
         supervisor = ReplicaSupervisor(start, self.count, cores, self.on_change)

@@ -72,17 +72,17 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
     except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             target = error.filename or "the output"
-            known: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
+            failure: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
         elif isinstance(error, PermissionError) and error.filename:
             hint = "check who may use this path, and its folders"
-            known = UsageError(f"{error.filename}: {error.strerror}", hint=hint)
+            failure = UsageError(f"{error.filename}: {error.strerror}", hint=hint)
         else:
             _print_unexpected(error, as_json=as_json)
             return 70
-        _print_error(known, as_json=as_json)
-        if isinstance(known, DiskFullError):
+        _print_error(failure, as_json=as_json)
+        if isinstance(failure, DiskFullError):
             _drop_output()
-        return error_text.exit_code(known)
+        return error_text.exit_code(failure)
 
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
@@ -91,18 +91,18 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     if word.startswith("-") or word in VERBS:
         return
     if " " in word:
-        meant = shlex.join(["edgeinfer", "run", word])
+        suggestion = shlex.join(["edgeinfer", "run", word])
     elif word in _OTHER_NAMES:
-        meant = f"edgeinfer {_OTHER_NAMES[word]}"
+        suggestion = f"edgeinfer {_OTHER_NAMES[word]}"
     elif near := nearest(word, list(VERBS)):
-        meant = f"edgeinfer {near}"
+        suggestion = f"edgeinfer {near}"
     elif host.is_model(word):
-        meant = f"edgeinfer chat {word}"
-    elif len(words := [each for each in typed if not each.startswith("-")]) > 1:
-        meant = shlex.join(["edgeinfer", "run", " ".join(words)])
+        suggestion = f"edgeinfer chat {word}"
+    elif len(positionals := [each for each in typed if not each.startswith("-")]) > 1:
+        suggestion = shlex.join(["edgeinfer", "run", " ".join(positionals)])
     else:
         raise UsageError(f"{word!r} is not a verb", hint="`edgeinfer --help` lists the verbs")
-    raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{meant}`?")
+    raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{suggestion}`?")
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:

@@ -13,7 +13,7 @@ from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
 
-SYSTEM = "system prompt: a text, @FILE, or a saved one's name"
+SYSTEM = "system prompt: text, @FILE or name of a saved one"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +141,4 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def add_everywhere(parser: argparse._ActionsContainer) -> None:
     """Add `--everywhere` to a verb about running processes."""
-    add_option(
-        parser, "--everywhere", "include processes that keep their data elsewhere (EDGEINFER_HOME)"
-    )
+    add_option(parser, "--everywhere", "include processes with another data folder (EDGEINFER_HOME)")

@@ -55,7 +55,7 @@ VERBS = {
         has_json=False,
     ),
     "web": Verb(
-        "chat in the browser, in the same conversations as in the terminal", ("web", "web --json")
+        "chat in the browser, with the same conversations as in the terminal", ("web", "web --json")
     ),
     "launch": Verb(
         "run a coding agent (claude, codex, …) on a local model",
@@ -85,11 +85,11 @@ VERBS = {
     ),
     "rm": Verb("remove models; files used in place are left alone", ("rm qwen3-4b",)),
     "forget": Verb(
-        "delete cached prefixes: of a model, of a conversation, or all",
+        "delete cached prefixes of a model, of a conversation, or all",
         ("forget qwen3-4b", "forget --conversation chat-12"),
     ),
     "quantize": Verb(
-        "make a smaller copy of a model, and measure its loss",
+        "make a smaller copy of a model, and measure the loss",
         ("quantize qwen3-4b:F16 Q4_K_M", "quantize qwen3-4b:F16 --compare Q4_K_M,Q8_0"),
     ),
     "bench": Verb(
@@ -98,42 +98,40 @@ VERBS = {
         linux_only=True,
     ),
     "warm": Verb(
-        "build a snapshot of the loaded model: later launches take a tenth of a second",
+        "build a snapshot of the loaded model: later launches take about 0.1 s",
         ("warm qwen3-4b", 'warm qwen3-4b --system "You are a pirate." --name pirate'),
         linux_only=True,
     ),
     "snapshots": Verb(
-        "list, show, take, verify, remove, export and import snapshots",
+        "list, show, take, verify, remove, export or import snapshots",
         ("snapshots", "snapshots show my-snapshot"),
         linux_only=True,
     ),
-    "tools": Verb(
-        "list the tools that chat and run can let the model call", ("tools", "tools --check")
-    ),
+    "tools": Verb("list the tools that the model may call in chat and run", ("tools", "tools --check")),
     "ps": Verb(
-        "list running processes, with the cached part of each latest prompt; or the use by day",
+        "list running processes; --usage: tokens and times by day",
         ("ps", "ps --usage"),
         linux_only=True,
     ),
     "stop": Verb(
-        "end running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
+        "stop running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
     ),
     "drift": Verb(
-        "compare the questions and answers of two weeks, and name what changed",
+        "compare this week's prompts and answers with last week's",
         ("drift", "drift qwen3-4b --until 2026-11-22 --against 2026-11-01"),
     ),
-    "doctor": Verb("check this machine and print commands that mend it", ("doctor",)),
+    "doctor": Verb("check this machine, and print commands that fix it", ("doctor",)),
     "update": Verb(
-        "replace this program's file by a newer release, once it is verified and has answered here",
+        "replace this program by a newer release, once that is verified and has answered here",
         ("update", "update --back"),
         linux_only=True,
     ),
     "version": Verb("show the versions of edgeinfer and its components", ("version --licenses",)),
     "config": Verb(
-        "show every configuration key with its value, and the file they come from", ("config",)
+        "show every configuration key with its value, and the path of the file", ("config",)
     ),
     "completion": Verb(
-        "print a script that completes command lines in bash, zsh or fish",
+        "print a completion script for bash, zsh or fish",
         ("completion bash > ~/.local/share/bash-completion/completions/edgeinfer",),
     ),
 }
@@ -162,22 +160,24 @@ class Parser(argparse.ArgumentParser):
         flags = frozenset(
             flag for action in self._actions if action.nargs == 0 for flag in action.option_strings
         )
-        options, words = options_and_words(list(args or ()), flags)
-        return super().parse_known_args([*options, *(("--", *words) if words else ())], namespace)
+        options, positionals = options_and_words(list(args or ()), flags)
+        return super().parse_known_args(
+            [*options, *(("--", *positionals) if positionals else ())], namespace
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        known = list(map(str, action.choices))
-        meant = nearest(str(value), known)
-        listed = f": one of {', '.join(known)}" if len(known) <= _MOST_LISTED else ""
+        choices = list(map(str, action.choices))
+        suggestion = nearest(str(value), choices)
+        listed = f": one of {', '.join(choices)}" if len(choices) <= _MOST_LISTED else ""
         if isinstance(action, argparse._SubParsersAction):
             message = f"{self.prog.removeprefix('edgeinfer ')} has no command {value!r}"
         else:
             argument = "/".join(action.option_strings) or action.metavar or action.dest
             message = f"{value!r} is not a value of {argument}{listed}"
         lists = f"`{self.prog} --help` lists them"
-        raise UsageError(message, hint=f"did you mean {meant}? {lists}" if meant else lists)
+        raise UsageError(message, hint=f"did you mean {suggestion}? {lists}" if suggestion else lists)
 
     def print_help(self, file: Any = None) -> None:
         """Print the help without the groups that `--help-all` adds."""
@@ -212,7 +212,7 @@ def build_parser(verb: str | None = None) -> Parser:
         epilog=f"""{EXAMPLES}:
   edgeinfer                       chat with the default model
   edgeinfer run "What is a virus?"  answer one prompt
-  edgeinfer help run              what a verb does, and its options""",
+  edgeinfer help run              the options of a verb""",
     )
     parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
     parser.set_defaults(json=False)
@@ -250,7 +250,10 @@ def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> st
         quoted = 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
         return quoted if verb == "run" else ""
     flags = verbs_of(parser)[verb]._option_string_actions if verb in verbs_of(parser) else {}
-    near = nearest(word.partition("=")[0], list(flags))
+    flag = word.partition("=")[0]
+    near = nearest(flag, [*flags, "--model"])
+    if flag == "-m" or (near == "--model" and near not in flags):
+        return f"name the model without an option: `edgeinfer {verb} MODEL`"
     return f"did you mean {near}?" if near else ""
 
 

@@ -87,31 +87,31 @@ def application(
 ) -> serve.Application:
     """Make an application of `{"models": [...]}` or one model's fields. Raises UsageError."""
     settings = read_settings(arguments)
-    models = {one.model: _deployment(one, of) for one in settings.models}
+    models = {model.model: _deployment(model, of) for model in settings.models}
     front = serve.deployment(
         name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
     )(FrontDeployment)
     return front.bind(models, settings.start_s, settings.hosts)
 
 
-def _deployment(one: ModelSettings, of: type[ModelDeployment]) -> Any:
-    made = serve.deployment(
-        name=one.model.replace("/", "-"),
-        max_ongoing_requests=one.max_ongoing_requests,
-        ray_actor_options={"num_cpus": one.cpus},
+def _deployment(model: ModelSettings, of: type[ModelDeployment]) -> Any:
+    deployment = serve.deployment(
+        name=model.model.replace("/", "-"),
+        max_ongoing_requests=model.max_ongoing_requests,
+        ray_actor_options={"num_cpus": model.cpus},
         autoscaling_config=AutoscalingConfig(
-            min_replicas=one.min_replicas,
-            max_replicas=one.max_replicas,
-            target_ongoing_requests=one.target_ongoing_requests,
+            min_replicas=model.min_replicas,
+            max_replicas=model.max_replicas,
+            target_ongoing_requests=model.target_ongoing_requests,
             upscale_delay_s=0.0,
-            downscale_delay_s=one.idle_s,
+            downscale_delay_s=model.idle_s,
             metrics_interval_s=_COUNT_S,
             look_back_period_s=_COUNT_S * 5,
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         health_check_period_s=5.0,
     )(of)
-    return made.bind(one)
+    return deployment.bind(model)
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
@@ -138,10 +138,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             replica.replica_id: replica
             for replica in self.select_available_replicas(candidate_replicas)
         }
-        known = self._affinity.find(request.prefix_hashes, by_id) if request else None
+        warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
         # of equally busy ones Serve takes the first
         everyone = random.sample(candidate_replicas, len(candidate_replicas))
-        return [everyone] if known is None else [[by_id[known]], everyone]
+        return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object

@@ -49,20 +49,20 @@ class FrontEnd:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer by a replica; health and the list of models are answered here and wake none."""
         path = request.scope["path"]  # a foreign Host may make no URL
-        place = app.match_route(path)
+        route = app.match_route(path)
         try:
             self._gate.check_host(request.headers)  # an endpoint sees a Host that is made anew
         except Problem as problem:
-            return _refusal(place.dialect, problem)
+            return _refusal(route.dialect, problem)
         if path in _OWN:
             return json_reply({"status": "ok"})
-        if request.method == "GET" and place is app.match_route("/v1/models"):
+        if request.method == "GET" and route is app.match_route("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
         fields = decoded(body)
-        named = place.params.get("model", "") or model_named(fields) or self._first
+        named = route.params.get("model", "") or model_named(fields) or self._first
         if named not in self._models:
-            return _refusal(place.dialect, _unknown(named, self._models))
+            return _refusal(route.dialect, _unknown(named, self._models))
         forwarded = Request(
             request.method,
             _target(request.scope),
@@ -70,7 +70,7 @@ class FrontEnd:
             body,
             prefix_hashes(fields),
         )
-        return await self._forward(named, forwarded, place.dialect)
+        return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
         """Forward; once more if the replica died before its response started."""

@@ -50,14 +50,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_settings(arguments: Mapping[str, object]) -> Settings:
     """Read `{"models": [...]}` or one model's fields. Raises UsageError that names the wrong field."""
-    given = arguments if "models" in arguments else {"models": [arguments]}
+    table = arguments if "models" in arguments else {"models": [arguments]}
     try:
-        settings = msgspec.convert(given, Settings, strict=False)
+        settings = msgspec.convert(table, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"the application's arguments are wrong: {error}", hint="docs/guides/ray.md has the fields"
         ) from error
-    names = [one.model for one in settings.models]
+    names = [model.model for model in settings.models]
     doubled = {name for name in names if names.count(name) > 1}
     if doubled:
         raise UsageError(f"models named twice: {', '.join(sorted(doubled))}")

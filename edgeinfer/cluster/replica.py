@@ -60,10 +60,10 @@ class EndpointReplica:
     async def metrics(self) -> str:
         """Return the endpoint's Prometheus text, "" if it requires a key for that or times out."""
         try:
-            found = await self._client.get("/metrics", timeout=_HEALTH_S)
+            response = await self._client.get("/metrics", timeout=_HEALTH_S)
         except httpx2.HTTPError:
             return ""
-        return found.text if found.is_success else ""
+        return response.text if response.is_success else ""
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
         """Yield the answer as it comes. Closing the iterator ends the generation."""
@@ -96,11 +96,11 @@ class EndpointReplica:
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
         """Start the endpoint, listening at `path` from now on; it dies with the calling thread."""
-        words = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
+        command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(1024)
-            arguments = [str(os.getpid()), str(listener.fileno()), *words]
+            arguments = [str(os.getpid()), str(listener.fileno()), *command]
             return subprocess.Popen(
                 process.child_command("edgeinfer.cluster.child_endpoint", *arguments),
                 stdin=subprocess.DEVNULL,

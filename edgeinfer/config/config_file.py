@@ -64,22 +64,20 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
         True
     )
     max_total_gib: Annotated[
-        float, key_doc("Limit for all snapshots together, GiB on disk; LRU pruned.", gt=0)
+        float,
+        key_doc("Limit (GiB) for all snapshots; the least recently used are removed first.", gt=0),
     ] = 40.0
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):
     """The on-disk prefix cache."""
 
-    enabled: Annotated[bool, key_doc("Cache KV blocks on disk; off neither writes nor reads them.")] = (
-        True
-    )
+    enabled: Annotated[
+        bool, key_doc("Cache KV blocks on disk; false neither writes nor reads them.")
+    ] = True
     max_total_gib: Annotated[
         float,
-        key_doc(
-            "Limit for all KV blocks, GiB on disk; 0: a quarter of free space and blocks, at most 64.",
-            ge=0,
-        ),
+        key_doc("Limit (GiB) for all KV blocks; 0: a quarter of the free space, at most 64.", ge=0),
     ] = 0.0
 
 
@@ -87,7 +85,8 @@ class DriftConfig(_Section, frozen=True, kw_only=True):
     """Counts of what a model is asked and how it answers."""
 
     record: Annotated[
-        bool, key_doc("Count answers by day, without any text, for `edgeinfer drift`.")
+        bool,
+        key_doc("Count answers by day, without their text, for `edgeinfer drift` and `ps --usage`."),
     ] = True
 
 
@@ -95,8 +94,7 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
     """GPUs."""
 
     devices: Annotated[
-        tuple[str, ...],
-        key_doc('Names of the devices to use, e.g. `["Vulkan0"]`; none: all that are no software.'),
+        tuple[str, ...], key_doc('Devices to use, e.g. `["Vulkan0"]`; empty: all hardware devices.')
     ] = ()
 
 
@@ -110,23 +108,27 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
     port: Annotated[int, key_doc("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
     keep_alive_s: Annotated[
-        float, key_doc("Seconds an idle model stays loaded; -1 for ever, 0 not at all.", ge=-1)
+        float,
+        key_doc("How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1),
     ] = 300.0
     max_queue: Annotated[
-        int, key_doc("Requests that may wait; beyond it the answer is 503.", ge=1, le=100_000)
+        int, key_doc("Requests that may wait; further ones get 503.", ge=1, le=100_000)
     ] = 64
     ollama: Annotated[
-        bool, key_doc("Also listen at 127.0.0.1:11434, and let Ollama's clients change the models.")
+        bool,
+        key_doc(
+            "Also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models."
+        ),
     ] = False
-    web: Annotated[bool, key_doc("Answer browsers with the chat page.")] = True
-    any_user: Annotated[
-        bool, key_doc("Without an API key: answer every user of this machine, not the own one alone.")
-    ] = False
+    web: Annotated[bool, key_doc("Serve the chat page to browsers.")] = True
+    any_user: Annotated[bool, key_doc("Without an API key, accept other users of this machine.")] = (
+        False
+    )
     aliases: Annotated[
         dict[str, str],
         key_doc(
             'Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`. '
-            'A lone model answers to any name, unless `"*"` is here.'
+            'If only one model is here, it answers to every name unless `"*"` is set.'
         ),
     ] = {}
     store_responses: Annotated[
@@ -135,7 +137,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = False
     normalize_prompts: Annotated[
         tuple[PromptRule, ...],
-        key_doc("Rules that normalize the prompts of known coding agents; `[]` switches that off."),
+        key_doc("Rules that normalize the prompts of known coding agents; `[]`: none."),
     ] = get_args(PromptRule)
 
 
@@ -145,7 +147,9 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
     theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
-    keys: Annotated[dict[str, str], key_doc('Key of a binding by its id, e.g. `stop = "ctrl+x"`.')] = {}
+    keys: Annotated[
+        dict[str, str], key_doc('Keys by the id of a binding, e.g. `stop = "ctrl+x"`.')
+    ] = {}
     system_prompts: Annotated[
         dict[str, str], key_doc("System prompts by name, for `/system NAME`.")
     ] = {}
@@ -154,21 +158,21 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
         key_doc("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
     read_ahead: Annotated[
-        bool, key_doc("Have the model read what is typed, attached or opened before it is asked.")
+        bool, key_doc("Prefill while you type, attach a file or open a conversation.")
     ] = True
-    mouse: Annotated[bool, key_doc("Take the mouse; off leaves it to the terminal.")] = True
+    mouse: Annotated[bool, key_doc("Mouse support; false leaves the mouse to the terminal.")] = True
 
 
 class ToolServerConfig(_Section, frozen=True, kw_only=True):
     """One MCP server: a program, or an address."""
 
-    command: Annotated[tuple[str, ...], key_doc("The program to start, and its arguments.")] = ()
-    env: Annotated[dict[str, str], key_doc("Variables of the program.")] = {}
+    command: Annotated[tuple[str, ...], key_doc("Program to start, and its arguments.")] = ()
+    env: Annotated[dict[str, str], key_doc("Environment variables of the program.")] = {}
     pass_env: Annotated[
-        tuple[str, ...], key_doc("Variables of this environment that the program gets too.")
+        tuple[str, ...], key_doc("Environment variables passed on to the program.")
     ] = ()
-    url: Annotated[str, key_doc("The address of a server instead of a program.")] = ""
-    headers: Annotated[dict[str, str], key_doc("Headers of each request to the address.")] = {}
+    url: Annotated[str, key_doc("URL of a server, instead of a program.")] = ""
+    headers: Annotated[dict[str, str], key_doc("Headers of each request to the URL.")] = {}
 
 
 #: The built-in tools.
@@ -185,7 +189,7 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
     fetch_hosts: Annotated[
         tuple[str, ...],
         key_doc(
-            'Hosts that the tool `fetch` may ask, e.g. `["*.python.org"]`; private ones by address too.'
+            'Hosts that the tool `fetch` may contact, e.g. `["*.python.org"]`, also private addresses.'
         ),
     ] = ()
     servers: Annotated[
@@ -197,20 +201,20 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
     ] = {}
     mcp_files: Annotated[
         tuple[str, ...],
-        key_doc("Files of other programs whose MCP servers are used, e.g. `~/.cursor/mcp.json`."),
+        key_doc("Files of other programs whose MCP servers are used too, e.g. `~/.cursor/mcp.json`."),
     ] = ()
     allow: Annotated[
         tuple[str, ...],
-        key_doc("Calls that do not ask, e.g. `github.get_*` or `files.write(path=notes/*)`."),
+        key_doc("Calls that run without approval, e.g. `github.get_*` or `files.write(path=notes/*)`."),
     ] = ()
     deny: Annotated[
-        tuple[str, ...], key_doc("Calls that are always refused; goes before `allow`.")
+        tuple[str, ...], key_doc("Calls that are always refused, even if `allow` has them.")
     ] = ()
     choice: Annotated[
         Literal["auto", "required"],
-        key_doc('"required": a question is first answered by a call, which helps small models.'),
+        key_doc('"required" forces a tool call first, which helps small models.'),
     ] = "auto"
-    timeout_s: Annotated[float, key_doc("How long a call may take (s).", gt=0)] = 120.0
+    timeout_s: Annotated[float, key_doc("Time limit of a call (s).", gt=0)] = 120.0
 
     @property
     def has_tools(self) -> bool:
@@ -221,9 +225,9 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
 class Config(_Section, frozen=True, kw_only=True):
     """The whole file."""
 
-    default_model: Annotated[str, key_doc("The model when none is named.")] = paths.DEFAULT_MODEL
+    default_model: Annotated[str, key_doc("Model used when none is named.")] = paths.DEFAULT_MODEL
     offline: Annotated[
-        bool, key_doc("Never touch the network (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
+        bool, key_doc("Block all network access (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
     ] = False
     load: LoadConfig = LoadConfig()
     snapshots: SnapshotsConfig = SnapshotsConfig()
@@ -301,8 +305,10 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
     for key, value in document.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
-            meant = f'; did you mean "{near[0]}"?' if near else f"; valid keys: {', '.join(fields)}"
-            raise ConfigError(f'{where}: unknown key "{key}"{meant}')
+            suggestion = (
+                f'; did you mean "{near[0]}"?' if near else f"; valid keys: {', '.join(fields)}"
+            )
+            raise ConfigError(f'{where}: unknown key "{key}"{suggestion}')
         kind = fields[key]
         if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             refuse_unknown_keys(value, kind, f"{where}: [{key}]")

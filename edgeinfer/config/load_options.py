@@ -129,12 +129,17 @@ def name_of_file(path: str) -> str:
 ENGINE_CHOOSES = (0, "auto")
 
 N_CTX = LoadOption(
-    "n_ctx", 0, "context in tokens; 0 fits it to memory", name="ctx", high=1 << 24, metavar="TOKENS"
+    "n_ctx",
+    0,
+    "context in tokens; 0: the largest that fits into memory",
+    name="ctx",
+    high=1 << 24,
+    metavar="TOKENS",
 )
 N_PARALLEL = LoadOption(
     "n_parallel",
     0,
-    "sequences decoded at once; 0 decides from cores and memory",
+    "sequences decoded at once; 0: chosen from cores and memory",
     name="parallel",
     high=240,  # llama.cpp has 256 sequence ids, of which finished conversations keep some
     metavar="N",
@@ -142,7 +147,7 @@ N_PARALLEL = LoadOption(
 N_THREADS = LoadOption(
     "n_threads",
     0,
-    "decode threads; 0 takes the physical cores we may use",
+    "decode threads; 0: the physical cores that are available",
     name="threads",
     high=1024,
     metavar="N",
@@ -152,7 +157,7 @@ N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16
 KV_TYPE = LoadOption(
     "kv_type",
     "auto",
-    "type of the KV cache; auto is f16, or q8_0 if only that makes a long context fit",
+    "type of the KV cache; auto: f16, or q8_0 if a long context fits only with that",
     name="kv-type",
     choices=("auto", "f16", "q8_0", "q4_0"),
 )
@@ -165,7 +170,7 @@ FLASH_ATTENTION = LoadOption(
 GPU_LAYERS = LoadOption(
     "gpu_layers",
     "auto",
-    'layers on GPUs: "auto" takes those that fit, if half of them do, "none", "all" or a number',
+    'layers on GPUs: "none", "all", a number, or "auto": those that fit, if at least half of them do',
     name="gpu-layers",
     choices=("auto", "none", "all"),
     high=1 << 16,
@@ -175,7 +180,7 @@ GPU_LAYERS = LoadOption(
 CONTENT_TOKENS = LoadOption(
     "special_tokens_in_content",
     "off",
-    "read <|im_end|> and its like in messages as control tokens",
+    "parse control tokens such as <|im_end|> in messages",
     name="special-tokens-in-content",
     is_typed=False,
     choices=("on", "off"),
@@ -184,8 +189,7 @@ CONTENT_TOKENS = LoadOption(
 LORA = AdaptersOption(
     "lora",
     "",
-    "LoRA adapters, applied to every request that names none; may be repeated; none loads without the "
-    "catalogue's",
+    "LoRA adapter of every request that names none; may be repeated; `none`: ignore models.toml's",
     name="lora",
     metavar="ADAPTER|FILE[:SCALE]",
 )
@@ -224,12 +228,12 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, s
     """Return `differing`, or the first `exact` option that was requested and is not wanted."""
     if adapters := differing(wanted, requested, became):
         return adapters
-    others = (
+    unrequested = (
         option.field
         for option in LOAD_OPTIONS
         if option.exact and wanted.get(option.field) != requested.get(option.field)
     )
-    return next(others, "")
+    return next(unrequested, "")
 
 
 def check(options: object) -> None:

@@ -63,7 +63,7 @@ SAMPLING_OPTIONS = (
     ),
     SamplingOption("dry_allowed_length", int, 0, _TOKENS, "longest phrase that may repeat, in tokens"),
     SamplingOption("dry_penalty_last_n", int, -1, _TOKENS, "tokens that DRY looks back on; -1 is all"),
-    _row("seed", int, 0, (1 << 32) - 1, "the same seed gives the same answer"),
+    _row("seed", int, 0, (1 << 32) - 1, "with the same seed, the answer is the same"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
 #: Options that can be typed, in every front end.

@@ -90,37 +90,37 @@ class Shipped(NamedTuple):
 
 def read_field(head: bytes, key: bytes) -> str:
     """Return the bootloader's field `key`. Raises ShippingError if `head` has none."""
-    at = find_field(head, key)
-    return head[at + len(key) : at + FIELD_BYTES].split(b"\0", 1)[0].decode()
+    position = find_field(head, key)
+    return head[position + len(key) : position + FIELD_BYTES].split(b"\0", 1)[0].decode()
 
 
 def find_field(head: bytes, key: bytes) -> int:
     """Return the offset of a field from the start of the file."""
-    at = head.find(key)
-    if at < 0:
+    position = head.find(key)
+    if position < 0:
         raise ShippingError(
             "this is not an edgeinfer binary: its bootloader has no field " + key.decode()
         )
-    return at
+    return position
 
 
 def open_shipped(path: Path) -> Shipped:
     """Locate the parts of a shipped file. Raises ShippingError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - COOKIE.size))
+        file_size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, file_size - COOKIE.size))
         cookie = file.read(COOKIE.size)
         if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
             raise ShippingError(
                 f"{path} is not an edgeinfer binary, or it was truncated",
                 hint="download the file again",
             )
-        archive = end - int(COOKIE.unpack(cookie)[1])
+        archive = file_size - int(COOKIE.unpack(cookie)[1])
         file.seek(archive - TRAILER.size)
         trailer = file.read(TRAILER.size)
     magic, *places = TRAILER.unpack(trailer)
-    if magic != TRAILER_MAGIC or any(place > end for place in places):
+    if magic != TRAILER_MAGIC or any(position > file_size for position in places):
         raise ShippingError(
             f"{path} is not an edgeinfer binary, or it was damaged", hint="download the file again"
         )
@@ -185,18 +185,19 @@ def split_block(
     raw: bytes, entries: list[PayloadEntry], path: Path
 ) -> Iterator[tuple[PayloadEntry, memoryview]]:
     """Yield the files of a block, each checked. Raises ChecksumError naming the file."""
-    at, view = 0, memoryview(raw)
+    offset, view = 0, memoryview(raw)
     for entry in entries:
-        part = view[at : at + entry.size]
-        at += entry.size
-        if hashlib.sha256(part).hexdigest() != entry.sha256:
+        content = view[offset : offset + entry.size]
+        offset += entry.size
+        if hashlib.sha256(content).hexdigest() != entry.sha256:
             raise _damaged(path, f"{entry.path} in it is not what it was built with")
-        yield entry, part
+        yield entry, content
 
 
-def _damaged(path: Path, why: str) -> ChecksumError:
+def _damaged(path: Path, reason: str) -> ChecksumError:
     return ChecksumError(
-        f"{path} is damaged: {why}", hint="download the file again and compare it with its SHA256SUMS"
+        f"{path} is damaged: {reason}",
+        hint="download the file again and compare it with its SHA256SUMS",
     )
 
 
@@ -229,5 +230,5 @@ def padded(path: str, length: int) -> bytes:
 
 def relocated(elf: bytes | memoryview, interpreter: str) -> bytes:
     """Set the executable's ELF interpreter; "" gives the neutral form that is hashed."""
-    at, length = interpreter_span(elf)
-    return bytes(elf[:at]) + padded(interpreter, length) + bytes(elf[at + length :])
+    offset, length = interpreter_span(elf)
+    return bytes(elf[:offset]) + padded(interpreter, length) + bytes(elf[offset + length :])

@@ -85,9 +85,9 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     A process has one libstdc++, and a GPU's driver may need a newer one than the bundled one; code that
     runs with the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
     """
-    ours = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
+    own_version = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     newest = max((_cxx_version(folder), folder) for folder in folders)
-    if newest[0] <= ours:
+    if newest[0] <= own_version:
         return ""
     import ctypes  # 2 ms, on newer systems alone
 

@@ -310,5 +310,5 @@ class _Said:
             return
         self._percent = percent
         if self._tty:
-            end = "\n" if percent == 100 else ""
-            print(f"\redgeinfer: unpacking {percent:3d} %", end=end, file=sys.stderr, flush=True)  # noqa: T201
+            line_end = "\n" if percent == 100 else ""
+            print(f"\redgeinfer: unpacking {percent:3d} %", end=line_end, file=sys.stderr, flush=True)  # noqa: T201

@@ -177,17 +177,17 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
     job.begin("downloading", file.name, total=file.size_bytes)
-    part = download.fetch(remote, folder, job)
+    partial = download.fetch(remote, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
-        with part.open("rb") as fetched, disk.whole_file(candidate, _mode(program)) as out:
+        with partial.open("rb") as fetched, disk.whole_file(candidate, _mode(program)) as out:
 
             def copy(chunk: bytes, _done: int) -> None:
                 out.write(chunk)
 
             digest = disk.sha256_of_part(fetched.fileno(), 0, file.size_bytes, copy)
         if digest != file.sha256:
-            part.unlink()
+            partial.unlink()
             raise ChecksumError(
                 f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
                 hint="run it again; if it still differs, do not trust the server",
@@ -197,8 +197,8 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         _swap(program, candidate, folder)
     finally:
         candidate.unlink(missing_ok=True)
-    for left in folder.glob("*.part*"):
-        left.unlink()
+    for leftover in folder.glob("*.part*"):
+        leftover.unlink()
 
 
 def _try_out(candidate: Path, version: str, config: Path) -> None:
@@ -219,13 +219,13 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
         shutil.copy(paths.config_file(), config)
     for switch in (("snapshots", "auto-warm"), ("blocks", "enabled"), ("drift", "record")):
         save(switch, False, config)
-    for words in commands:
+    for command in commands:
         try:
-            code, said = _run([os.fspath(candidate), *words], {"EDGEINFER_CONFIG": str(config)})
+            code, said = _run([os.fspath(candidate), *command], {"EDGEINFER_CONFIG": str(config)})
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise _unfit(version, words, str(error)) from error
+            raise _unfit(version, command, str(error)) from error
         if code:
-            raise _unfit(version, words, said.decode(errors="replace").strip()[-500:])
+            raise _unfit(version, command, said.decode(errors="replace").strip()[-500:])
 
 
 def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
@@ -246,9 +246,9 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
     return child.returncode, said
 
 
-def _unfit(version: str, words: list[str], why: str) -> EdgeInferError:
+def _unfit(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
-        f"{version} does not work on this machine (`{' '.join(words)}`): {why}",
+        f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
         hint="nothing was changed; if this version fails at the same, mend that first",
     )
 

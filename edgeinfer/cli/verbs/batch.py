@@ -136,7 +136,9 @@ def read_input(path: Path) -> list[BatchLine]:
     """Read every request. Raises UsageError naming the line."""
     try:
         with path.open("rb") as file:
-            return batches.read_lines(file, lambda number, why: UsageError(f"{path}:{number}: {why}"))
+            return batches.read_lines(
+                file, lambda number, problem: UsageError(f"{path}:{number}: {problem}")
+            )
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
 
@@ -277,10 +279,10 @@ def _reason(reply: batches.BatchReply) -> str:
 
 def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
     """Append one line in one write; the next run cuts off what a kill leaves of it."""
-    rest = memoryview(batches.answer_line(line, reply))
-    while rest:
+    unwritten = memoryview(batches.answer_line(line, reply))
+    while unwritten:
         try:
-            rest = rest[os.write(output, rest) :]
+            unwritten = unwritten[os.write(output, unwritten) :]
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError("no space left for more answers; finished ones are kept") from error

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="*",
         metavar="MODEL",
-        help="models, all in memory at the same time (default: the configured one)",
+        help="models, all loaded at the same time (default: the configured one)",
     )
     add_option(
         parser,
@@ -98,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_target,
     )
     for field, flags, kind, text in (
-        ("pp", ("-p", "--n-prompt"), _number, "tokens of a prompt, 0: no such test (default: 512)"),
-        ("tg", ("-n", "--n-gen"), _number, "tokens of an answer, 0: no such test (default: 128)"),
+        ("pp", ("-p", "--n-prompt"), _number, "tokens of a prompt; 0: skip this test (default: 512)"),
+        ("tg", ("-n", "--n-gen"), _number, "tokens of an answer; 0: skip this test (default: 128)"),
         ("rounds", ("-r", "--repetitions"), count, "rounds (default: 5)"),
         ("depths", ("-d", "--n-depth"), _numbers, "tokens cached before each test (default: 0)"),
         ("streams", ("--streams",), _numbers, "answers at once (default: 1)"),
@@ -122,8 +122,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _target(text: str) -> Target:
     url, _, model = text.partition("#")
     with contextlib.suppress(ValueError):
-        place = urlsplit(url)
-        if place.scheme in ("http", "https") and place.hostname and place.port != 0 and "@" not in url:
+        address = urlsplit(url)
+        if (
+            address.scheme in ("http", "https")
+            and address.hostname
+            and address.port != 0
+            and "@" not in url
+        ):
             return Target(url=url.rstrip("/").removesuffix("/v1"), model=model)
     raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT or http://HOST:PORT#MODEL")
 
@@ -137,7 +142,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         raise UsageError(f"--streams measures {MOST_STREAMS} answers at once, at most")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
-    names = [host.files(ref).name for ref in models] + [one.label for one in options.against]
+    names = [host.files(ref).name for ref in models] + [target.label for target in options.against]
     names = [
         f"{n} ({names[:i].count(n) + 1})" if names.count(n) > 1 else n for i, n in enumerate(names)
     ]
@@ -152,10 +157,10 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
             for name, target in zip(names, targets, strict=True)
         ]
         rounds, noise = asyncio.run(measure(sides, plan, progress.report))
-        for number, found in enumerate(rounds):
+        for number, samples in enumerate(rounds):
             for side, ref in zip(sides, models, strict=False):
                 progress.report(f"start {number + 1} of {plan.rounds}: {side.name}", None)
-                found[side.name] |= servers.measure_start(ref.text, side)
+                samples[side.name] |= servers.measure_start(ref.text, side)
     return BenchResult(
         rows=tuple(rows(rounds, names)),
         machine=describe_machine(),
@@ -231,8 +236,8 @@ class _OwnServers:
             errors = process.communicate()[1].decode(errors="replace").strip()
         if process.returncode:
             raise ServeError(f"`edgeinfer run` failed: {errors}")
-        how = "resumed" if ": resumed in " in errors else "cold"
-        samples = {f"exec to token, {how}": Sample(ms, "ms")}
+        start_kind = "resumed" if ": resumed in " in errors else "cold"
+        samples = {f"exec to token, {start_kind}": Sample(ms, "ms")}
         began = time.perf_counter()
         side.target = self.start(model)
         if side.last_prompt:

@@ -36,8 +36,13 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_option(parser, "--continue", "continue the last conversation", dest="continue_last")
-    add_option(parser, "--plain", "line by line, for screen readers and dumb terminals")
+    add_option(
+        parser,
+        "--continue",
+        "continue the last conversation that no other window has open",
+        dest="continue_last",
+    )
+    add_option(parser, "--plain", "plain lines, for screen readers and dumb terminals")
     add_option(parser, "--system TEXT|@FILE", SYSTEM)
     add_option(parser, "--tools", "let the model call the configured tools")
     add_option(parser, "--max-tokens N", "at most N tokens per answer", type=int)

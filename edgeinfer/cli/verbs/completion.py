@@ -99,7 +99,7 @@ def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
     parser = verbs_of(build_parser(verb))[verb]
     if actions := [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]:
         if not typed:
-            yield from ((one.dest, one.help or "") for one in actions[0]._choices_actions)
+            yield from ((choice.dest, choice.help or "") for choice in actions[0]._choices_actions)
         elif typed[0] in actions[0].choices:
             parser = actions[0].choices[typed.pop(0)]
     flags = parser._option_string_actions
@@ -111,8 +111,8 @@ def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
         yield from ((flag, (action.help or "").replace("%%", "%")) for flag, action in shown)
     else:
         switches = frozenset(flag for flag, action in flags.items() if action.nargs == 0)
-        _, words = options_and_words(typed, switches)
-        yield from _values(_positional(parser, len(words)), only_here=verb in ("rm", "forget"))
+        _, positionals = options_and_words(typed, switches)
+        yield from _values(_positional(parser, len(positionals)), only_here=verb in ("rm", "forget"))
 
 
 def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action | None:

@@ -86,19 +86,19 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
     """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
     if options.verify:
         return _verify()
-    found = [one for name, check in CHECKS.items() for one in _guarded(name, check)]
-    return DoctorResult(version=__version__, checks=tuple(found))
+    checks = [check_result for name, check in CHECKS.items() for check_result in _guarded(name, check)]
+    return DoctorResult(version=__version__, checks=tuple(checks))
 
 
 def _guarded(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
     try:
-        found = check()
+        findings = check()
     except EdgeInferError as error:
-        found = Finding("fail", error.message, error_text.hint(error))
+        findings = Finding("fail", error.message, error_text.hint(error))
     except Exception as error:  # noqa: BLE001  # one broken check must not end the others
-        found = Finding("fail", f"could not be looked at: {error!r}")
-    findings = found if isinstance(found, list) else [found]
-    return [Check(**msgspec.structs.asdict(one), name=name) for one in findings]
+        findings = Finding("fail", f"could not be looked at: {error!r}")
+    findings = findings if isinstance(findings, list) else [findings]
+    return [Check(**msgspec.structs.asdict(finding), name=name) for finding in findings]
 
 
 def _python() -> Finding:
@@ -167,14 +167,14 @@ def _backend(
     """
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
-        found = f"{answer.name}: {answer.reason}; {bus}"
+        description = f"{answer.name}: {answer.reason}; {bus}"
         missed = (bool(cards) and not is_used) or not answer.absent
-        return Finding("warn", found, answer.fix) if missed else Finding("ok", found)
-    found = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
+        return Finding("warn", description, answer.fix) if missed else Finding("ok", description)
+    description = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
     if all(device.kind == "software" for device in answer.devices):
         fix = "a software device is slower than the CPU: --gpu-layers none"
-        return Finding("warn", found, fix)
-    return Finding("warn" if answer.warning else "ok", found, answer.warning)
+        return Finding("warn", description, fix)
+    return Finding("warn" if answer.warning else "ok", description, answer.warning)
 
 
 def _snapshots() -> Finding:
@@ -189,7 +189,7 @@ def _snapshots() -> Finding:
 
     failed = registry.list_failures()
     if failed:
-        named = "; ".join(f"{one.name} could not be built: {one.message}" for one in failed)
+        named = "; ".join(f"{failure.name} could not be built: {failure.message}" for failure in failed)
         fix = f"edgeinfer warm {failed[0].model}"
         return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", fix)
     return Finding("ok", f"{probed.tier}: {probed.reason}")
@@ -239,10 +239,10 @@ def _catalogue() -> Finding:
     from edgeinfer.models.store import list_pulled
 
     config: Config = load_config()
-    known, pulled = len(load_catalog().models), len(list_pulled())
+    n_known, pulled = len(load_catalog().models), len(list_pulled())
     n_usable = len(stores.usable())
-    others = f", {n_usable} of other programs here" if n_usable else ""
-    text = f"{known} models known, {pulled} pulled{others}; default {config.default_model}"
+    external_note = f", {n_usable} of other programs here" if n_usable else ""
+    text = f"{n_known} models known, {pulled} pulled{external_note}; default {config.default_model}"
     try:
         resolve(config.default_model).files()
     except ModelNotPulledError:
@@ -281,13 +281,18 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
         return 5 if self.findings else 0
 
     def human(self) -> str:
-        what = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
+        counts = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
         if not self.findings:
-            return f"{what}: all as built" + (
+            return f"{counts}: all as built" + (
                 f"\n{self.file}: its payload is as built" if self.file else ""
             )
         return "\n".join(
-            [f"{what}:", *self.findings, "", f"remove {self.app} and start again: it is unpacked anew"]
+            [
+                f"{counts}:",
+                *self.findings,
+                "",
+                f"remove {self.app} and start again: it is unpacked anew",
+            ]
         )
 
 
@@ -334,7 +339,7 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _strangers(app: Path, index: Index) -> Iterator[str]:
-    known = (
+    known_steps = (
         {entry.path for entry in index.files}
         | {path for path, _ in index.links}
         | {unpack.INDEX, unpack.SOURCE}
@@ -342,7 +347,7 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
     for folder, _, names in os.walk(app):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), app)
-            if path not in known:
+            if path not in known_steps:
                 yield f"{path}: was not put there by us"
 
 

@@ -139,8 +139,8 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return cls(
             set=name,
             candidates=candidates,
-            scores=[share(sum(one), len(items)) for one in passed],
-            differences=[paired_difference(*one, len(items)) for one in ones],
+            scores=[share(sum(passes), len(items)) for passes in passed],
+            differences=[paired_difference(*passes, len(items)) for passes in ones],
             items=items,
             path=path,
         )
@@ -155,11 +155,14 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
     def report(self) -> str:
         """Return the report in Markdown: the scores, and every item's verdicts."""
-        rows = [[one.id, one.check, *map(_shown, one.verdicts)] for one in self.items]
+        rows = [[item.id, item.check, *map(_shown, item.verdicts)] for item in self.items]
         head = ["item", "check", *self.candidates]
-        parts = [[head, *rows[at : at + _ROWS]] for at in range(0, len(rows), _ROWS)]
-        tables = [[[_cell(text) for text in row] for row in part] for part in (self._scores(), *parts)]
-        scores, *verdicts = (markdown(one[0], one[1:]) for one in tables)
+        parts = [[head, *rows[start : start + _ROWS]] for start in range(0, len(rows), _ROWS)]
+        tables = [
+            [[_cell(text) for text in row] for row in rows_of_table]
+            for rows_of_table in (self._scores(), *parts)
+        ]
+        scores, *verdicts = (markdown(rows_of_table[0], rows_of_table[1:]) for rows_of_table in tables)
         return "\n\n".join([f"# {self.set}", scores, *self._notes(), *verdicts]) + "\n"
 
     def _scores(self) -> list[list[str]]:
@@ -181,8 +184,8 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
     def _notes(self) -> list[str]:
         verdicts = [verdict for item in self.items for verdict in item.verdicts]
-        cut = sum(one.is_cut for one in verdicts)
-        failed = [one.error for one in verdicts if one.error]
+        cut = sum(verdict.is_cut for verdict in verdicts)
+        failed = [verdict.error for verdict in verdicts if verdict.error]
         limit = f"{cut} of {len(verdicts)} answers ended at their token limit (`--max-tokens`)."
         missing = f"{len(failed)} have no answer and count as not passed: {''.join(failed[:1])}"
         return [limit] * bool(cut) + [missing] * bool(failed)
@@ -202,7 +205,7 @@ def _shown(verdict: Verdict) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "set", metavar="SET.jsonl", help="items, one a line; `basics` is the set shipped here"
+        "set", metavar="SET.jsonl", help="items, one a line; `basics` is the built-in set"
     )
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="models or GGUF files; the first is the baseline"
@@ -211,11 +214,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser,
         "--adapter ADAPTER|FILE[:SCALE]...",
-        "LoRA adapter of the model, or none; each is a candidate",
+        "LoRA adapter of the model, or `none`; each is a candidate",
     )
-    add_option(parser, "--judge MODEL", "the model that decides items with `judge`")
+    add_option(parser, "--judge MODEL", "model that judges items with `judge`")
     add_option(parser, "--max-tokens N", "at most N tokens an answer (512)", type=count, default=512)
-    parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
+    parser.add_argument(
+        "--think", choices=("on", "off"), help="reasoning before the answer, if the model can"
+    )
     add_quiet(parser)
     add_load_options(parser)
     add_attached_options(parser.add_argument_group(LAUNCH))
@@ -349,17 +354,19 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
     judge = _candidate(options.judge or options.model, "", no_adapter, options, host)
     folder = paths.private_dir(paths.data_dir() / "evaluations")
     answers = folder / f"{name}.answers.jsonl"
-    models = sorted({one.model for one in (*candidates, judge)})
+    models = sorted({candidate.model for candidate in (*candidates, judge)})
 
     def ask(lines: Mapping[tuple[int, str], BatchLine]) -> dict[tuple[int, str], dict[str, Any]]:
         asked = {line.custom_id: line for line in lines.values()}
         batch.answer(options, host, list(asked.values()), answers, models)
         rows = map(json.loads, answers.read_bytes().splitlines())
-        found = {row["custom_id"]: row["response"] for row in rows}
-        return {key: found.get(line.custom_id, _LEFT) for key, line in lines.items()}
+        responses = {row["custom_id"]: row["response"] for row in rows}
+        return {key: responses.get(line.custom_id, _LEFT) for key, line in lines.items()}
 
-    pairs = [((n, item.id), one, item) for item in items for n, one in enumerate(candidates)]
-    replies = ask({key: one.line(item, options) for key, one, item in pairs})
+    pairs = [
+        ((n, item.id), candidate, item) for item in items for n, candidate in enumerate(candidates)
+    ]
+    replies = ask({key: candidate.line(item, options) for key, candidate, item in pairs})
     judgements = ask(
         {
             key: _judging(judge, item, replies[key])
@@ -368,10 +375,10 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
         }
     )
     verdicts = {key: _verdict(item, replies[key], judgements.get(key)) for key, _, item in pairs}
-    what = msgspec.json.encode([candidates, judge, items, options.max_tokens, options.think])
+    report_key = msgspec.json.encode([candidates, judge, items, options.max_tokens, options.think])
     result = EvalResult.of(
         name,
-        [one.name for one in candidates],
+        [candidate.name for candidate in candidates],
         [
             ItemResult(
                 id=item.id,
@@ -380,7 +387,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
             )
             for item in items
         ],
-        str(folder / f"{name}-{hashlib.blake2b(what, digest_size=8).hexdigest()}.md"),
+        str(folder / f"{name}-{hashlib.blake2b(report_key, digest_size=8).hexdigest()}.md"),
     )
     write_whole(Path(result.path), result.report().encode(), 0o600)
     return result
@@ -439,7 +446,9 @@ def _engine_stamp(host: Host) -> list[Any]:
 def _judging(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:
     question = item.prompt or item.messages[-1].get("content")
     if isinstance(question, list):
-        question = "\n".join(part["text"] for part in question if part.get("type") == "text")
+        question = "\n".join(
+            content_part["text"] for content_part in question if content_part.get("type") == "text"
+        )
     strings = (
         json.dumps(text_or_reply, ensure_ascii=False) for text_or_reply in (question, _content(reply))
     )
@@ -453,9 +462,9 @@ def _content(reply: dict[str, Any]) -> str:
 
 
 def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None) -> Verdict:
-    for one in filter(None, (reply, judgement)):
-        if one["status_code"] != 200:
-            error = one["body"].get("error") or {}
+    for response in filter(None, (reply, judgement)):
+        if response["status_code"] != 200:
+            error = response["body"].get("error") or {}
             return Verdict(error=error.get("message") or "failed")
     choices = reply["body"]["choices"]
     if item.choices is not None:
@@ -489,7 +498,7 @@ def _limit() -> Iterator[None]:
 
 def _sums(scored: list[dict[str, Any]]) -> list[float]:
     """Return the log-probability of each text after the first, behind the first."""
-    rows = [one["logprobs"]["token_logprobs"] for one in scored]
+    rows = [choice["logprobs"]["token_logprobs"] for choice in scored]
     return [sum(row[min(len(rows[0]), len(row) - 1) :]) for row in rows[1:]]
 
 

@@ -178,10 +178,10 @@ def urls(config: Config) -> Iterator[str]:
     ports = {
         run.pid: _port(run, configured) for run in processes(everywhere=True) if run.verb == "serve"
     }
-    own = [ports[run.pid] for run in processes() if run.pid in ports]
-    if configured in own or configured not in ports.values():
+    own_ports = [ports[run.pid] for run in processes() if run.pid in ports]
+    if configured in own_ports or configured not in ports.values():
         yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, configured)
-    for port in own:
+    for port in own_ports:
         yield _url("127.0.0.1", port)
 
 

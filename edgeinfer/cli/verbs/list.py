@@ -55,11 +55,13 @@ class ListResult(Result, frozen=True, kw_only=True):
     adapters: tuple[PulledAdapter, ...] = ()
 
     def human(self) -> str:
-        lines = [f"{one.name} can't be used: {one.problem} ({one.fix})" for one in self.unusable]
+        lines = [
+            f"{model.name} can't be used: {model.problem} ({model.fix})" for model in self.unusable
+        ]
         lines += [
-            f"adapter {one.name}{f' for {one.base}' if one.base else ''}: `--lora {one.name}`, "
-            f"{format_bytes(one.size_bytes)}"
-            for one in self.adapters
+            f"adapter {adapter.name}{f' for {adapter.base}' if adapter.base else ''}: "
+            f"`--lora {adapter.name}`, {format_bytes(adapter.size_bytes)}"
+            for adapter in self.adapters
         ]
         lines += [
             f"{name}: {format_bytes(size)} of an unfinished pull; the same pull goes on, "
@@ -99,7 +101,7 @@ def _fits_table(models: Sequence[ModelRow]) -> str:
     top, *lines = table([head, *(row for _, row in grouped)], right=frozenset({3, 4})).splitlines()
     text = [top]
     for group, title in _GROUPS.items():
-        rows = [line for (own, _), line in zip(grouped, lines, strict=True) if own == group]
+        rows = [line for (row_group, _), line in zip(grouped, lines, strict=True) if row_group == group]
         text += ["", title, *rows] if rows else []
     return "\n".join(text)
 
@@ -135,10 +137,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="WORD",
-        help="list only models whose name, title or purpose has every word",
+        help="only models whose name, title or purpose contains every word",
     )
-    add_option(parser, "--pulled", "only those on this machine")
-    add_option(parser, "--fits", "group by what this machine can hold and how fast it would answer")
+    add_option(parser, "--pulled", "only models on this machine")
+    add_option(
+        parser, "--fits", "group models by whether they fit into memory and how fast they would answer"
+    )
 
 
 def run(options: argparse.Namespace, host: Host) -> ListResult:
@@ -148,17 +152,17 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()
-    found = [model for model, _ in every_model(catalog)]
-    summaries = [model for model in found if isinstance(model, ModelSummary)]
-    broken = [model for model in found if isinstance(model, UnusableModel)]
+    models_here = [model for model, _ in every_model(catalog)]
+    summaries = [model for model in models_here if isinstance(model, ModelSummary)]
+    broken = [model for model in models_here if isinstance(model, UnusableModel)]
     counts = Counter(model_part(name) for name in generations())
     rows = (
         ModelRow(**msgspec.structs.asdict(model), snapshots=counts.get(part_of(model.name), 0))
         for model in summaries
         if model.pulled or not options.pulled
     )
-    wanted = [word.lower() for word in options.words]
-    models = tuple(row for row in rows if _matches(row, wanted))
+    search_words = [word.lower() for word in options.words]
+    models = tuple(row for row in rows if _matches(row, search_words))
     estimator = Estimator() if options.fits else None
     return ListResult(
         models=_grouped(models, estimator) if estimator else models,
@@ -166,14 +170,16 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
         busy=bool(estimator and estimator.rate.busy),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
         unfinished=unfinished(),
-        adapters=tuple(one for one in list_adapters() if all(word in one.name for word in wanted)),
-        unusable=tuple(m for m in broken if all(word in m.name.lower() for word in wanted)),
+        adapters=tuple(
+            adapter for adapter in list_adapters() if all(word in adapter.name for word in search_words)
+        ),
+        unusable=tuple(m for m in broken if all(word in m.name.lower() for word in search_words)),
     )
 
 
-def _matches(model: ModelRow, words: list[str]) -> bool:
+def _matches(model: ModelRow, search_words: list[str]) -> bool:
     text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
-    return all(word in text for word in words)
+    return all(word in text for word in search_words)
 
 
 def _grouped(models: Sequence[ModelRow], estimator: Estimator) -> tuple[ModelRow, ...]:

@@ -38,8 +38,8 @@ class PsResult(Result, frozen=True, kw_only=True):
 
 
 def _reports(process: Running) -> list[str]:
-    lines = [f"{one.model}: {one.words}" for one in process.replicas]
-    lines += [f"{one.model}: layers on GPUs: {one.layers}" for one in process.layers]
+    lines = [f"{replica.model}: {replica.words}" for replica in process.replicas]
+    lines += [f"{layers.model}: layers on GPUs: {layers.layers}" for layers in process.layers]
     return lines + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 
 
@@ -76,10 +76,10 @@ def _usage_row(day: DayOfUse) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    add_everywhere(what)
+    view = parser.add_mutually_exclusive_group()
+    add_everywhere(view)
     add_option(
-        what, "--usage", f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days"
+        view, "--usage", f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days"
     )
 
 

@@ -91,15 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of safetensors; default model",
     )
     parser.add_argument("--name", help="store it under this name")
-    add_option(
-        parser, "--base MODEL", "MODEL is a PEFT LoRA adapter; this is its base model", default=""
-    )
+    add_option(parser, "--base MODEL", "base model of MODEL, which is a PEFT LoRA adapter", default="")
     add_option(
         parser, "--quantize TYPE", "quantize to TYPE while storing (default: unchanged)", default=""
     )
-    add_option(parser, "--sha256 HEX", "refuse a file that has another SHA-256", default="")
-    add_option(parser, "--in-place", "point at a local file instead of copying it")
-    add_option(parser, "--again", "fetch it even if it is already here")
+    add_option(parser, "--sha256 HEX", "expected SHA-256; another one is refused", default="")
+    add_option(parser, "--in-place", "use a local file where it is, without a copy")
+    add_option(parser, "--again", "fetch it again, even if it is here")
     add_quiet(parser)
 
 
@@ -109,18 +107,18 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     Ctrl-C keeps fetched parts. A model in an external store is checked instead of fetched; `--name`
     adds it to our store. `--again` or `--name` fetches one from Hugging Face nevertheless.
     """
-    wanted: str = options.model or host.config.default_model
-    if options.base or is_adapter(wanted):
-        return _pull_adapter(wanted, options)
+    source: str = options.model or host.config.default_model
+    if options.base or is_adapter(source):
+        return _pull_adapter(source, options)
     anew = options.again or options.name or options.sha256
-    if stores.is_name(wanted) or not (anew or names.is_path(wanted)):
-        external = _check_external(wanted)
+    if stores.is_name(source) or not (anew or names.is_path(source)):
+        external = _check_external(source)
         if external is not None and not options.name:
             if options.sha256 and names.digest(options.sha256) != external.sha256:
-                raise ChecksumError(f"{wanted} has SHA-256 {external.sha256}, not {options.sha256}")
+                raise ChecksumError(f"{source} has SHA-256 {external.sha256}, not {options.sha256}")
             return external
         if external is not None:
-            wanted = f"file:{quote(external.files[0])}"
+            source = f"file:{quote(external.files[0])}"
     pull_options = PullOptions(
         name=options.name,
         quantize=options.quantize,
@@ -137,12 +135,12 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
     hint = "run the same command again: it continues where it stopped"
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
-        record = catalog_pull.pull(wanted, on_progress, options=pull_options)
+        record = catalog_pull.pull(source, on_progress, options=pull_options)
     entry = load_catalog().get(record.base)
     if record.in_place and any(map(fetch.writable_by_others, record.paths)):
         sys.stderr.write(
             f"warning: others may change {record.paths[0]} while it is used; a copy is safe from that: "
-            f"`edgeinfer pull {wanted}` without --in-place\n"
+            f"`edgeinfer pull {source}` without --in-place\n"
         )
     return PullResult(
         name=record.name,
@@ -158,11 +156,11 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
 
 
-def _check_external(wanted: str) -> PullResult | None:
+def _check_external(source: str) -> PullResult | None:
     """Check a model of another program as using it does; None if none has it, or it is ours."""
-    ref = resolve(wanted)
+    ref = resolve(source)
     stored = ref.external
-    if not stores.is_name(wanted) and (stored is None or stored.problem):
+    if not stores.is_name(source) and (stored is None or stored.problem):
         return None
     files = ref.files()
     header = gguf.check(files.paths[0])

@@ -95,13 +95,13 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         rows = [("", "SIZE", "PREFILL/s", "DECODE/s", "KL", "SAME TOP", "SCORE", "BESIDE THE FIRST")]
-        for n, one in enumerate(self.models):
-            speeds = f"{one.prefill_tokens_per_s:.0f}", f"{one.decode_tokens_per_s:.1f}"
+        for n, model in enumerate(self.models):
+            speeds = f"{model.prefill_tokens_per_s:.0f}", f"{model.decode_tokens_per_s:.1f}"
             loss = "-", "-"
-            if one.divergence is not None:
-                loss = f"{one.divergence:.4f}", f"{one.same_top:.1%}"
+            if model.divergence is not None:
+                loss = f"{model.divergence:.4f}", f"{model.same_top:.1%}"
             score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.beside(n)
-            rows.append((one.name, format_bytes(one.size_bytes), *speeds, *loss, *score))
+            rows.append((model.name, format_bytes(model.size_bytes), *speeds, *loss, *score))
         notes = [
             f"KL: nats a token beside {self.models[0].name}; score: {self.evaluation.set}, "
             f"{len(self.evaluation.items)} items, each in {self.evaluation.path}",
@@ -115,7 +115,7 @@ def _figure(value: float | None) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf (with --name)")
+    parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf with --name")
     types = tuple(FILE_TYPES.values())
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument(
@@ -129,16 +129,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         task,
         "--compare TYPE,…",
-        "make those not stored, and show size, speed, loss and score of each beside MODEL",
+        "create missing types, then compare size, speed, loss and score with MODEL",
     )
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     add_option(
         parser,
         "--imatrix FILE",
-        "importance matrix in GGUF form; some types need one, small ones gain most",
+        "importance matrix in GGUF format; some types need one, small types gain most",
         default="",
     )
-    add_option(parser, "--no-perplexity", "do not measure the perplexity of both")
+    add_option(parser, "--no-perplexity", "do not measure perplexity")
     add_quiet(parser)
 
 
@@ -176,20 +176,20 @@ def _compare(
     from edgeinfer.cli.parser import build_parser
 
     kinds = [FILE_TYPES[parse_file_type(kind)] for kind in options.compare.split(",")]
-    made = []
+    quantized = []
     for kind in kinds:
         name = f"{options.name}:{kind}" if options.name else None
-        wanted = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
+        kind_options = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
         with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
-            made.append(quantize(options.model, kind, report, options=wanted))
+            quantized.append(quantize(options.model, kind, report, options=kind_options))
     rows: list[tuple[str, str, int, float | None, float | None]]
-    rows = [(options.model, made[0].source_type, made[0].source_bytes, None, None)]
-    for one in made:
-        row = one.model.name, one.model.quantization, one.model.size_bytes
-        rows.append((*row, one.divergence, one.same_top))
+    rows = [(options.model, quantized[0].source_type, quantized[0].source_bytes, None, None)]
+    for result in quantized:
+        row = result.model.name, result.model.quantization, result.model.size_bytes
+        rows.append((*row, result.divergence, result.same_top))
     models = [Compared(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
-    typed = ["eval", "basics", *(one.name for one in models), *quiet]
+    typed = ["eval", "basics", *(model.name for model in models), *quiet]
     evaluation = eval.run(build_parser("eval").parse_args(typed), host)
     return QuantizeCompareResult(models=models, evaluation=evaluation)
 

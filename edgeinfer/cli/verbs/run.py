@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import signal
 import sys
 import threading
@@ -80,24 +81,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model name or GGUF file (default: the configured one)",
     )
     parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is read too when it is piped"
+        "prompt", nargs="?", metavar="PROMPT", help="the prompt; piped stdin is appended"
     )
     prompt_form = parser.add_mutually_exclusive_group()
     add_option(prompt_form, "--system TEXT|@FILE", SYSTEM)
     add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
     add_option(parser, "--max-tokens N", "at most N tokens (1,500)", type=count)
-    add_option(parser, "--file FILE...", "text, document, picture or folder, before the prompt")
-    add_option(parser, "--image FILE...", "a picture, or a PDF's pages, before the prompt")
+    add_option(parser, "--file FILE...", "attach a text, document, picture or folder")
+    add_option(parser, "--image FILE...", "attach a picture, or the pages of a PDF as pictures")
     shape = parser.add_mutually_exclusive_group()
-    add_option(shape, "--schema FILE|JSON", "answer in JSON of this schema")
-    add_option(shape, "--grammar FILE|GBNF", "answer by this grammar in GBNF")
-    parser.add_argument("--think", choices=("on", "off"), help="reason first, if the model can")
-    add_option(parser, "--tools", "let the model call the tools that you allowed")
+    add_option(shape, "--schema FILE|JSON", "answer in JSON that follows this schema")
+    add_option(shape, "--grammar FILE|GBNF", "answer that follows this GBNF grammar")
+    parser.add_argument(
+        "--think", choices=("on", "off"), help="reasoning before the answer, if the model can"
+    )
+    add_option(parser, "--tools", "let the model call allowed tools")
     sampling = add_sampling_options(parser)
-    add_option(sampling, "--stop TEXT...", "end at this text")
+    add_option(sampling, "--stop TEXT...", "stop before this text")
     add_load_options(parser)
     launch = add_launch_options(parser)
-    add_option(launch, "--timings", "timings on stderr")
+    add_option(launch, "--timings", "print timings on stderr")
     add_traces(launch)
 
 
@@ -229,13 +232,30 @@ def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Mess
 def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
     """Split `run`'s positionals into (model, prompt); the prompt is "" if it is only piped.
 
-    A first word that names no model is the prompt, unless a second follows.
+    A first word that is not a model is the prompt, unless a second follows. Raises UnknownModelError
+    if it is probably a misspelt model.
     """
     if first is None:
         return host.config.default_model, ""
     if second is not None or host.is_model(first):
         return first, second or ""
+    _refuse_misspelt_model(first, host)
     return host.config.default_model, first
+
+
+def _refuse_misspelt_model(word: str, host: Host) -> None:
+    """Raise UnknownModelError for a prompt of one word that is nearly the name of a model.
+
+    A word of letters, such as "hi", is only refused if a name begins with it: "gemma".
+    """
+    if not re.fullmatch(r"[\w.:-]+", word):
+        return
+    error = host.resolve(word).absence()
+    hint = error.hint or ""
+    begins_name = len(word) >= 4 and hint.startswith(f"did you mean {word.lower()}")
+    if begins_name or (hint and re.search(r"[\d-]", word)):
+        as_prompt = f"if it is the prompt: `edgeinfer run {host.config.default_model} {word}`"
+        raise UnknownModelError(error.message, hint=f"{hint}; {as_prompt}")
 
 
 def _with_stdin(prompt: str) -> str:

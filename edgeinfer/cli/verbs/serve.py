@@ -31,26 +31,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the endpoint's options, all of launch scope; None: the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
-    add_option(where, "--host ADDRESS", "address to bind; one beyond loopback needs an API key")
+    add_option(where, "--host ADDRESS", "address to bind; other than loopback it needs an API key")
     add_option(where, "--port N", "port to bind; 0 takes a free one", type=port_number)
     add_option(
         where,
         "--ollama",
-        "also listen on Ollama's port (127.0.0.1:11434), and let clients pull and delete models",
+        "also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models",
         default=None,
     )
     add_option(
         where,
         "--api-key-file FILE",
-        "API keys, one a line, the first one an administrator's; also EDGEINFER_API_KEY",
+        "API keys, one a line; the first is the administrator's; also EDGEINFER_API_KEY",
     )
     add_option(
         where,
         "--allow-host NAME...",
-        "also accept this Host header; .NAME accepts every name that ends so",
+        "also accept this Host header; .NAME accepts all names with that ending",
     )
-    add_option(where, "--allow-origin ORIGIN...", "a web page's origin that may call")
-    add_option(where, "--tls-cert FILE", "certificate chain in PEM; with --tls-key")
+    add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)")
+    add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
     add_option(
         where,
@@ -91,5 +91,7 @@ def run(options: argparse.Namespace, host: Host) -> ServeResult:
     """Serve until a signal or idleness. Raises what `endpoint_setup.serve` raises."""
     from edgeinfer.cli.endpoint_setup import serve  # 240 ms: the server, which `--help` does not need
 
-    ended = serve(options, host)
-    return ServeResult(reason="idle" if ended.reason == "idle" else "signal", cut_short=ended.cut_short)
+    outcome = serve(options, host)
+    return ServeResult(
+        reason="idle" if outcome.reason == "idle" else "signal", cut_short=outcome.cut_short
+    )

@@ -180,10 +180,10 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
         verdict = "it runs from the disk"
     at_once = f"{memory.n_parallel} sequences at once"
     available = f"{format_bytes(machine.available_bytes)} available"
-    why = f"{need.kv_type}: {memory.kv_type_reason}"
+    kv_note = f"{need.kv_type}: {memory.kv_type_reason}"
     rows = [
         ("memory, weights", format_bytes(need.weights_bytes)),
-        ("memory, KV cache", f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({why})"),
+        ("memory, KV cache", f"{format_bytes(need.kv_per_1000_bytes)} for 1,000 tokens ({kv_note})"),
         ("context", f"{memory.n_ctx} tokens: {memory.n_ctx_reason}"),
         ("memory, context", f"{format_bytes(need.kv_bytes)} for {need.n_ctx} cells, {at_once}"),
         ("memory, compute", format_bytes(need.compute_bytes)),
@@ -256,7 +256,7 @@ def _describe(
     options: argparse.Namespace,
     host: Host,
 ) -> ShowResult:
-    headers = [gguf.check(part) for part in parts]
+    headers = [gguf.check(path) for path in parts]
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
     memory = _memory(headers, options, host) if headers else None
@@ -281,7 +281,7 @@ def _describe(
         chat_template=entry.chat_template or (first.chat_template if first else ""),
         system_prompt=entry.system_prompt,
         stop=entry.stop,
-        sampling=_sampling(entry, sum(part.n_params for part in headers)),
+        sampling=_sampling(entry, sum(header.n_params for header in headers)),
         files=_files(pulled, parts),
         header=header,
         memory=memory,
@@ -292,8 +292,10 @@ def _describe(
 def _sampling(entry: Model, n_params: int) -> dict[str, float]:
     """Return sampling options that differ from the defaults: the model's own, and by its size."""
     defaults = msgspec.structs.asdict(Sampling())
-    own = entry.sampling.over(default_sampling(n_params or parameter_count(entry.parameters)))
-    values = msgspec.structs.asdict(own)
+    model_sampling = entry.sampling.over(
+        default_sampling(n_params or parameter_count(entry.parameters))
+    )
+    values = msgspec.structs.asdict(model_sampling)
     return {name: values[name] for name in BY_FIELD if values[name] != defaults[name]}
 
 
@@ -308,8 +310,8 @@ def _notes(ref: ModelRef) -> tuple[str, ...]:
 def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[ExternalFile, ...]:
     digests = [file.sha256 for file in pulled.files] if pulled else [""] * len(parts)
     return tuple(
-        ExternalFile(path=str(part), size_bytes=part.stat().st_size, sha256=digest)
-        for part, digest in zip(parts, digests, strict=True)
+        ExternalFile(path=str(path), size_bytes=path.stat().st_size, sha256=digest)
+        for path, digest in zip(parts, digests, strict=True)
     )
 
 
@@ -336,8 +338,8 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 
 def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
     machine = read_machine()
-    wanted = requesting.load_options(options, host.config.load)
-    plan: Plan = header_plan(headers, wanted, machine)
+    load_options = requesting.load_options(options, host.config.load)
+    plan: Plan = header_plan(headers, load_options, machine)
     warning = ""
     if plan.from_disk and not plan.refusal:
         warning = disk_warning(header_shape(headers), machine, read_rate(headers[-1].path))
@@ -351,5 +353,5 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         fits=plan.fits,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
-        devices=_planned_devices(header_shape(headers), plan, wanted.gpu_layers, host.config.gpu),
+        devices=_planned_devices(header_shape(headers), plan, load_options.gpu_layers, host.config.gpu),
     )

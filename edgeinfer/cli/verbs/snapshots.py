@@ -120,7 +120,7 @@ class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         read = f"{self.files:,} files, {format_bytes(self.read_bytes)}"
         good = f"{self.name}: {read}, all as they were built; answers are bit-identical"
-        stale = (f"{why}: not verified, launches refuse it" for why in self.stale)
+        stale = (f"{reason}: not verified, launches refuse it" for reason in self.stale)
         return "\n".join([good if self.name else "no snapshot to verify can be resumed here", *stale])
 
 
@@ -357,13 +357,15 @@ def _resolve_pid(which: str | None) -> int:
         matches = [launch for launch in launches if launch.verb == "serve"]
         no_match, ambiguous = "no endpoint runs", "several endpoints run"
     else:
-        matches = [one for one in launches if which in one.arguments or _has_loaded(one.pid, which)]
+        matches = [
+            launch for launch in launches if which in launch.arguments or _has_loaded(launch.pid, which)
+        ]
         no_match, ambiguous = f"nothing that runs has {which}", f"several processes have {which}"
     if len(matches) == 1:
         return _require_own_process(matches[0].pid)
     if not matches:
         raise UsageError(no_match, hint=_PS)
-    pids = ", ".join(str(one.pid) for one in matches)
+    pids = ", ".join(str(launch.pid) for launch in matches)
     raise UsageError(f"{ambiguous}: {pids}", hint="name one by its PID")
 
 
@@ -395,22 +397,22 @@ def _require_own_process(pid: int) -> int:
 
 def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     loaded = running.loaded_below(pid)
-    matches = [one for one in loaded if model is None or _names_model(one, model)]
-    own = [one for one in matches if not one.is_worker] or matches
-    if not own:
-        what = f"has not loaded {model}" if model and loaded else "has loaded no model"
+    matches = [process for process in loaded if model is None or _names_model(process, model)]
+    candidates = [process for process in matches if not process.is_worker] or matches
+    if not candidates:
+        problem = f"has not loaded {model}" if model and loaded else "has loaded no model"
         raise UsageError(
-            f"process {pid} {what}", hint=f"{_PS}; a model is loaded when it is first asked"
+            f"process {pid} {problem}", hint=f"{_PS}; a model is loaded when it is first asked"
         )
-    if len({one.model for one in own}) > 1:
-        names = ", ".join(sorted(one.model for one in own))
+    if len({process.model for process in candidates}) > 1:
+        names = ", ".join(sorted(process.model for process in candidates))
         raise UsageError(f"process {pid} has several models: {names}", hint="name one with --model")
-    if own[-1].program != fingerprint.program_tag():
+    if candidates[-1].program != fingerprint.program_tag():
         raise SnapshotError(
             f"process {pid} runs another edgeinfer build: only that build can resume its snapshots",
             hint="run this command with the `edgeinfer` that started it",
         )
-    return own[-1]
+    return candidates[-1]
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {

@@ -69,8 +69,10 @@ class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
     trusted: dict[str, str]
 
     def human(self) -> str:
-        own = f"your key: {self.own}" if self.own else "you have no key yet: the first export makes it"
-        return "\n".join([own, *(f"{signer} since {day}" for signer, day in self.trusted.items())])
+        own_key = (
+            f"your key: {self.own}" if self.own else "you have no key yet: the first export makes it"
+        )
+        return "\n".join([own_key, *(f"{signer} since {day}" for signer, day in self.trusted.items())])
 
 
 def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
@@ -133,8 +135,8 @@ def distrust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
 
 
 def _trusted_keys() -> SnapshotsTrustResult:
-    own = signing.own_key(make=False)
-    return SnapshotsTrustResult(own=own.fingerprint if own else "", trusted=signing.trusted())
+    key = signing.own_key(make=False)
+    return SnapshotsTrustResult(own=key.fingerprint if key else "", trusted=signing.trusted())
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {

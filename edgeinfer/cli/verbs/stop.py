@@ -32,8 +32,10 @@ class StopResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
-    add_option(parser, "--all", "end all of them")
+    parser.add_argument(
+        "which", nargs="*", metavar="PID|MODEL", help="a PID or a model, as `edgeinfer ps` shows them"
+    )
+    add_option(parser, "--all", "stop all of them")
     add_everywhere(parser)
 
 
@@ -48,8 +50,8 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
     chosen = running if options.all else [r for name in options.which for r in _named(name, running)]
     stopped: list[int] = []
     killed: list[int] = []
-    for one in chosen:
-        (stopped if _end(one.pid) else killed).append(one.pid)
+    for process in chosen:
+        (stopped if _end(process.pid) else killed).append(process.pid)
     return StopResult(stopped=tuple(stopped), killed=tuple(killed))
 
 

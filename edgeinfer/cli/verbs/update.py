@@ -51,14 +51,14 @@ def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
             update.refuse_unless_ours(program, Path(sys.executable).parent.name)
         if options.back:
             return UpdateResult(before=__version__, version=update.back(program, folder), changed=True)
-        known = channel()
-        release = update.newest(known, folder)
+        update_channel = channel()
+        release = update.newest(update_channel, folder)
         is_newer = number(release.version) > number(__version__)
         if is_newer and not options.check:
             with (
                 progress_on(quiet=options.quiet) as report,
                 stoppable(f"stopped; {FETCHED_IS_KEPT}", "run the same command again"),
             ):
-                update.install(program, release, known.url, folder, Job(report))
+                update.install(program, release, update_channel.url, folder, Job(report))
         version = release.version if is_newer else __version__
         return UpdateResult(before=__version__, version=version, changed=is_newer and not options.check)

@@ -54,8 +54,8 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_option(parser, "--system TEXT|@FILE", SYSTEM, default="")
-    add_option(parser, "--tools", "prefill the configured tools, for `chat --tools` and `run`")
-    parser.add_argument("--name", default="", help="name of this snapshot")
+    add_option(parser, "--tools", "prefill the configured tools, for `chat --tools` and `run --tools`")
+    parser.add_argument("--name", default="", help="name of the snapshot")
     add_attached_options(parser)
     add_quiet(parser)
     add_load_options(parser)
@@ -93,8 +93,8 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
     from edgeinfer.tools.prefix import prefill_request, with_tools
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
-        for words in tools.prepare():
-            sys.stderr.write(without_controls(f"tools: {words}\n"))
+        for notice in tools.prepare():
+            sys.stderr.write(without_controls(f"tools: {notice}\n"))
         with closing(host.engine(model, inputs.options)) as engine:
             request = prefill_request(engine, with_tools(tools.shown(), inputs.system))
             for event in engine.submit(request):
