@@ -116,7 +116,7 @@ def _block(
 ) -> tuple[bytes, list[int], list[str]]:
     contents = [(tree / name).read_bytes() for name in block]
     contents = [
-        payload.relocated(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)
+        payload.relocate(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)
     ]
     is_x86_code = machine == "x86_64" and any(".so" in name for name in block)
     data = _compressed(b"".join(contents), cache, is_x86_code=is_x86_code)

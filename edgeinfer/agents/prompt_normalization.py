@@ -240,11 +240,11 @@ def _put_folders_last(messages: list[Message]) -> bool:
         return False
     text = messages[index].content
     for name in _CWD.findall(text)[:1]:
-        text = _moved(text, text.find(name), name, f"</{_CONTEXT[1:]}")
+        text = _move(text, text.find(name), name, f"</{_CONTEXT[1:]}")
     begin = text.find(_ROOTS[0])
     roots_end = text.find(_ROOTS[1], begin)
     if 0 <= begin < roots_end:
-        text = _moved(text, begin, text[begin : roots_end + len(_ROOTS[1])], "</filesystem>")
+        text = _move(text, begin, text[begin : roots_end + len(_ROOTS[1])], "</filesystem>")
     is_changed = text != messages[index].content
     messages[index] = _with_content(messages[index], text)
     return is_changed
@@ -267,7 +267,7 @@ def _put_note_last(messages: list[Message]) -> bool:
     return True
 
 
-def _moved(text: str, position: int, section: str, before: str) -> str:
+def _move(text: str, position: int, section: str, before: str) -> str:
     """`text` with the `part` at `at` moved to the next `before`; unchanged if there is none."""
     target = text.find(before, position)
     return (

@@ -49,7 +49,7 @@ def value(name: str, text: str) -> Value:
         return option.parse(text)
     except ValueError:
         raise UsageError(
-            f"{option.label} is a number {option.allowed()}",
+            f"{option.label} is a number {option.describe_range()}",
             hint=f"or `default`: /set {option.label} default",
         ) from None
 

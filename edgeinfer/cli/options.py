@@ -52,7 +52,9 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
             return option.parse(text)
         except ValueError:
             number = "a number " if isinstance(option, SamplingOption) else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not {number}{option.allowed()}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {number}{option.describe_range()}"
+            ) from None
 
     return parse
 
@@ -97,7 +99,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     return group
 
 
-def ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
+def number_between(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
     """Return an argparse type: a number from `low` to `high`."""
 
     def parse(text: str) -> Any:
@@ -109,7 +111,7 @@ def ranged(kind: type[int] | type[float], low: float, high: float) -> Callable[[
     return parse
 
 
-count = ranged(int, 1, 1_000_000)
+count = number_between(int, 1, 1_000_000)
 
 
 def add_traces(parser: argparse._ActionsContainer) -> None:

@@ -89,7 +89,7 @@ class FrontEnd:
                 assert isinstance(start, ResponseStart)
                 by = (REPLICA_HEADER, ack.replica)
                 return _response(ResponseStart(start.status, (*start.headers, by)), chunks, dialect)
-        return _refusal(dialect, _gone())
+        return _refusal(dialect, _unavailable())
 
 
 def _target(scope: Mapping[str, Any]) -> str:
@@ -119,10 +119,10 @@ async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> Asyn
         if dialect is None:
             raise
         _LOG.warning("a replica ended in the middle of an answer", exc_info=True)
-        yield dialect.error_events(_gone(), "")
+        yield dialect.error_events(_unavailable(), "")
 
 
-def _gone() -> Problem:
+def _unavailable() -> Problem:
     return unavailable(
         "The model's replica ended while it worked on this request; ask again.", "replica_ended", 1
     )

@@ -169,7 +169,7 @@ class ToolServerConfig(_Section, frozen=True, kw_only=True):
     command: Annotated[tuple[str, ...], key_doc("Program to start, and its arguments.")] = ()
     env: Annotated[dict[str, str], key_doc("Environment variables of the program.")] = {}
     pass_env: Annotated[
-        tuple[str, ...], key_doc("Environment variables passed on to the program.")
+        tuple[str, ...], key_doc("Environment variables that the program gets too.")
     ] = ()
     url: Annotated[str, key_doc("URL of a server, instead of a program.")] = ""
     headers: Annotated[dict[str, str], key_doc("Headers of each request to the URL.")] = {}

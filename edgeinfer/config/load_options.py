@@ -64,9 +64,9 @@ class LoadOption:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
             return int(text)
-        raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+        raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
 
-    def allowed(self) -> str:
+    def describe_range(self) -> str:
         """Describe the allowed values: `"auto", "none" or between 0 and 99`."""
         parts = [f'"{word}"' for word in self.choices]
         if self.high:
@@ -88,10 +88,10 @@ class AdaptersOption(LoadOption):
             return text
         adapters = [_adapter(entry) for entry in text.split(",") if entry]
         if len({name_of_file(path) for path, _ in adapters}) < len(adapters):
-            raise ValueError(f"{self.field}: {text} is not {self.allowed()}")
+            raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
-    def allowed(self) -> str:
+    def describe_range(self) -> str:
         return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
 
 

@@ -29,10 +29,10 @@ class SamplingOption(NamedTuple):
         """Parse a typed text. Raises ValueError outside the range."""
         value = self.kind(text)
         if not self.low <= value <= self.high:
-            raise ValueError(f"{text} is not {self.allowed()}")
+            raise ValueError(f"{text} is not {self.describe_range()}")
         return value
 
-    def allowed(self) -> str:
+    def describe_range(self) -> str:
         """Describe the range."""
         return f"between {self.low} and {self.high}"
 

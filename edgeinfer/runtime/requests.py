@@ -256,7 +256,7 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
         if value is None and option.field == "seed":
             continue
         if not option.low <= value <= option.high:  # a NaN is in no range
-            _refuse(option.field, f"{value} is not {option.allowed()}")
+            _refuse(option.field, f"{value} is not {option.describe_range()}")
     if len(s.logit_bias) > _MAX_BIASES:
         _refuse("logit_bias", f"more than {_MAX_BIASES} tokens")
     for token, bias in s.logit_bias.items():

@@ -53,13 +53,13 @@ def read(shipped: Shipped) -> PulledModel:
     try:
         record = msgspec.json.decode(raw, type=PulledModel)
     except msgspec.MsgspecError as error:
-        raise _damaged(f"{shipped.path} is damaged: its model has no record") from error
+        raise _damage_error(f"{shipped.path} is damaged: its model has no record") from error
     if field(record) != shipped.model:
-        raise _damaged(f"{shipped.path} is damaged: its model is not the one it names")
+        raise _damage_error(f"{shipped.path} is damaged: its model is not the one it names")
     return record
 
 
-def _damaged(message: str) -> ChecksumError:
+def _damage_error(message: str) -> ChecksumError:
     return ChecksumError(message, hint="download the file again")
 
 
@@ -111,7 +111,7 @@ def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Jo
         digest = sha256_of_part(source.fileno(), start, bundled.size_bytes, copy)
     if digest != bundled.sha256:
         target.unlink()
-        raise _damaged(f"{name} in {shipped.path} is damaged")
+        raise _damage_error(f"{name} in {shipped.path} is damaged")
     return Fetched(path=target, file_name=name, found_sha256=digest)
 
 

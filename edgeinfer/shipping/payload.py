@@ -134,11 +134,11 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
-        raise _damaged(shipped.path, "its payload does not start with an index")
+        raise _damage_error(shipped.path, "its payload does not start with an index")
     raw = file.read(length)
     index = parse_index(raw)
     if index is None or index.name != shipped.app:
-        raise _damaged(shipped.path, "its index is not the one it was built with")
+        raise _damage_error(shipped.path, "its index is not the one it was built with")
     return index
 
 
@@ -175,9 +175,9 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     try:
         raw = lzma.decompress(packed)
     except lzma.LZMAError as error:
-        raise _damaged(shipped.path, f"a block cannot be read: {error}") from error
+        raise _damage_error(shipped.path, f"a block cannot be read: {error}") from error
     if len(raw) != block.raw:
-        raise _damaged(shipped.path, "a block has another length than its index says")
+        raise _damage_error(shipped.path, "a block has another length than its index says")
     return raw
 
 
@@ -190,11 +190,11 @@ def split_block(
         content = view[offset : offset + entry.size]
         offset += entry.size
         if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise _damaged(path, f"{entry.path} in it is not what it was built with")
+            raise _damage_error(path, f"{entry.path} in it is not what it was built with")
         yield entry, content
 
 
-def _damaged(path: Path, reason: str) -> ChecksumError:
+def _damage_error(path: Path, reason: str) -> ChecksumError:
     return ChecksumError(
         f"{path} is damaged: {reason}",
         hint="download the file again and compare it with its SHA256SUMS",
@@ -217,7 +217,7 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
     raise ShippingError("an executable without an interpreter cannot be relocated")
 
 
-def padded(path: str, length: int) -> bytes:
+def pad(path: str, length: int) -> bytes:
     """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if it is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
@@ -228,7 +228,7 @@ def padded(path: str, length: int) -> bytes:
     return b"/" * (length - len(raw)) + raw
 
 
-def relocated(elf: bytes | memoryview, interpreter: str) -> bytes:
+def relocate(elf: bytes | memoryview, interpreter: str) -> bytes:
     """Set the executable's ELF interpreter; "" gives the neutral form that is hashed."""
     offset, length = interpreter_span(elf)
-    return bytes(elf[:offset]) + padded(interpreter, length) + bytes(elf[offset + length :])
+    return bytes(elf[:offset]) + pad(interpreter, length) + bytes(elf[offset + length :])

@@ -137,7 +137,7 @@ def _unpack_blocks(
         for entry, content in payload.split_block(raw, entries, shipped.path):
             data: bytes | memoryview = content
             if entry.path in index.relocate:
-                data = payload.relocated(content, interpreter(folder, entry.path))
+                data = payload.relocate(content, interpreter(folder, entry.path))
             _write(scratch / entry.path, data, entry.mode)
             with lock:
                 done += entry.size

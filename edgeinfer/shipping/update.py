@@ -115,7 +115,7 @@ def newest(channel: Channel, folder: Path) -> Release:
             hint="install a published release, or build the new version",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
-    if release.issued_s < _seen(folder / SEEN):
+    if release.issued_s < _last_issued_s(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than it did before")
     if release.issued_s > time.time() + _CLOCK_S:  # recording it would lock out later ones
         day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
@@ -133,7 +133,7 @@ def newest(channel: Channel, folder: Path) -> Release:
     return release
 
 
-def _seen(file: Path) -> int:
+def _last_issued_s(file: Path) -> int:
     try:
         return int(file.read_bytes())
     except FileNotFoundError:
@@ -249,7 +249,7 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
 def _unfit(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
-        hint="nothing was changed; if this version fails at the same, mend that first",
+        hint="nothing was changed; if this version fails in the same way, fix that first",
     )
 
 

@@ -165,12 +165,12 @@ def test_executable_that_names_its_folder(tmp_path):
 
 def test_path_too_long_for_its_field():
     with pytest.raises(EdgeInferError, match="too long"):
-        payload.relocated(elf(100), "/" + "x" * 100)
+        payload.relocate(elf(100), "/" + "x" * 100)
 
 
 def test_neutral_form_does_not_depend_on_the_place():
-    neutral = payload.relocated(elf(1023), "")
-    assert payload.relocated(payload.relocated(elf(1023), "/a/b"), "") == neutral
+    neutral = payload.relocate(elf(1023), "")
+    assert payload.relocate(payload.relocate(elf(1023), "/a/b"), "") == neutral
 
 
 def test_what_a_dead_unpacking_left_is_removed(shipped_file):

@@ -114,7 +114,7 @@ def test_words_are_split_into_model_and_prompt(engine, monkeypatch, typed, model
 
 
 @pytest.mark.parametrize("word", ["smolm2", "qwen34b", "gemma", "smollm2-135"])
-def test_prompt_that_is_nearly_a_model_is_refused_with_both_readings(as_json, word):
+def test_prompt_that_is_nearly_a_model_is_refused_with_two_hints(as_json, word):
     hint = as_json("run", word, code=3)["hint"]
     assert hint.startswith("did you mean ")
     assert hint.endswith(f"if it is the prompt: `edgeinfer run smollm2-135m-instruct {word}`")

@@ -53,8 +53,8 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
         if option.flag:
             argv = ["run", "m", "hello", f"{option.flag}={value}"]
             assert main(argv, Host(config=Config())) == 2
-            assert option.allowed() in capsys.readouterr().err
-            with pytest.raises(UsageError, match=option.allowed()):
+            assert option.describe_range() in capsys.readouterr().err
+            with pytest.raises(UsageError, match=option.describe_range()):
                 presets.value(option.field, str(value))
         if option.field != "seed" and not math.isnan(value):  # OpenAI's seed has 64 bits
             for struct in (SamplingDefaults, SamplingFields, ChatRequest):

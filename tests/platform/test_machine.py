@@ -47,7 +47,7 @@ def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
     def broken():
         raise EngineError("no CPU backend")
 
-    assert doctor_module._guarded("llama.cpp", broken) == [
+    assert doctor_module._run_check("llama.cpp", broken) == [
         Check("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
     ]
 

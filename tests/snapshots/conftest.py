@@ -40,10 +40,10 @@ def _world_accessible_copy(place: Path) -> Path:
     shutil.copytree(sys.prefix, target, symlinks=True)
     criu = target / "criu/bin/criu"
     if criu.exists():
-        from edgeinfer.shipping.payload import relocated
+        from edgeinfer.shipping.payload import relocate
 
         interpreter = next((target / "criu/lib").glob("ld-linux*"))
-        criu.write_bytes(relocated(criu.read_bytes(), str(interpreter)))
+        criu.write_bytes(relocate(criu.read_bytes(), str(interpreter)))
     return target
 
 

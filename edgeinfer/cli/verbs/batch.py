@@ -123,7 +123,7 @@ def answer(
 
     Raises as `run`.
     """
-    with _opened(path) as output:
+    with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
         if not todo:
@@ -164,7 +164,7 @@ def read_output(output: int) -> set[str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_output(path: Path) -> Iterator[int]:
     try:
         output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:

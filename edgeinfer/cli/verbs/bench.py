@@ -23,7 +23,13 @@ import msgspec
 from edgeinfer import __version__
 from edgeinfer.agents import endpoint
 from edgeinfer.bench import MOST_STREAMS, Plan, Row, Sample, Side, Target, markdown, measure, rows
-from edgeinfer.cli.options import add_attached_options, add_load_options, add_quiet, count, ranged
+from edgeinfer.cli.options import (
+    add_attached_options,
+    add_load_options,
+    add_quiet,
+    count,
+    number_between,
+)
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table
@@ -112,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_attached_options(parser)
 
 
-_number = ranged(int, 0, 1_000_000)
+_number = number_between(int, 0, 1_000_000)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
     Raises EdgeInferError if the app broke; the conversation is stored in any case.
     """
     launch = _launch(options, host)
-    piped = _piped(plain=options.plain)
+    piped = _piped_attachment(plain=options.plain)
     if piped is not None:
         launch.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
@@ -77,10 +77,10 @@ def _on_screen(launch: Launch) -> ChatResult:
             return _plain(launch)
     app = ChatApp(launch, driver)
     app.run(mouse=launch.config.mouse)
-    return _ended(app)
+    return _chat_result(app)
 
 
-def _ended(app: ChatApp) -> ChatResult:
+def _chat_result(app: ChatApp) -> ChatResult:
     if app.crash is not None:
         if os.environ.get("EDGEINFER_DEBUG") == "1":
             raise app.crash
@@ -121,7 +121,7 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
     )
 
 
-def _piped(*, plain: bool) -> Attachment | None:
+def _piped_attachment(*, plain: bool) -> Attachment | None:
     """Attach piped stdin, unless `--plain` without a terminal reads it as typed."""
     if sys.stdin is None or sys.stdin.isatty():
         return None

@@ -42,7 +42,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The outcome of a check; `fix` is the command that mends it.
+    """The outcome of a check; `fix` is the command that fixes it.
 
     "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the main job.
     """
@@ -86,17 +86,19 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
     """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
     if options.verify:
         return _verify()
-    checks = [check_result for name, check in CHECKS.items() for check_result in _guarded(name, check)]
+    checks = [
+        check_result for name, check in CHECKS.items() for check_result in _run_check(name, check)
+    ]
     return DoctorResult(version=__version__, checks=tuple(checks))
 
 
-def _guarded(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
+def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
     try:
         findings = check()
     except EdgeInferError as error:
         findings = Finding("fail", error.message, error_text.hint(error))
     except Exception as error:  # noqa: BLE001  # one broken check must not end the others
-        findings = Finding("fail", f"could not be looked at: {error!r}")
+        findings = Finding("fail", f"could not be checked: {error!r}")
     findings = findings if isinstance(findings, list) else [findings]
     return [Check(**msgspec.structs.asdict(finding), name=name) for finding in findings]
 
@@ -328,7 +330,7 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
             yield f"{entry.path}: {error.strerror}"
             continue
         if entry.path in index.relocate:
-            data = payload.relocated(data, "")
+            data = payload.relocate(data, "")
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             yield f"{entry.path}: altered"
         elif mode != entry.mode:
@@ -348,7 +350,7 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), app)
             if path not in known_steps:
-                yield f"{path}: was not put there by us"
+                yield f"{path}: is not part of edgeinfer"
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:

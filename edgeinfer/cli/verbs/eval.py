@@ -155,7 +155,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
     def report(self) -> str:
         """Return the report in Markdown: the scores, and every item's verdicts."""
-        rows = [[item.id, item.check, *map(_shown, item.verdicts)] for item in self.items]
+        rows = [[item.id, item.check, *map(_verdict_text, item.verdicts)] for item in self.items]
         head = ["item", "check", *self.candidates]
         parts = [[head, *rows[start : start + _ROWS]] for start in range(0, len(rows), _ROWS)]
         tables = [
@@ -196,7 +196,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
-def _shown(verdict: Verdict) -> str:
+def _verdict_text(verdict: Verdict) -> str:
     if verdict.passed:
         return "✓"
     text = verdict.error or verdict.answer.strip()
@@ -313,7 +313,10 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
         if item.choices is not None:
             text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
             # as lm-evaluation-harness splits them: white space at the end belongs to what follows
-            prompts = [text.rstrip() or text, *(_continued(text, choice) for choice in item.choices)]
+            prompts = [
+                text.rstrip() or text,
+                *(_append_choice(text, choice) for choice in item.choices),
+            ]
             body = {"prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
             return self._request("/v1/completions", body)
         messages = item.messages or [{"role": "user", "content": item.prompt}]
@@ -335,7 +338,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return BatchLine(custom_id=hashlib.blake2b(key, digest_size=16).hexdigest(), url=url, body=body)
 
 
-def _continued(text: str, choice: str) -> str:
+def _append_choice(text: str, choice: str) -> str:
     is_spaced = text[-1:].isspace() or choice[:1].isspace()
     return text + choice if is_spaced else f"{text} {choice}"
 

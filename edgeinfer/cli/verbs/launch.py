@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     Raises UsageError, ServeError, and what naming a model raises.
     """
     if not options.agent:
-        return AgentsResult(agents=tuple(map(_known, AGENTS.values())))
+        return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
     find_program(agent)  # before a model is loaded for it
     remote, model, n_ctx = _find_endpoint(agent, options, host)
@@ -114,7 +114,7 @@ def _recall(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
         remote.request("POST", f"/v1/models/{model}/recall", body)
 
 
-def _known(agent: Agent) -> KnownAgent:
+def _describe_agent(agent: Agent) -> KnownAgent:
     path = shutil.which(agent.name) or ""
     return KnownAgent(
         name=agent.name,

@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     models = tuple(row for row in rows if _matches(row, search_words))
     estimator = Estimator() if options.fits else None
     return ListResult(
-        models=_grouped(models, estimator) if estimator else models,
+        models=_group_by_fit(models, estimator) if estimator else models,
         fits=options.fits,
         busy=bool(estimator and estimator.rate.busy),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
@@ -182,7 +182,7 @@ def _matches(model: ModelRow, search_words: list[str]) -> bool:
     return all(word in text for word in search_words)
 
 
-def _grouped(models: Sequence[ModelRow], estimator: Estimator) -> tuple[ModelRow, ...]:
+def _group_by_fit(models: Sequence[ModelRow], estimator: Estimator) -> tuple[ModelRow, ...]:
     fitting = []
     for model in models:
         if model.size_bytes:

@@ -112,7 +112,10 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
-        raise UsageError("a raw prompt has no place for tools", hint="leave out --raw or --tools")
+        raise UsageError(
+            "--raw sends the prompt unchanged, so it cannot offer tools",
+            hint="leave out --raw or --tools",
+        )
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:

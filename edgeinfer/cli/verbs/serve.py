@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
-from edgeinfer.cli.options import add_launch_options, add_load_options, add_model, add_traces, ranged
+from edgeinfer.cli.options import (
+    add_launch_options,
+    add_load_options,
+    add_model,
+    add_traces,
+    number_between,
+)
 from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
@@ -65,7 +71,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         where,
         "--replicas N",
         "replicas of the model, each in its own process",
-        type=ranged(int, 1, _MOST_REPLICAS),
+        type=number_between(int, 1, _MOST_REPLICAS),
     )
     where.add_argument(
         "--log",
@@ -75,11 +81,11 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_traces(where)
 
 
-port_number = ranged(int, 0, 65_535)
+port_number = number_between(int, 0, 65_535)
 
 
 #: Up to a year.
-positive_s = ranged(float, 0.001, 31_536_000)
+positive_s = number_between(float, 0.001, 31_536_000)
 
 
 def keep_alive_s(text: str) -> float:

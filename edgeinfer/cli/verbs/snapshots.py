@@ -139,7 +139,7 @@ class SnapshotsRemovedResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(
-        dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust"
+        dest="action", metavar="list|show|take|verify|rm|prune|export|import|trust|distrust"
     )
 
     def add(name: str, summary: str, *arguments: str) -> argparse.ArgumentParser:

@@ -79,7 +79,7 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
     folder = registry.find(options.name)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
-    with _opened(options.destination) as store, progress:
+    with _open_destination(options.destination) as store, progress:
         if isinstance(store, Layout):
             _refuse_filled(store.folder)
         exported = exporting.export(folder, store, progress.report)
@@ -91,7 +91,7 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
 
 
 @contextmanager
-def _opened(place: str) -> Iterator[ImageStore]:
+def _open_destination(place: str) -> Iterator[ImageStore]:
     source = sources.parse(place) if place.startswith("oci:") else None
     if isinstance(source, sources.OciArtifact):
         from edgeinfer.models.fetching import oci  # 100 ms: httpx2
@@ -115,7 +115,7 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     with (
         stoppable("stopped; nothing of the snapshot is kept"),
         progress,
-        _opened(options.source) as store,
+        _open_destination(options.source) as store,
     ):
         details, signer = importing.import_snapshot(store, host, progress.report)
     return SnapshotsImportResult(snapshot=details, signer=signer)

@@ -47,7 +47,11 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
             "name what to stop",
             hint="`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it",
         )
-    chosen = running if options.all else [r for name in options.which for r in _named(name, running)]
+    chosen = (
+        running
+        if options.all
+        else [r for name in options.which for r in _find_processes(name, running)]
+    )
     stopped: list[int] = []
     killed: list[int] = []
     for process in chosen:
@@ -55,7 +59,7 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
     return StopResult(stopped=tuple(stopped), killed=tuple(killed))
 
 
-def _named(name: str, running: list[Running]) -> list[Running]:
+def _find_processes(name: str, running: list[Running]) -> list[Running]:
     matches = [r for r in running if name == str(r.pid) or name in r.arguments]
     if not matches:
         raise UsageError(
