@@ -75,7 +75,7 @@ def _flag(rng: random.Random, _depth: int) -> dict[str, Any]:
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample(_WORDS, rng.randrange(1, 5))
-    made: dict[str, Any] = {
+    drawn: dict[str, Any] = {
         "type": "object",
         "title": "an annotation",
         "properties": {name: _any(rng, depth - 1) for name in names},
@@ -83,8 +83,8 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
         "additionalProperties": False,
     }
     if rng.random() < 0.15:
-        made["patternProperties"] = {"^z[0-9]$": {"type": "integer", "minimum": 0, "maximum": 9}}
-    return made
+        drawn["patternProperties"] = {"^z[0-9]$": {"type": "integer", "minimum": 0, "maximum": 9}}
+    return drawn
 
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -165,14 +165,14 @@ def _wild(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _wild_object(rng: random.Random, depth: int) -> dict[str, Any]:
     properties = {name: _wild(rng, depth - 1) for name in rng.sample("abcd", rng.randrange(0, 4))}
-    made: dict[str, Any] = {"type": "object", "properties": properties}
-    made["required"] = rng.sample([*sorted(properties), "z"], rng.randrange(0, len(properties) + 1))
-    made["additionalProperties"] = rng.choice([False, _wild(rng, 0)])
+    drawn: dict[str, Any] = {"type": "object", "properties": properties}
+    drawn["required"] = rng.sample([*sorted(properties), "z"], rng.randrange(0, len(properties) + 1))
+    drawn["additionalProperties"] = rng.choice([False, _wild(rng, 0)])
     for key, value in (
         ("patternProperties", {"^q": _wild(rng, 0)}),
         ("minProperties", 1),
         ("maxProperties", 3),
     ):
         if rng.random() < 0.2:
-            made[key] = value
-    return made
+            drawn[key] = value
+    return drawn

@@ -13,6 +13,7 @@ parses answers, and `sampling.grammar` constrains them. Per `tool_choice`:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -273,13 +274,11 @@ class ChatFormat:
 
     def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
         """Return a grammar of calls or the answer, which may look like a call: none is certain."""
-        grammar = tool_call_grammar.or_answer(
-            self._form,
-            _constrained_tools(request, may_refuse=True),
-            self._facts.vocab,
-            several=request.tool_choice.parallel,
-        )
-        return Lark(grammar.source, (("answer", lark_parts(constraint)[0]),))
+        tools = _constrained_tools(request, may_refuse=True)
+        several = request.tool_choice.parallel
+        calls = tool_call_grammar.required_calls(self._form, tools, self._facts.vocab, several=several)
+        source = f"start: calls | @answer\ncalls: {calls.source.removeprefix('start: ')}"
+        return Lark(source, (("answer", lark_parts(constraint)[0]),))
 
     def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
         choice, vocab = request.tool_choice, self._facts.vocab
@@ -439,24 +438,24 @@ class PicturePlaces:
 
     def mark(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Replace the marks of pictures by markers. Raises InvalidRequestError."""
-        numbers = iter(range(sum(len(message.pictures) for message in messages)))
-        marked_messages = []
+        numbers = itertools.count()
+
+        def marker(mark: re.Match[str]) -> str:
+            return f"picture{self._word}n{next(numbers)}{'e' if mark.start() else 'b'}"
+
         for message in messages:
-            if message.pictures:
-                n_places = message.content.count(PICTURE_MARK)
-                if n_places != len(message.pictures):
-                    raise InvalidRequestError(
-                        f"a message has {len(message.pictures)} pictures at {n_places} places",
-                        param="messages",
-                    )
-
-                def marker(mark: re.Match[str]) -> str:
-                    return f"picture{self._word}n{next(numbers)}{'e' if mark.start() else 'b'}"
-
-                content = re.sub(PICTURE_MARK, marker, message.content)
-                message = msgspec.structs.replace(message, content=content)
-            marked_messages.append(message)
-        return tuple(marked_messages)
+            n_places = message.content.count(PICTURE_MARK)
+            if message.pictures and n_places != len(message.pictures):
+                raise InvalidRequestError(
+                    f"a message has {len(message.pictures)} pictures at {n_places} places",
+                    param="messages",
+                )
+        return tuple(
+            msgspec.structs.replace(message, content=re.sub(PICTURE_MARK, marker, message.content))
+            if message.pictures
+            else message
+            for message in messages
+        )
 
     def split(
         self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False

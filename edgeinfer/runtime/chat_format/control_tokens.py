@@ -42,7 +42,7 @@ class ControlTokens:
         return {text: t for text, t in self._vocab.control_tokens().items() if len(text) > 1}
 
     @cached_property
-    def _lower_case(self) -> frozenset[str]:
+    def _spellings(self) -> frozenset[str]:
         """Spellings in lower case: a template may change a text's."""
         return frozenset(text.lower() for text in self._tokens)
 
@@ -66,9 +66,7 @@ class ControlTokens:
         for prefix in self._prefix.finditer(text):
             check_deadline()
             start = prefix.start()
-            is_spelling = any(
-                text[start : start + n].lower() in self._lower_case for n in self._lengths
-            )
+            is_spelling = any(text[start : start + n].lower() in self._spellings for n in self._lengths)
             if is_spelling and not text.startswith(markers, start):
                 pieces.append(text[last : start + 1])
                 last = start + 1
@@ -81,8 +79,8 @@ class ControlTokens:
             return msgspec.structs.replace(
                 request,
                 messages=tuple(self._message(message, markers) for message in request.messages),
-                tools=msgspec.convert(self._guard_values(tools), tuple[Tool, ...]),
-                template_options=self._guard_values(request.template_options),
+                tools=msgspec.convert(self._guard_all(tools), tuple[Tool, ...]),
+                template_options=self._guard_all(request.template_options),
             )
         except RecursionError as error:
             raise InvalidRequestError("a tool or an option is nested too deeply") from error
@@ -107,15 +105,13 @@ class ControlTokens:
             call, id=self.guard(call.id), name=self.guard(call.name), arguments=arguments
         )
 
-    def _guard_values(self, value: Any) -> Any:
+    def _guard_all(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.guard(value)
         if isinstance(value, (list, tuple)):
-            return [self._guard_values(element) for element in value]
+            return [self._guard_all(element) for element in value]
         if isinstance(value, dict):
-            return {
-                self._guard_values(key): self._guard_values(element) for key, element in value.items()
-            }
+            return {self._guard_all(key): self._guard_all(element) for key, element in value.items()}
         return value
 
     def tokenize(self, prompt: str) -> list[int]:
@@ -124,14 +120,14 @@ class ControlTokens:
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
         tokens: list[int] = []
-        tail_start, left_token = 0, -1
-        for start, text_end, right_token in self._stretches(prompt):
+        tail_start, before = 0, -1
+        for start, text_end, after in self._stretches(prompt):
             if MARK in prompt[start:text_end]:
-                text = self._strip(remove_marks(prompt[start:text_end]), left_token, right_token)
+                text = self._strip(remove_marks(prompt[start:text_end]), before, after)
                 tokens += self._vocab.tokenize(prompt[tail_start:start], parse_special=True)
                 tokens += self._vocab.tokenize(text)
                 tail_start = text_end
-            left_token = right_token
+            before = after
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
@@ -147,12 +143,10 @@ class ControlTokens:
                 last = start + len(spelling)
         yield last, len(prompt), -1
 
-    def _strip(self, text: str, left_token: int, right_token: int) -> str:
-        if left_token >= 0 and self._vocab.strips_right(left_token):
+    def _strip(self, text: str, before: int, after: int) -> str:
+        if before >= 0 and self._vocab.strips_right(before):
             text = text.lstrip(_SPACE)
-        return (
-            text.rstrip(_SPACE) if right_token >= 0 and self._vocab.strips_left(right_token) else text
-        )
+        return text.rstrip(_SPACE) if after >= 0 and self._vocab.strips_left(after) else text
 
 
 def _unescape(escape: re.Match[str]) -> str:

@@ -46,7 +46,7 @@ def typed_value(text: str, kinds: frozenset[str]) -> str:
     bare = text.strip()
     if not bare and "string" not in kinds:
         return ""
-    for read in (_json, ast.literal_eval) if len(bare) <= _MAX_LITERAL else ():
+    for read in (json.loads, ast.literal_eval) if len(bare) <= _MAX_LITERAL else ():
         try:
             value = read(bare)
             is_whole = isinstance(value, float) and value.is_integer()
@@ -56,14 +56,6 @@ def typed_value(text: str, kinds: frozenset[str]) -> str:
         except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
             continue
     return json_text(text)
-
-
-def _json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def json_text(value: Any) -> str:

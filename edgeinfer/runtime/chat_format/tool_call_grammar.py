@@ -79,12 +79,6 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
     return Lark("\n".join(rules))
 
 
-def or_answer(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
-    """Return a grammar of calls, or of what the grammar `@answer` allows; the caller adds that."""
-    calls = required_calls(form, tools, vocab, several=several).source.removeprefix("start: ")
-    return Lark(f"start: calls | @answer\ncalls: {calls}")
-
-
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
     """Write the calls and what closes them; `several` bare calls are a list."""
     more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""

@@ -202,17 +202,12 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
         if parts:
             schema["pattern"], *more = parts
             if more:
-                schema["allOf"] = [
-                    *schema.get("allOf", ()),
-                    *({"pattern": pattern_part} for pattern_part in more),
-                ]
+                schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": p} for p in more)]
         elif "pattern" in schema and "format" in schema:
             del schema["pattern"]  # the format is enforced, and says the same in zod's schemas
         members = schema.get("patternProperties")
         if isinstance(members, dict):
-            schema["patternProperties"] = {
-                patterns.narrow(key): piece for key, piece in members.items()
-            }
+            schema["patternProperties"] = {patterns.narrow(k): s for k, s in members.items()}
     except ValueError as error:
         raise _refuse(_step(pointer, "pattern"), str(error)) from error
 
@@ -257,9 +252,8 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
             values, allowed = _values(member), _values(outer.get(name)) or []
             remaining = [value for value in allowed if value not in (values or ())]
             if values is not None and remaining:
-                options.append(
-                    {"type": "object", "required": [name], "properties": {name: {"enum": remaining}}}
-                )
+                other = {"properties": {name: {"enum": remaining}}}
+                options.append({"type": "object", "required": [name], **other})
     return {"anyOf": options} if options else None
 
 

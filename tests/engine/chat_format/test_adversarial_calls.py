@@ -90,7 +90,7 @@ def splits(text: str, rng: random.Random) -> list[list[str]]:
     """The text whole, by characters, in two at places, and in random pieces."""
     variants = [[text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]
     places = range(len(text)) if len(text) < 120 else rng.sample(range(len(text)), 24)
-    variants += [[text[:place], text[place:]] for place in places]
+    variants += [[text[:length], text[length:]] for length in places]
     for _ in range(5):
         cuts = [0, *sorted(rng.choices(range(len(text) + 1), k=9)), len(text)]
         variants.append([text[i:j] for i, j in itertools.pairwise(cuts)])

@@ -140,14 +140,14 @@ def test_choices_are_reported_with_reasons():
 
 
 def test_template_for_tools_is_used_with_tools_alone():
-    made = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
-    assert made.tool_format == "qwen-xml"
-    assert "<function=NAME>" in made.prepare(request_of(tools=(WEATHER,))).prompt
+    chat_format = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
+    assert chat_format.tool_format == "qwen-xml"
+    assert "<function=NAME>" in chat_format.prepare(request_of(tools=(WEATHER,))).prompt
     none = request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
     for request in (request_of(), none):
-        assert made.prepare(request).prompt == load("smollm2").prepare(request).prompt
+        assert chat_format.prepare(request).prompt == load("smollm2").prepare(request).prompt
     call = write_call(FAMILIES["qwen-xml"], "get_weather", '{"city": "Rome"}')
-    events = parsed(made.prepare(request_of(tools=(WEATHER,))).parser, call)
+    events = parse(chat_format.prepare(request_of(tools=(WEATHER,))).parser, call)
     assert events[0].name == "get_weather"
 
 
@@ -288,7 +288,7 @@ def test_tool_choice_none_shows_and_parses_no_tools():
     assert "get_weather" not in prepared.prompt
     assert prepared.constraint is None
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-    assert parsed(prepared.parser, call) == [TextDelta(call)]
+    assert parse(prepared.parser, call) == [TextDelta(call)]
 
 
 def test_template_without_tools_gets_a_description():
@@ -351,7 +351,7 @@ def test_reasoning_opened_by_the_prompt_is_parsed():
     assert events == [ReasoningDelta("hm"), TextDelta("Yes")]
 
 
-def parsed(parser: Any, text: str) -> list[Any]:
+def parse(parser: Any, text: str) -> list[Any]:
     return [*parser.feed(text), *parser.finish()]
 
 
@@ -368,7 +368,7 @@ def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
     for seed in range(8):
         prepared = load(name, vocab).prepare(request)
         text = draw_text(constraints, vocab, prepared.constraint, seed)
-        events = parsed(prepared.parser, text)
+        events = parse(prepared.parser, text)
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert all(isinstance(event, ToolCallDelta) for event in events), text
         assert 1 <= len(calls) <= 8
@@ -427,7 +427,7 @@ def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
     for seed in range(12):
         prepared = load("qwen_xml", vocab).prepare(request)
         calls: list[list[str]] = []
-        for event in parsed(prepared.parser, draw_text(constraints, vocab, prepared.constraint, seed)):
+        for event in parse(prepared.parser, draw_text(constraints, vocab, prepared.constraint, seed)):
             assert isinstance(event, ToolCallDelta)
             calls += [[event.name, ""]] if event.name else []
             calls[-1][1] += event.arguments
@@ -455,7 +455,7 @@ def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
     for token in vocab.tokenize("Let me see. " + marker):
         assert matcher.accept(token)
     assert b"name" in b"".join(map(vocab.piece, matcher.forced_tokens()))
-    assert not any(matcher.accept(end) for end in vocab.eos_tokens)
+    assert not any(matcher.accept(token) for token in vocab.eos_tokens)
 
 
 def test_free_calls_allow_plain_text(constraints, vocab):
@@ -486,7 +486,7 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
     for seed in range(12):
         prepared = load(name, vocab).prepare(request)
         text = draw_text(constraints, vocab, prepared.constraint, seed)
-        events = parsed(prepared.parser, text)
+        events = parse(prepared.parser, text)
         if isinstance(events[0], TextDelta):
             assert text in ("yes", "no")
         else:
@@ -498,7 +498,7 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
 def test_answer_of_a_constraint_that_looks_like_a_call_is_no_certain_call():
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>'
     request = request_of(tools=(WEATHER,), constraint=Choice((text,)))
-    assert parsed(load("hermes3").prepare(request).parser, text) == [TextDelta(text)]
+    assert parse(load("hermes3").prepare(request).parser, text) == [TextDelta(text)]
 
 
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
@@ -520,10 +520,10 @@ def test_model_calls_the_required_tool(smol):
 
 
 def test_call_grammar_is_shared_under_one_salt_only():
-    made = load("qwen25")
+    chat_format = load("qwen25")
 
     def constraint_for(salt: str) -> Any:
-        return made.prepare(request_of(tools=(WEATHER,), cache_salt=salt)).constraint
+        return chat_format.prepare(request_of(tools=(WEATHER,), cache_salt=salt)).constraint
 
     first = constraint_for("a")
     assert first is not None

@@ -37,17 +37,17 @@ DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(80):
     DEEP = {"type": "array", "items": DEEP}
 
-#: "refused": (place, schema); "rewritten": (schema, a document that it allows, one that it forbids).
+#: "refused": (pointer, schema); "rewritten": (schema, a document that it allows, one that it forbids).
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
 REFUSED, REWRITTEN = SCHEMAS["refused"], SCHEMAS["rewritten"]
 
 
-@pytest.mark.parametrize(("place", "schema"), REFUSED.values(), ids=REFUSED.keys())
-def test_unenforceable_schema_is_refused_by_place(constraints, vocab, schema, place):
+@pytest.mark.parametrize(("pointer", "schema"), REFUSED.values(), ids=REFUSED.keys())
+def test_unenforceable_schema_is_refused_by_place(constraints, vocab, schema, pointer):
     with pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(schema), vocab)
-    assert caught.value.param == place
-    assert place in caught.value.message
+    assert caught.value.param == pointer
+    assert pointer in caught.value.message
 
 
 def chain(length: int, link: Any, last: Any = True) -> dict[str, Any]:

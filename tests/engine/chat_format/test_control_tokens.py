@@ -100,13 +100,13 @@ def test_text_between_control_tokens_is_tokenized_as_plain_text(vocab):
     request = GenerateRequest(
         messages=(Message(role="system", content="S"), Message(role="user", content=said))
     )
-    (start,), (end,) = (
+    (start,), (closing,) = (
         vocab.tokenize(text, parse_special=True) for text in ("<|im_start|>", "<|im_end|>")
     )
     plain = vocab.tokenize
     assert prompt_of(chat_format, request) == [
-        *(start, *plain("system\nS"), end, *plain("\n")),
-        *(start, *plain(f"user\n{said}"), end, *plain("\n")),
+        *(start, *plain("system\nS"), closing, *plain("\n")),
+        *(start, *plain(f"user\n{said}"), closing, *plain("\n")),
         *(start, *plain("assistant\n")),
     ]
 

@@ -50,7 +50,7 @@ def read(family: str, *chunks: str, certain: bool = False) -> list[Said]:
 
 
 def cut(text: str, places: list[int]) -> list[str]:
-    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    bounds = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
     return [text[i:j] for i, j in itertools.pairwise(bounds)]
 
 
