@@ -19,7 +19,7 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Texts of the last documents by the SHA-256 of asker and file: a chat sends them again each turn.
+#: Texts of the last documents by the SHA-256 of caller and file: a chat sends them again each turn.
 _N_CACHED = 8
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
@@ -99,8 +99,8 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
 
 def _text(data: bytes, name: str, param: str) -> str:
-    asker = hashlib.sha256(pictures.current_asker.get().encode()).digest()
-    key = hashlib.sha256(asker + data).digest()
+    caller = hashlib.sha256(pictures.current_caller.get().encode()).digest()
+    key = hashlib.sha256(caller + data).digest()
     with _caching:
         if key in _cached:
             _cached.move_to_end(key)

@@ -61,19 +61,19 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Decoders at once: each may take 512 MB. One of several askers (API keys) has two of them at most.
+#: Decoders at once: each may take 512 MB. One of several callers (API keys) has two of them at most.
 _decoders = BoundedSemaphore(3)
-_MOST_OF_ASKER = 2
+_MOST_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-#: The asker whose files this thread decodes; "" is not limited.
-current_asker = ContextVar("current_asker", default="")
+#: The caller whose files this thread decodes; "" is not limited.
+current_caller = ContextVar("current_caller", default="")
 
 
 def _own_decoders() -> AbstractContextManager[object]:
-    asker = current_asker.get()
-    if not asker:
+    caller = current_caller.get()
+    if not caller:
         return nullcontext()
-    return _decoders_of.setdefault(asker, BoundedSemaphore(_MOST_OF_ASKER))
+    return _decoders_of.setdefault(caller, BoundedSemaphore(_MOST_OF_CALLER))
 
 
 def format_of(data: bytes) -> str:

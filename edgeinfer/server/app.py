@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from edgeinfer.server.anthropic.routes import ANTHROPIC
-from edgeinfer.server.askers import Asker
+from edgeinfer.server.callers import Caller
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
@@ -114,16 +114,16 @@ class App:
     def _admit(self, context: RequestContext, scope: Scope) -> None:
         operation = context.operation
         page = operation.web if operation is not None else ""
-        asker = context.asker = scope.get("asker") or self._asker(context, scope, page)
+        caller = context.caller = scope.get("caller") or self._caller(context, scope, page)
         if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
             message = (
                 "This needs the endpoint's first API key or, without keys, the user who started it."
             )
             raise Problem(403, message, code="admin_only")
-        if asker.name:
-            context.cache_salt = self._gate.cache_salt(asker)
+        if caller.name:
+            context.cache_salt = self._gate.cache_salt(caller)
 
-    def _asker(self, context: RequestContext, scope: Scope, page: str) -> Asker:
+    def _caller(self, context: RequestContext, scope: Scope, page: str) -> Caller:
         key, connection = "", scope.get("connection")
         if page == "cookie":
             cookies = context.headers.get("cookie", "")
@@ -131,7 +131,7 @@ class App:
         elif not page:
             key = self._gate.check_key(context.headers, context.route)
         is_open = context.route in OPEN_ROUTES
-        return Asker(key, is_admin=False) if is_open else self._gate.asker(key, connection)
+        return Caller(key, is_admin=False) if is_open else self._gate.caller(key, connection)
 
     @contextlib.contextmanager
     def _counted(self, context: RequestContext) -> Iterator[None]:
@@ -144,7 +144,7 @@ class App:
         finally:
             context.body = None  # the context lies in a cycle with its scope
             context.__dict__.pop("request", None)
-            self._endpoint.bodies.give_back(context.asker.turn, context.held_bytes)
+            self._endpoint.bodies.give_back(context.caller.turn, context.held_bytes)
             if uses_model:
                 self._endpoint.leave(context.key)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from edgeinfer.platform.disk import new_file
 from edgeinfer.platform.paths import private_dir
-from edgeinfer.server.askers import Asker
+from edgeinfer.server.callers import Caller
 from edgeinfer.server.problems import Problem, too_many
 from edgeinfer.server.wire_types import Reply
 
@@ -81,25 +81,25 @@ class BatchReply(msgspec.Struct, frozen=True):
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: bytes, asker: Asker) -> BatchReply:
-    """POST `body` as JSON for `asker`. Raises nothing of its own: failures are answers."""
+async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
+    """POST `body` as JSON for `caller`. Raises nothing of its own: failures are answers."""
     import httpx2  # 75–120 ms, for batches alone
 
-    async def app_for_asker(scope: Any, receive: Any, send: Any) -> None:
-        await app(scope | {"asker": asker}, receive, send)
+    async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"caller": caller}, receive, send)
 
     headers = {"host": "localhost", "content-type": "application/json"}
-    transport = httpx2.ASGITransport(app_for_asker)
+    transport = httpx2.ASGITransport(app_for_caller)
     async with httpx2.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
         reply = await client.post(f"http://localhost{path}", content=body, headers=headers)
     return BatchReply(reply.status_code, reply.headers["x-request-id"], reply.content)
 
 
-async def ask_again(app: ASGIApp, asker: Asker, line: BatchLine) -> BatchReply:
+async def ask_again(app: ASGIApp, caller: Caller, line: BatchLine) -> BatchReply:
     """POST `line` until it succeeds or no retry is left; return the last answer."""
     body = msgspec.json.encode(line.body)
     for n_tries in itertools.count():
-        reply = await post(app, line.url, body, asker)
+        reply = await post(app, line.url, body, caller)
         pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
         if not may_pass(reply) or n_tries >= len(pauses_s):
             break
@@ -127,7 +127,7 @@ def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
     return msgspec.json.encode(answer) + b"\n"
 
 
-#: Of one asker: the sizes of all files together (bytes), their number, and how long each is kept (s).
+#: Of one caller: the sizes of all files together (bytes), their number, and how long each is kept (s).
 MOST_BYTES = 1 << 30
 MOST_FILES = 1000
 KEPT_S = 30 * 86_400
@@ -188,7 +188,7 @@ def new_record(name: str, size: int, filename: str, purpose: Purpose) -> FileObj
 
 
 class Folder:
-    """Files and batches of one asker. Its methods wait for the disk: call them in threads."""
+    """Files and batches of one caller. Its methods wait for the disk: call them in threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -196,7 +196,7 @@ class Folder:
         self._used_bytes = 0
 
     def add(self, content: bytes, filename: str) -> FileObject:
-        """Store an uploaded file. Raises Problem 413 beyond an asker's number and size of files."""
+        """Store an uploaded file. Raises Problem 413 beyond a caller's number and size of files."""
         record = new_record(f"file-{secrets.token_hex(12)}", len(content), filename[:256], "batch")
         with self._lock:  # of two uploads at once the second counts the first
             self._check_room(len(content))
@@ -244,7 +244,7 @@ class Folder:
         return open(self._content(name), "wb", buffering=0, opener=private)
 
     def append(self, file: BinaryIO, line: bytes) -> None:
-        """Write a line of answers. Raises OSError beyond the size of an asker's files."""
+        """Write a line of answers. Raises OSError beyond the size of a caller's files."""
         with self._lock:
             if self._used_bytes + len(line) > MOST_BYTES:
                 self._count()  # some may have been deleted
@@ -298,7 +298,7 @@ def _is_expired(status: os.stat_result) -> bool:
 
 
 class _Running(msgspec.Struct, eq=False):
-    asker: Asker
+    caller: Caller
     folder: Folder
     batch: BatchObject
     task: asyncio.Task[None] | None = None
@@ -319,26 +319,26 @@ class Batches:
         self._running: dict[str, _Running] = {}
 
     def folder(self, owner: str) -> Folder:
-        """Return the folder of an asker."""
+        """Return the folder of a caller."""
         if owner not in self._folders:
             name = hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()
             self._folders[owner] = Folder(private_dir(private_dir(self._root) / name))
         return self._folders[owner]
 
-    def check_room(self, asker: Asker) -> None:
-        """Raises Problem 429 if `asker` may begin no further batch now."""
-        own = sum(running.asker == asker for running in self._running.values())
+    def check_room(self, caller: Caller) -> None:
+        """Raises Problem 429 if `caller` may begin no further batch now."""
+        own = sum(running.caller == caller for running in self._running.values())
         if len(self._running) >= _MOST_RUNNING:
             raise too_many(f"{_MOST_RUNNING} batches run already.", 60)
-        if asker.turn and own >= _MOST_OF_KEY:
+        if caller.turn and own >= _MOST_OF_KEY:
             raise too_many(f"{own} batches of this key run already.", 60)
 
     async def begin(
-        self, app: ASGIApp, asker: Asker, batch: BatchObject, lines: Sequence[BatchLine]
+        self, app: ASGIApp, caller: Caller, batch: BatchObject, lines: Sequence[BatchLine]
     ) -> BatchObject:
         """Answer the lines in the background. Raises Problem 429 beyond the batches at once."""
-        self.check_room(asker)
-        running = self._running[batch.id] = _Running(asker, self.folder(asker.name), batch)
+        self.check_room(caller)
+        running = self._running[batch.id] = _Running(caller, self.folder(caller.name), batch)
         try:
             await asyncio.to_thread(running.folder.write, batch)
         except BaseException:
@@ -370,7 +370,7 @@ class Batches:
         return self._now(self.folder(owner).read(name, BatchObject))
 
     def batches(self, owner: str) -> list[BatchObject]:
-        """Return an asker's batches, the newest first."""
+        """Return a caller's batches, the newest first."""
         return [self._now(batch) for batch in self.folder(owner).records(BatchObject)]
 
     def _now(self, batch: BatchObject) -> BatchObject:
@@ -391,6 +391,6 @@ class Batches:
 
 async def _answer(app: ASGIApp, running: _Running, todo: Iterator[BatchLine], file: BinaryIO) -> None:
     for line in todo:
-        reply = await ask_again(app, running.asker, line)
+        reply = await ask_again(app, running.caller, line)
         await asyncio.to_thread(running.folder.append, file, answer_line(line, reply))
         running.count(reply)

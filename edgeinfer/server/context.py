@@ -17,7 +17,7 @@ from edgeinfer.errors import EngineClosedError, UnknownModelError
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
-from edgeinfer.server.askers import NOBODY, Asker
+from edgeinfer.server.callers import NOBODY, Caller
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
@@ -43,7 +43,7 @@ class RequestContext:
     reply_headers: dict[str, str]
     #: Set once the request is admitted.
     request: Request = field(init=False)
-    asker: Asker = NOBODY
+    caller: Caller = NOBODY
     #: Only requests with the same salt share cached prefixes; "" shares with all.
     cache_salt: str = ""
     started: float = field(default_factory=time.perf_counter)
@@ -66,14 +66,14 @@ class RequestContext:
     #: What it did; `tokenizing_s` is when its model was there.
     spans: list[Span] = field(default_factory=list)
     tokenizing_s: float = 0.0
-    #: Whether its answers wait for places in the model's engine.
+    #: Whether its answers wait for slots of the model's engine.
     is_queued: bool = False
     #: Fields and hints of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:
         """Count bytes that this request holds until it ends. Raises Problem 429 and 503."""
-        self.endpoint.bodies.take(self.asker.turn, n_bytes)
+        self.endpoint.bodies.take(self.caller.turn, n_bytes)
         self.held_bytes += n_bytes
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -85,12 +85,12 @@ class RequestContext:
     @property
     def key(self) -> str:
         """Return the name of the client, by which its files, answers and caches are separated."""
-        return self.asker.name
+        return self.caller.name
 
     @property
     def is_admin(self) -> bool:
         """Return whether it may change other clients' answers."""
-        return self.asker.is_admin
+        return self.caller.is_admin
 
     @property
     def plain_id(self) -> str:
@@ -203,7 +203,7 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
     try:
         context.version = version_of(lease.engine.info.sha256)
         calls, engine = context.endpoint.engine_calls, lease.engine
-        return await asyncio.wrap_future(calls.begin(context.asker.turn, lambda: work(engine)))
+        return await asyncio.wrap_future(calls.begin(context.caller.turn, lambda: work(engine)))
     except EngineClosedError:
         lease.failed()
         raise

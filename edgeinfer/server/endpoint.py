@@ -20,8 +20,8 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server import tracing
-from edgeinfer.server.askers import BodyBudget, FairPool, Places
 from edgeinfer.server.batches import Batches
+from edgeinfer.server.callers import BodyBudget, EngineSlots, FairPool
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
@@ -90,8 +90,8 @@ class Endpoint:
         self.last_activity = time.monotonic()
         #: Generations in each model, waiting or running.
         self.inside: Counter[str] = Counter()
-        #: Places in the engine of each model in use.
-        self.places: defaultdict[str, Places] = defaultdict(Places)
+        #: Slots of the engine of each model in use.
+        self.engine_slots: defaultdict[str, EngineSlots] = defaultdict(EngineSlots)
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
@@ -152,26 +152,26 @@ class Endpoint:
         await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
-    def queue(self, model: str, n_parallel: int, n: int, asker: str = "") -> None:
+    def queue(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
         """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError.
 
-        An asker's only ones are not refused for those of others.
+        A caller's only ones are not refused for those of others.
         """
-        is_only = asker != "" and not self.places[model].has(asker)
+        is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.inside[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
             raise QueueFullError(
                 f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
             )
         self.inside[model] += n
-        self.places[model].n_parallel = n_parallel
+        self.engine_slots[model].n_parallel = n_parallel
 
-    def unqueue(self, model: str, n: int, asker: str = "") -> None:
-        """End what `queue` began; an asker with a key gives back its places in the engine too."""
-        self.places[model].give_back(asker, n)
+    def unqueue(self, model: str, n: int, caller: str = "") -> None:
+        """End what `queue` began; a caller with a key gives back its slots too."""
+        self.engine_slots[model].give_back(caller, n)
         self.inside[model] -= n
         if not self.inside[model]:
-            del self.inside[model], self.places[model]
+            del self.inside[model], self.engine_slots[model]
 
     def problem_of(self, error: Exception, request_id: str) -> Problem:
         """Return what to answer after `error`; of a defect, the log gets the traceback."""
@@ -224,32 +224,32 @@ class Preparation:
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
-    def turn(self, asker: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
+    def turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
         """Return a context manager that waits for the client's turn to prepare a request of this kind.
 
         Waiting requests hold no slot of the engine. A client "" does not wait.
         """
-        if not asker:
+        if not caller:
             return nullcontext()
         pool = self._pool(request)
-        return self._turns.setdefault((pool.name, asker), asyncio.Semaphore(pool.most_of_key))
+        return self._turns.setdefault((pool.name, caller), asyncio.Semaphore(pool.most_of_key))
 
     def _pool(self, request: GenerateRequest) -> FairPool:
         if request.n_pictures:
             return self._files
         return self._constrained if request.constraint or request.tools else self._plain
 
-    async def submit(self, engine: Engine, request: GenerateRequest, asker: str = "") -> Generation:
+    async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
         """Submit in a thread; if the client has left meanwhile, the generation is cancelled.
 
         Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
         """
-        submitting = self._pool(request).begin(asker, lambda: engine.submit(request))
+        submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
-    async def read_files(self, asker: str, work: Callable[[], T]) -> T:
+    async def read_files(self, caller: str, work: Callable[[], T]) -> T:
         """Run what decodes a request's files in a thread. Raises what it does, and Problem 503."""
-        return await self._result(self._files.begin(asker, work), lambda late: None)
+        return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:
         try:

@@ -107,7 +107,7 @@ async def _read_files(
     context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
 ) -> Sequence[GenerateRequest]:
     """Decode a request with files; what its files hold counts among the bodies, once for all copies."""
-    requests = await context.endpoint.preparation.read_files(context.asker.turn, work)
+    requests = await context.endpoint.preparation.read_files(context.caller.turn, work)
     first = requests[0]
     files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
     context.hold(first.length + sum(map(len, files)))
@@ -146,23 +146,23 @@ async def submit_all(
     They count in the model's queue until `_release`.
     """
     endpoint, engine = context.endpoint, lease.engine
-    asker, has_places = context.asker.turn, False
-    endpoint.queue(context.model, engine.info.n_parallel, len(requests), asker)
+    caller, has_slots = context.caller.turn, False
+    endpoint.queue(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
     context.is_queued = True
     try:
-        async with endpoint.preparation.turn(asker, requests[0]):
-            await endpoint.places[context.model].take(asker, len(requests))
-            has_places, context.is_queued = True, False
+        async with endpoint.preparation.turn(caller, requests[0]):
+            await endpoint.engine_slots[context.model].take(caller, len(requests))
+            has_slots, context.is_queued = True, False
             for request in requests:
                 if lease.in_worker or _is_slow_to_prepare(request):
-                    generations.append(await endpoint.preparation.submit(engine, request, asker))
+                    generations.append(await endpoint.preparation.submit(engine, request, caller))
                 else:
                     generations.append(engine.submit(request))
     except BaseException:
         for generation in generations:
             generation.cancel()
-        endpoint.unqueue(context.model, len(requests), asker if has_places else "")
+        endpoint.unqueue(context.model, len(requests), caller if has_slots else "")
         raise
     return generations
 
@@ -303,7 +303,7 @@ class _GenerationResponse(Response):
         if self.task is not None:
             self.endpoint.running.difference_update(self.task.generations)
             context = self.context
-            self.endpoint.unqueue(context.model, len(self.task.generations), context.asker.turn)
+            self.endpoint.unqueue(context.model, len(self.task.generations), context.caller.turn)
             self._cancel()
             self.task.lease.release()
             for generation in self.task.generations:

@@ -17,7 +17,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     request ready for the engine: template, schema, grammar, tokens.
 
     `max_bodies_bytes` bounds the bodies of all requests that run, and the text of their documents; one
-    asker has half of it.
+    caller has half of it.
 
     `stored_responses` of one key, `stored_bytes` of all and `stored_s` bound the stored responses.
     """

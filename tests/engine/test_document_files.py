@@ -144,7 +144,7 @@ def test_nested_paragraphs_are_read_once_or_refused():
         text_of(make_docx([deep]), "a")
 
 
-def test_texts_kept_for_one_asker_are_not_found_by_another(monkeypatch):
+def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
     data = make_pdf(["Of one key alone."])
     read = []
     answer_of = pictures.answer_of
@@ -154,11 +154,11 @@ def test_texts_kept_for_one_asker_are_not_found_by_another(monkeypatch):
         return answer_of(*given)
 
     monkeypatch.setattr(pictures, "answer_of", counted)
-    for asker, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
-        pictures.current_asker.set(asker)
+    for caller, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
+        pictures.current_caller.set(caller)
         assert "alone" in text_of(data, "a.pdf")
         assert len(read) == n
-    pictures.current_asker.set("")
+    pictures.current_caller.set("")
 
 
 @pytest.mark.parametrize(
@@ -196,18 +196,18 @@ def test_mutated_documents_are_text_or_a_refusal(original):
             assert isinstance(text_of(bytes(data), "a"), str)
 
 
-def test_asker_leaves_a_decoder_to_others(monkeypatch):
+def test_caller_leaves_a_decoder_to_others(monkeypatch):
     opened, begun = threading.Event(), []
 
     def run(*command, **given):
-        begun.append(pictures.current_asker.get())
+        begun.append(pictures.current_caller.get())
         assert opened.wait(30)
         return subprocess.CompletedProcess(command, 0, b"1 1\n\0\0\0", b"")
 
     monkeypatch.setattr(subprocess, "run", run)
 
-    def decode(asker: str) -> pictures.Picture:
-        pictures.current_asker.set(asker)
+    def decode(caller: str) -> pictures.Picture:
+        pictures.current_caller.set(caller)
         return pictures.decode(b"\x89PNG\r\n\x1a\n")
 
     with ThreadPoolExecutor(6) as pool:

@@ -36,8 +36,8 @@ from edgeinfer.errors import (
 from edgeinfer.host import Host
 from edgeinfer.platform.disk import try_lock
 from edgeinfer.server import batches
-from edgeinfer.server.askers import OWN
 from edgeinfer.server.batches import BatchLine
+from edgeinfer.server.callers import OWN
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from edgeinfer.server.askers import OWN, Asker
+from edgeinfer.server.callers import OWN, Caller
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
@@ -94,22 +94,22 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return name
 
-    def asker(self, key: str, connection: Connection | None) -> Asker:
+    def caller(self, key: str, connection: Connection | None) -> Caller:
         """Return the client of a request. Raises Problem 403 for another user without keys."""
         if self.keys:
-            return Asker(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
+            return Caller(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
             return OWN
         if self.any_user:
             name = f"uid-{connection.uid if connection else None}"
-            return Asker(name, is_admin=False, turn=name)
+            return Caller(name, is_admin=False, turn=name)
         message = f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
         message += "start it with `EDGEINFER_API_KEY=KEY` or `any-user = true` in [serve]."
         raise Problem(403, message, code="user_not_allowed")
 
-    def cache_salt(self, asker: Asker) -> str:
-        """Return a salt that separates an asker's cached prefixes from those of others; "" for none."""
-        return self.keys.cache_salt(asker.name) if self.keys else asker.name
+    def cache_salt(self, caller: Caller) -> str:
+        """Return a salt that separates a caller's cached prefixes from those of others; "" for none."""
+        return self.keys.cache_salt(caller.name) if self.keys else caller.name
 
     def _is_owners(self, connection: Connection | None) -> bool:
         if connection is None:

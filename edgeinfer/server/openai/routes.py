@@ -275,7 +275,7 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
     batches, folder = _batches(context), _folder(context)
     if context.endpoint.draining:
         raise shutting_down()
-    batches.check_room(context.asker)
+    batches.check_room(context.caller)
 
     def read() -> list[BatchLine]:
         importlib.import_module("httpx2")  # 75–120 ms, which the event loop has not
@@ -293,7 +293,7 @@ async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
         request_counts=BatchCounts(total=len(lines)),
         metadata=body.metadata,
     )
-    return await batches.begin(context.request.scope["app"], context.asker, batch, lines)
+    return await batches.begin(context.request.scope["app"], context.caller, batch, lines)
 
 
 def _refuse_line(number: int, why: str) -> Problem:

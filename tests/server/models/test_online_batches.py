@@ -274,7 +274,7 @@ ADMINS_ALONE = [
 
 
 @pytest.mark.parametrize(("url", "body", "status"), ADMINS_ALONE, ids=["tools", "unload"])
-def test_batch_may_do_what_its_asker_may(serve, tmp_path, until, url, body, status):
+def test_batch_may_do_what_its_caller_may(serve, tmp_path, until, url, body, status):
     keys = ["one-key-of-many", "another-key-here"]
     here = serve(FakeEngine(), keys=keys, batches=Batches(tmp_path / "batches"))
     client = _client(here, keys[1])
@@ -356,7 +356,7 @@ def test_prefixes_of_two_users_are_salted(serve, another_user):
 def test_request_without_a_connection_is_nobodys(tmp_path):
     gate = Gate(keys=Keys([]), owner=os.getuid())
     with pytest.raises(Problem, match="user"):
-        gate.asker("", None)
+        gate.caller("", None)
 
 
 def _form(body: bytes, boundary: str = "a") -> dict[str, tuple[bytes, str]]:

@@ -1,4 +1,4 @@
-"""What API keys share: places in the engine, threads, memory. None has it for itself alone."""
+"""What API keys share: slots in the engine, threads, memory. None has it for itself alone."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
-from edgeinfer.server.askers import FairPool, Places
+from edgeinfer.server.callers import EngineSlots, FairPool
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.web.access import Access, Web
@@ -38,7 +38,7 @@ def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     assert _ask(here, OTHER).status_code == 200
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 12
-    assert not here.endpoint.places
+    assert not here.endpoint.engine_slots
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queue=2), Limits(max_requests=6)], ids=["queue", "all"])
@@ -53,7 +53,7 @@ def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     assert _ask(here, OTHER).status_code == 200
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 6
-    assert not here.endpoint.places
+    assert not here.endpoint.engine_slots
 
 
 def test_lone_key_has_the_engine_for_itself(serve, until):
@@ -80,7 +80,7 @@ def test_places_of_clients_that_leave_are_given_on(serve, until):
     for client in clients:
         client.close()
     until(lambda: not here.endpoint.inside, "all to be forgotten")
-    assert not here.endpoint.places
+    assert not here.endpoint.engine_slots
     assert _ask(here, BUSY).status_code == 200
 
 
@@ -100,21 +100,21 @@ def test_waiting_stream_is_told_that_it_waits(serve, until):
     assert all(one.result().status_code == 200 for one in asking)
 
 
-def test_askers_take_turns():
+def test_callers_take_turns():
     async def main() -> list[str]:
-        places = Places()
-        places.n_parallel = 1
+        slots = EngineSlots()
+        slots.n_parallel = 1
         order: list[str] = []
 
-        async def ask(asker: str) -> None:
-            await places.take(asker, 1)
-            order.append(asker)
+        async def ask(caller: str) -> None:
+            await slots.take(caller, 1)
+            order.append(caller)
             await asyncio.sleep(0)
-            places.give_back(asker, 1)
+            slots.give_back(caller, 1)
 
         async with asyncio.TaskGroup() as group:
-            for asker in "aaaaabbc":
-                group.create_task(ask(asker))
+            for caller in "aaaaabbc":
+                group.create_task(ask(caller))
         return order
 
     order = asyncio.run(main())
@@ -180,12 +180,12 @@ def test_pool_gives_a_key_half_of_its_threads_and_turns_to_all():
     done: list[str] = []
     begun = threading.Semaphore(0)
 
-    def work(asker: str) -> None:
+    def work(caller: str) -> None:
         begun.release()
         assert opened.wait(30)
-        done.append(asker)
+        done.append(caller)
 
-    futures = [pool.begin(asker, lambda asker=asker: work(asker)) for asker in "aaaaaabbc"]
+    futures = [pool.begin(caller, lambda caller=caller: work(caller)) for caller in "aaaaaabbc"]
     for _ in range(4):
         assert begun.acquire(timeout=20)
     assert pool.is_stuck(0)

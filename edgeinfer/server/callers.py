@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from edgeinfer.runtime.pictures import current_asker
+from edgeinfer.runtime.pictures import current_caller
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import too_many, unavailable
 
 T = TypeVar("T")
 
 
-class Asker(msgspec.Struct, frozen=True):
+class Caller(msgspec.Struct, frozen=True):
     """Whom a request is from: the name of the client's API key, and whether it is an administrator.
 
     Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `turn` is the
@@ -34,33 +34,33 @@ class Asker(msgspec.Struct, frozen=True):
     turn: str = ""
 
 
-NOBODY = Asker("", is_admin=False)
+NOBODY = Caller("", is_admin=False)
 #: Asks within the process of the endpoint's own user, such as `edgeinfer batch`.
-OWN = Asker("", is_admin=True)
+OWN = Caller("", is_admin=True)
 
 
 class BodyBudget:
-    """Counts the bytes of running requests' bodies by asker. For the event loop's thread alone."""
+    """Counts the bytes of running requests' bodies by caller. For the event loop's thread alone."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
-        self._most_of_asker = max(limits.max_bodies_bytes // 2, limits.max_body_bytes)
-        self._by_asker: Counter[str] = Counter()
+        self._most_of_caller = max(limits.max_bodies_bytes // 2, limits.max_body_bytes)
+        self._by_caller: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
-        return self._by_asker.total()
+        return self._by_caller.total()
 
-    def take(self, asker: str, n_bytes: int) -> None:
+    def take(self, caller: str, n_bytes: int) -> None:
         """Raises Problem 429 and 503 with Retry-After beyond the limits."""
         if self.total + n_bytes > self._most:
             raise unavailable("All running requests have too many bytes together.", "queue_full", 1)
-        if asker and self._by_asker[asker] + n_bytes > self._most_of_asker:
+        if caller and self._by_caller[caller] + n_bytes > self._most_of_caller:
             raise too_many("The running requests of this API key have too many bytes together.", 1)
-        self._by_asker[asker] += n_bytes
+        self._by_caller[caller] += n_bytes
 
-    def give_back(self, asker: str, n_bytes: int) -> None:
-        self._by_asker[asker] -= n_bytes
+    def give_back(self, caller: str, n_bytes: int) -> None:
+        self._by_caller[caller] -= n_bytes
 
 
 class RoundRobin(Generic[T]):
@@ -69,19 +69,19 @@ class RoundRobin(Generic[T]):
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
 
-    def add(self, asker: str, item: T) -> None:
-        self._waiting.setdefault(asker, deque()).append(item)
+    def add(self, caller: str, item: T) -> None:
+        self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Take the first item of the next asker whose item may begin; None if there is none."""
-        for asker, items in self._waiting.items():
-            if may_begin(asker, items[0]):
+        """Take the first item of the next caller whose item may begin; None if there is none."""
+        for caller, items in self._waiting.items():
+            if may_begin(caller, items[0]):
                 item = items.popleft()
                 if items:
-                    self._waiting.move_to_end(asker)
+                    self._waiting.move_to_end(caller)
                 else:
-                    del self._waiting[asker]
-                return asker, item
+                    del self._waiting[caller]
+                return caller, item
         return None
 
 
@@ -95,14 +95,14 @@ class FairPool:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
-        #: What runs: its asker and since when.
+        #: What runs: its caller and since when.
         self._running: dict[object, tuple[str, float]] = {}
 
-    def begin(self, asker: str, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread when it is the asker's turn."""
+    def begin(self, caller: str, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in a thread when it is the caller's turn."""
         future: Future[T] = Future()
         with self._lock:
-            self._waiting.add(asker, (future, work))
+            self._waiting.add(caller, (future, work))
         self._fill()
         return future
 
@@ -112,20 +112,20 @@ class FairPool:
                 turn = self._waiting.pop(self._may_begin)
                 if turn is None:
                     return
-                asker, (future, work) = turn
+                caller, (future, work) = turn
                 if future.set_running_or_notify_cancel():
-                    self._running[future] = (asker, time.monotonic())
-                    self._threads.submit(self._run, asker, future, work)
+                    self._running[future] = (caller, time.monotonic())
+                    self._threads.submit(self._run, caller, future, work)
 
-    def _may_begin(self, asker: str, _: object) -> bool:
-        n_own = sum(running == asker for running, _ in self._running.values())
-        return not asker or n_own < self.most_of_key
+    def _may_begin(self, caller: str, _: object) -> bool:
+        n_own = sum(running == caller for running, _ in self._running.values())
+        return not caller or n_own < self.most_of_key
 
-    def _run(self, asker: str, future: Future[Any], work: Callable[[], Any]) -> None:
-        current_asker.set(asker)
+    def _run(self, caller: str, future: Future[Any], work: Callable[[], Any]) -> None:
+        current_caller.set(caller)
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  the future raises it again, in the caller
+        except BaseException as error:  # noqa: BLE001  the future raises it again, where it is awaited
             self._end(future)
             future.set_exception(error)
         else:
@@ -156,7 +156,7 @@ _AHEAD = 2
 _SHARED_FROM = 4
 
 
-class Places:
+class EngineSlots:
     """Slots of one model's engine, given to waiting clients in turn. Lives on one event loop.
 
     An engine answers in order of arrival, so only a few of a key's requests are submitted at a time.
@@ -168,38 +168,38 @@ class Places:
         self._taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
-    async def take(self, asker: str, n: int) -> None:
-        """Wait for `n` slots for `asker`; the caller must `give_back` them. A client "" needs none."""
-        if not asker:
+    async def take(self, caller: str, n: int) -> None:
+        """Wait for `n` slots for `caller`; then `give_back` them. A caller "" needs none."""
+        if not caller:
             return
         future = asyncio.get_running_loop().create_future()
-        self._waiting.add(asker, (n, future))
+        self._waiting.add(caller, (n, future))
         self._fill()
         try:
             await future
         except asyncio.CancelledError:
             if not future.cancelled():
-                self.give_back(asker, n)
+                self.give_back(caller, n)
             raise
 
-    def has(self, asker: str) -> bool:
-        """Return whether an asker has places: for the first one it need not wait."""
-        return self._taken[asker] > 0
+    def has(self, caller: str) -> bool:
+        """Return whether a caller has slots: for the first one it need not wait."""
+        return self._taken[caller] > 0
 
-    def give_back(self, asker: str, n: int) -> None:
-        if asker:
-            self._taken[asker] -= n
+    def give_back(self, caller: str, n: int) -> None:
+        if caller:
+            self._taken[caller] -= n
             self._fill()
 
-    def _may_begin(self, asker: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
-        (n, future), own = turn, self._taken[asker]
+    def _may_begin(self, caller: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
+        (n, future), own = turn, self._taken[caller]
         most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
         has_room = self._taken.total() + n <= self.n_parallel + _AHEAD
         return future.cancelled() or not own or (has_room and own + n <= most_of_key)
 
     def _fill(self) -> None:
         while (taken := self._waiting.pop(self._may_begin)) is not None:
-            asker, (n, future) = taken
+            caller, (n, future) = taken
             if not future.done():
-                self._taken[asker] += n
+                self._taken[caller] += n
                 future.set_result(None)
