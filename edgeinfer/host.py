@@ -129,13 +129,15 @@ class Host:
         ref = self.resolve(model) if isinstance(model, str) else model
         return ref.files(progress or _slow_stages_on_stderr())
 
-    def is_model(self, name: str) -> bool:
-        """Return whether `name` is a model's name or an existing GGUF file, not, say, a prompt."""
-        from edgeinfer.models.reference import is_model  # imported here as in `resolve`
+    def find_model(self, text: str) -> ModelRef | None:
+        """Return the model that `text` names, or None if it is, say, a prompt. Raises CatalogError."""
+        from edgeinfer.models.reference import find  # imported here as in `resolve`
 
-        return is_model(name)
+        return find(text)
 
-    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+    def engine(
+        self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> Engine:
         """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
         return self._load(self.files(model, progress), options, progress)

@@ -20,7 +20,13 @@ import msgspec
 from edgeinfer import error_text
 from edgeinfer.cli.parser import VERBS, build_parser, module_of, nearest, refuse_unknown, wants_json
 from edgeinfer.cli.result import Result, TimedResult, envelope, error_envelope
-from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotsUnavailableError, UsageError
+from edgeinfer.errors import (
+    CatalogError,
+    DiskFullError,
+    EdgeInferError,
+    SnapshotsUnavailableError,
+    UsageError,
+)
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
@@ -96,13 +102,20 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
         suggestion = f"edgeinfer {_OTHER_NAMES[word]}"
     elif near := nearest(word, list(VERBS)):
         suggestion = f"edgeinfer {near}"
-    elif host.is_model(word):
+    elif _is_model(word, host):
         suggestion = f"edgeinfer chat {word}"
     elif len(positionals := [each for each in typed if not each.startswith("-")]) > 1:
         suggestion = shlex.join(["edgeinfer", "run", " ".join(positionals)])
     else:
         raise UsageError(f"{word!r} is not a verb", hint="`edgeinfer --help` lists the verbs")
     raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{suggestion}`?")
+
+
+def _is_model(word: str, host: Host) -> bool:
+    try:
+        return host.find_model(word) is not None
+    except CatalogError:  # its record cannot be read
+        return True
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:

@@ -126,19 +126,21 @@ def _find_pulled(text: str) -> PulledModel | None:
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
-def is_model(text: str) -> bool:
-    """Return whether `text` is an existing GGUF file or a known or pulled model; never raises."""
+def find(text: str) -> ModelRef | None:
+    """Return the existing GGUF file or the known or pulled model `text`; None if it is another text.
+
+    Raises CatalogError for a record that cannot be read.
+    """
     if names.is_path(text):
-        return text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
-    if "/" in text:
-        return not any(c.isspace() for c in text) and stores.find(text) is not None
+        is_file = text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
+        return resolve(text) if is_file else None
+    if "/" in text and (any(c.isspace() for c in text) or stores.find(text) is None):
+        return None
     try:
         ref = _resolve(text)
     except UsageError:
-        return False
-    except CatalogError:  # a record that cannot be read is a model's all the same
-        return True
-    return ref.kind != "absent" or ref.entry is not None
+        return None
+    return ref if ref.kind != "absent" or ref.entry is not None else None
 
 
 def _offer() -> str:

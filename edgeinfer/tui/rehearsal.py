@@ -70,7 +70,9 @@ class _RehearsalHost(Host):
     def __init__(self) -> None:
         super().__init__(Start(how="resumed"), Config())
 
-    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+    def engine(
+        self, model: object, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> Engine:
         return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:

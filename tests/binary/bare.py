@@ -34,7 +34,7 @@ def call(name, *args):
 
 
 def mount(source, target, kind=None, flags=0, data=None):
-    encoded = [os.fsencode(part) if part else None for part in (source, target, kind)]
+    encoded = [os.fsencode(argument) if argument else None for argument in (source, target, kind)]
     call("mount", *encoded, ctypes.c_ulong(flags), os.fsencode(data) if data else None)
 
 
@@ -88,8 +88,10 @@ def run_and_grow(options, uid):
         os.execve(options.program[0], options.program, os.environ)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     path, _, size = options.grow.partition("=")
-    left = sorted(os.path.join(d, f) for d, _, files in os.walk(path) for f in files if f != ".lock")
-    print(f"first run: {code}, left: {left}", file=sys.stderr, flush=True)
+    remaining = sorted(
+        os.path.join(d, f) for d, _, files in os.walk(path) for f in files if f != ".lock"
+    )
+    print(f"first run: {code}, left: {remaining}", file=sys.stderr, flush=True)
     mount("tmpfs", path, "tmpfs", REMOUNT, f"size={size}")
 
 

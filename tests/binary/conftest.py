@@ -39,8 +39,8 @@ def binary() -> Path:
     if named:
         return Path(named)
     built = ROOT / "dist/edgeinfer"
-    found = (p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*"))
-    sources = [p for p in found if p.suffix not in (".pyc", "")]
+    source_files = (p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*"))
+    sources = [p for p in source_files if p.suffix not in (".pyc", "")]
     if not built.exists() or built.stat().st_mtime < max(p.stat().st_mtime for p in sources):
         subprocess.run([sys.executable, ROOT / "build/release.py"], check=True, cwd=ROOT)
     return built
@@ -57,8 +57,8 @@ def floor_libc(root: Path) -> None:
 def own_libc(root: Path) -> None:
     """Put this machine's libc into a root: the libraries of the package libc6."""
     listed = run("dpkg", "-L", "libc6").stdout.split()
-    wanted = [f for f in listed if ".so" in f and "gconv" not in f and os.path.isfile(f)]
-    for file in [*wanted, "/lib64/ld-linux-x86-64.so.2"]:
+    libraries = [f for f in listed if ".so" in f and "gconv" not in f and os.path.isfile(f)]
+    for file in [*libraries, "/lib64/ld-linux-x86-64.so.2"]:
         (root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, root / file[1:])
 

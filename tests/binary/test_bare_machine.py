@@ -57,12 +57,12 @@ def test_doctor_finds_the_criu_inside(used):
 
 
 def test_licenses_name_criu_with_its_text_and_the_offer(used):
-    found = used.json("version", "--licenses")
-    names = {c["name"]: c for c in found["components"]}
+    licences = used.json("version", "--licenses")
+    names = {c["name"]: c for c in licences["components"]}
     assert names["criu"]["licence"] == "GPL-2.0-only"
     assert {"llama.cpp", "htm", "numpy", "textual", "libpython3.11", "pyinstaller"} <= set(names)
     assert names["criu"]["source"].startswith("pkg:deb/debian/criu@")
-    folder = used.root / found["folder"].lstrip("/") / "criu"
+    folder = used.root / licences["folder"].lstrip("/") / "criu"
     text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert "GNU General Public License" in text
     assert "Written offer" in text
@@ -78,8 +78,8 @@ def test_pull_over_https(used, https):
     assert "certificate" in refused.stderr.lower()
     assert "trying again" not in refused.stderr
     assert "SSL_CERT_FILE" in refused.stderr
-    found = used.json("pull", url, "--name", "fetched", SSL_CERT_FILE="/tmp/cert.pem")
-    assert found["size_bytes"] > 90_000_000
+    pulled = used.json("pull", url, "--name", "fetched", SSL_CERT_FILE="/tmp/cert.pem")
+    assert pulled["size_bytes"] > 90_000_000
     used.run("rm", "fetched", "--yes")
 
 

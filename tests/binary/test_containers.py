@@ -26,8 +26,8 @@ GROUP = 65532
 
 def _only(name: str, kind: str) -> dict[str, Any]:
     documents = yaml.safe_load_all((MANIFESTS / name).read_text("utf-8"))
-    (found,) = [document for document in documents if document["kind"] == kind]
-    return found
+    (document,) = [document for document in documents if document["kind"] == kind]
+    return document
 
 
 def _pod() -> dict[str, Any]:
@@ -60,8 +60,8 @@ class Podman:
             os.chown(self.volume, 0, GROUP)
             self.volume.chmod(0o2775)
 
-    def __call__(self, *words: str, check: bool = True) -> str:
-        done = run("podman", *self._store, "--runtime=runc", *words, check=check)
+    def __call__(self, *arguments: str, check: bool = True) -> str:
+        done = run("podman", *self._store, "--runtime=runc", *arguments, check=check)
         return done.stdout.strip() if check else done.stdout + done.stderr
 
     def run(self, *args: str, detach: bool = False) -> str:

@@ -17,18 +17,23 @@ def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_p
     child = tmp_path / "criu"
     child.write_text('#!/bin/sh\nenv -0 > "$0.environment"\n')
     child.chmod(0o755)
-    given = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "EDGEINFER_CRIU": str(child), **theirs}
-    subprocess.run([binary, "doctor"], env=given, capture_output=True, check=False, timeout=300)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "EDGEINFER_CRIU": str(child),
+        **theirs,
+    }
+    subprocess.run([binary, "doctor"], env=environment, capture_output=True, check=False, timeout=300)
     lines = (tmp_path / "criu.environment").read_text().split("\0")[:-1]
     inherited = dict(line.split("=", 1) for line in lines)
-    assert {name: value for name, value in inherited.items() if name not in ADDED} == given
+    assert {name: value for name, value in inherited.items() if name not in ADDED} == environment
 
 
 @pytest.mark.parametrize("unset", [{"HOME": None}, {"HOME": None, "EDGEINFER_HOME": "tmp/relative"}])
 def test_home_that_no_variable_names_is_found_again_after_unpacking(machine, unset):
     assert machine.run("--version", **unset).stdout.startswith("edgeinfer ")
-    place = machine.root / unset["EDGEINFER_HOME"] if "EDGEINFER_HOME" in unset else machine.home
-    assert next(place.rglob("payload.json"))
+    folder = machine.root / unset["EDGEINFER_HOME"] if "EDGEINFER_HOME" in unset else machine.home
+    assert next(folder.rglob("payload.json"))
 
 
 def test_user_without_a_home_is_told_so_before_anything_is_unpacked(machine):
@@ -58,12 +63,12 @@ def test_plain_chat_answers_on_a_terminal(used):
 
 
 def test_run_and_pull_show_no_error_on_a_terminal(used):
-    for words in (
+    for command in (
         ("run", MODEL, "Hi", "--max-tokens", "4"),
         ("pull", "/tmp/small.gguf", "--name", "again"),
         ("rm", "again", "--yes"),
     ):
-        status, shown = ended(used.on_a_terminal(*words))
+        status, shown = ended(used.on_a_terminal(*command))
         assert (status, "error" in shown) == (0, False), shown
 
 

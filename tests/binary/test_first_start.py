@@ -51,9 +51,9 @@ def test_home_that_is_not_utf_8(machine):
 
 
 def test_what_was_unpacked_is_what_was_built(machine):
-    found = machine.json("doctor", "--verify")
-    assert found["findings"] == []
-    assert found["files_checked"] > 100
+    verified = machine.json("doctor", "--verify")
+    assert verified["findings"] == []
+    assert verified["files_checked"] > 100
 
 
 def test_self_check_finds_an_altered_file(machine):
@@ -166,9 +166,9 @@ def wait_for_port(process):
     said = []
     for line in process.stderr:
         said.append(line)
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        if found:
-            return int(found.group(1))
+        match = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        if match:
+            return int(match.group(1))
     raise AssertionError("".join(said))
 
 
@@ -177,16 +177,16 @@ def test_needs_no_newer_libc_than_promised(used):
     promise, and what the roots of these tests hold. CRIU brings a libc of its own.
     """
     app = used.home / ".local/share/edgeinfer/app" / used.apps[0]
-    found = run("readelf", "-VW", *elf_files(app), used.root / PROGRAM[1:])
-    needed = re.findall(r"Name: GLIBC_(\d+)\.(\d+)\S*  Flags: none", found.stdout)
+    versions = run("readelf", "-VW", *elf_files(app), used.root / PROGRAM[1:])
+    needed = re.findall(r"Name: GLIBC_(\d+)\.(\d+)\S*  Flags: none", versions.stdout)
     assert max((int(major), int(minor)) for major, minor in needed) <= floor.FLOOR
     assert "glibc {}.{} or newer".format(*floor.FLOOR) in (ROOT / "docs/start/install.md").read_text()
     assert (app / "criu/bin/criu").exists()
 
 
 def test_kernels_of_our_own_open_on_the_oldest_libc(used):
-    found = used.json("version")
-    assert found["kernels"] == libedgeinfer.level_of(found["cpu_variant"])
+    version = used.json("version")
+    assert version["kernels"] == libedgeinfer.level_of(version["cpu_variant"])
 
 
 def elf_files(app):

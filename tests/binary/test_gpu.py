@@ -26,7 +26,7 @@ void *vkGetInstanceProcAddr(void *instance, const char *name) {
 def vulkan(machine: Machine, **environment: str) -> str:
     """Return what `doctor` found of the Vulkan library."""
     checks = machine.json("doctor", **environment)["checks"]
-    return next(one["found"] for one in checks if one["found"].startswith("vulkan: "))
+    return next(check["found"] for check in checks if check["found"].startswith("vulkan: "))
 
 
 def test_file_stays_small_with_it_inside(binary: Path) -> None:
@@ -43,7 +43,7 @@ def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(use
         assert "no Vulkan driver has a device here" in vulkan(used)
     finally:
         library.unlink()
-    licences = {one["name"] for one in used.json("version", "--licenses")["components"]}
+    licences = {component["name"] for component in used.json("version", "--licenses")["components"]}
     assert {"libvulkan-dev", "spirv-headers"} <= licences
 
 
@@ -54,11 +54,11 @@ def test_it_finds_a_device(modern: Machine) -> None:
         )
     shutil.copytree(LAVAPIPE, modern.root / "opt/lavapipe")
     driver = "/opt/lavapipe/lvp_icd.json"
-    found = vulkan(
+    finding = vulkan(
         modern,
         LD_LIBRARY_PATH="/opt/lavapipe/loader",
         VK_DRIVER_FILES=driver,
         VK_ICD_FILENAMES=driver,
         GGML_VK_VISIBLE_DEVICES="0",
     )
-    assert "llvmpipe" in found
+    assert "llvmpipe" in finding

@@ -158,9 +158,9 @@ def test_executable_that_names_its_folder(tmp_path):
     write_tree(tmp_path / "tree")
     app = unpack.ensure_unpacked(ship(tmp_path / "tree", tmp_path, relocate=(PLACED,)))
     raw = (app / PLACED).read_bytes()
-    at, length = payload.interpreter_span(raw)
-    assert raw[at : at + length].decode() == unpack.interpreter(app, PLACED).rjust(length, "/")
-    assert raw[at + length :] == b"\0 and the rest"
+    offset, length = payload.interpreter_span(raw)
+    assert raw[offset : offset + length].decode() == unpack.interpreter(app, PLACED).rjust(length, "/")
+    assert raw[offset + length :] == b"\0 and the rest"
 
 
 def test_path_too_long_for_its_field():

@@ -43,24 +43,24 @@ def environment(tmp_path):
 
 @needs("bash")
 def test_bash_completes(environment):
-    for typed, wanted in TYPED:
-        words = typed.split()
+    for typed, completions in TYPED:
+        typed_words = typed.split()
         code = (
-            f'eval "$(edgeinfer completion bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; '
+            f'eval "$(edgeinfer completion bash)"; COMP_WORDS=({typed}); COMP_CWORD={len(typed_words) - 1}; '
             'IFS=" "; _edgeinfer; echo "${COMPREPLY[@]}"'
         )
         done = run("bash", "--norc", "-c", code, env=environment)
-        assert (done.stdout.strip(), done.stderr) == (wanted, "")
+        assert (done.stdout.strip(), done.stderr) == (completions, "")
 
 
 @needs("fish")
 def test_fish_completes(environment, tmp_path):
     script = tmp_path / "edgeinfer.fish"
     script.write_text(run(BIN / "edgeinfer", "completion", "fish", env=environment).stdout)
-    for typed, wanted in TYPED:
+    for typed, completions in TYPED:
         code = f"source {script}; complete -C '{typed}'"
         done = run("fish", "--no-config", "-c", code, env=environment)
-        assert done.stdout.split("\n")[0].split("\t")[0] == wanted, typed
+        assert done.stdout.split("\n")[0].split("\t")[0] == completions, typed
         assert done.stderr == ""
 
 
@@ -75,8 +75,8 @@ def test_zsh_completes(environment, tmp_path):
             "so$((40+2))"
         )
         terminal.until_shown("so42")
-        for typed, wanted in TYPED:
-            line = f"{typed.rsplit(' ', 1)[0]} {wanted}"
+        for typed, completions in TYPED:
+            line = f"{typed.rsplit(' ', 1)[0]} {completions}"
             terminal.press("C-u")
             terminal.type(typed)
             terminal.press("Tab")

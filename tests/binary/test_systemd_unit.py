@@ -70,16 +70,16 @@ class Systemd:
                 return int(child)
         return 0
 
-    def control(self, *words: str) -> str:
-        done = self.run("systemctl", "--user", *words)
-        assert done.returncode == 0, (words, done.stdout, done.stderr)
+    def control(self, *arguments: str) -> str:
+        done = self.run("systemctl", "--user", *arguments)
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout.strip()
 
     def wait_until(self, unit: str, state: str) -> None:
         def reached() -> bool:
-            found = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
-            assert found != "failed" or state == found, self.log()
-            return found == state
+            state = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
+            assert state != "failed" or state == state, self.log()
+            return state == state
 
         wait_until(reached, f"{unit} to be {state}")
 
@@ -127,8 +127,8 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
     try:
         _wait_for_manager(machine)
         program = f"{HOME}/.local/bin/edgeinfer"
-        for words in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
-            done = machine.run(program, *words)
+        for command in (["pull", f"{HOME}/small.gguf", "--name", MODEL], ["warm", MODEL]):
+            done = machine.run(program, *command)
             assert done.returncode == 0, done.stderr
         yield machine
     finally:

@@ -75,14 +75,14 @@ class Updates:
         return body
 
     def update(self):
-        with update.locked() as place:
-            release = update.newest(self.channel, place)
+        with update.locked() as folder:
+            release = update.newest(self.channel, folder)
             job = Job(retry_policy=RETRIES)
-            update.install(self.program, release, self.server.url, place, job)
+            update.install(self.program, release, self.server.url, folder, job)
 
     def back(self):
-        with update.locked() as place:
-            return update.back(self.program, place)
+        with update.locked() as folder:
+            return update.back(self.program, folder)
 
     def refused(self):
         """Update in vain; returns the error's code. Nothing is changed and nothing lies about."""
@@ -197,16 +197,16 @@ def test_tampered_file(updates, path, change):
     }  # fmt: skip
     if change in changed:
         updates.server.files[path] = changed[change]
-    wanted = {"/edgeinfer-here": "checksum"}.get(path, "release-untrusted")
-    assert updates.refused() == ("source-not-found" if change == "gone" else wanted)
+    code = {"/edgeinfer-here": "checksum"}.get(path, "release-untrusted")
+    assert updates.refused() == ("source-not-found" if change == "gone" else code)
     updates.publish()
     updates.update()  # nothing of it stands in the way of the true one
 
 
 def test_older_manifest_than_one_seen_is_refused(updates):
     updates.publish("1.0.0", issued_s=NOW)
-    with update.locked() as place:
-        update.newest(updates.channel, place)
+    with update.locked() as folder:
+        update.newest(updates.channel, folder)
     updates.publish("1.1.0", issued_s=NOW - 1)
     assert updates.refused() == "release-untrusted"
     updates.publish("1.1.0", issued_s=NOW)
@@ -222,10 +222,10 @@ def test_manifest_of_the_future_is_refused_and_locks_nothing_out(updates):
 
 def test_damaged_note_of_the_newest_manifest_names_the_way_out(updates):
     updates.publish()
-    with update.locked() as place:
-        (place / update.SEEN).write_bytes(b"\xff")
+    with update.locked() as folder:
+        (folder / update.SEEN).write_bytes(b"\xff")
     assert updates.refused() == "shipping"
-    (place / update.SEEN).unlink()
+    (folder / update.SEEN).unlink()
     updates.update()
 
 
@@ -249,8 +249,8 @@ def test_file_without_a_length_is_read_no_further_than_signed(updates):
     updates.server.faults.extend([None, None, Fault(no_length=True)])
     with pytest.raises(EdgeInferError, match="more than the promised"):
         updates.update()
-    with update.locked() as place:
-        assert not list(place.glob("*.part"))
+    with update.locked() as folder:
+        assert not list(folder.glob("*.part"))
 
 
 def test_half_a_download_goes_on(updates):

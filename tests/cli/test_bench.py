@@ -106,9 +106,9 @@ async def test_every_test_of_any_openai_compatible_server(other, lacks, path, no
     server = other(**lacks)
     side = Side("theirs", Target(url=server.url, model="m", key="secret"), "bench-1")
     rounds, noise = await measure([side], PLAN, lambda stage, fraction: None)
-    assert [set(one) for one in rounds[0].values()] == [EVERY_TEST]
+    assert [set(samples) for samples in rounds[0].values()] == [EVERY_TEST]
     assert len(noise) == PLAN.rounds
-    assert all(sample.value > 0 for one in rounds for sample in one["theirs"].values())
+    assert all(sample.value > 0 for samples in rounds for sample in samples["theirs"].values())
     assert {key for *_, key in server.requests} == {"Bearer secret"}
     asked = server.requests[-1]
     assert (asked[0], asked[1]["model"]) == (path, "m")
@@ -186,18 +186,18 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
     typed = ["bench", str(smollm2), "-p", "32", "-n", "4", "-r", "2", "--ctx", "512", "--quiet"]
     typed += ["--against", other().url]
     result = as_json(*typed)
-    ours, theirs = "SmolLM2-135M-Instruct.Q4_1", typed[-1].removeprefix("http://")
+    own_model, other_server = "SmolLM2-135M-Instruct.Q4_1", typed[-1].removeprefix("http://")
     assert {(row["side"], row["test"]) for row in result["rows"]} == {
-        *((side, test) for side in (ours, theirs) for test in ("tg4", "pp32", "turn 32")),
-        (ours, "exec to token, cold"),
-        (ours, "exec to turn 32, restarted"),
+        *((side, test) for side in (own_model, other_server) for test in ("tg4", "pp32", "turn 32")),
+        (own_model, "exec to token, cold"),
+        (own_model, "exec to turn 32, restarted"),
     }
     assert all(len(row["samples"]) == 2 for row in result["rows"])
     assert result["energy"].startswith("not readable: ") or result["energy"]
     assert not list(paths.state_dir().glob("drift.db")), "its answers are not counted"
     assert not list((paths.blocks_dir() / "owners").iterdir()), "its prompts do not stay on disk"
     shown = msgspec.convert(result | {"is_markdown": True}, BenchResult).human()
-    assert f"| {ours} | pp32 |" in shown
+    assert f"| {own_model} | pp32 |" in shown
     assert "- noise: reference job" in shown
     assert "- energy: " in shown
 

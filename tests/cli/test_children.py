@@ -38,8 +38,8 @@ def begin(tmp_path):
     """`begin(*words)`: the program, started with a home of its own."""
     started = []
 
-    def begin(*words, **variables):
-        command = [sys.executable, "-m", "edgeinfer", *map(str, words)]
+    def begin(*arguments, **variables):
+        command = [sys.executable, "-m", "edgeinfer", *map(str, arguments)]
         with open(tmp_path / "said", "ab") as said:
             started.append(
                 subprocess.Popen(
@@ -71,9 +71,9 @@ VERBS = {
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_child_outlives_its_verb(begin, smollm2, tmp_path, verb, number):
-    words, child = VERBS[verb]
+    command, child = VERBS[verb]
     (tmp_path / "tmp").mkdir()
-    process = begin(*(word.format(model=smollm2) for word in words), TMPDIR=str(tmp_path / "tmp"))
+    process = begin(*(word.format(model=smollm2) for word in command), TMPDIR=str(tmp_path / "tmp"))
 
     def children():
         assert process.poll() is None, (tmp_path / "said").read_text()

@@ -50,9 +50,16 @@ def test_kinds_of_results_are_those_that_scripts_know():
     """.split()
     for verb in (*VERBS, "snapshots_transfer"):
         module_of(verb)
-    found = [*Result.__subclasses__(), *TimedResult.__subclasses__()]
-    ours = [one for one in found if one is not TimedResult and one.__module__.startswith("edgeinfer.")]
-    assert sorted(kebab(one.__name__.removesuffix("Result")) for one in ours) == kinds
+    subclasses = [*Result.__subclasses__(), *TimedResult.__subclasses__()]
+    own_classes = [
+        result_class
+        for result_class in subclasses
+        if result_class is not TimedResult and result_class.__module__.startswith("edgeinfer.")
+    ]
+    assert (
+        sorted(kebab(result_class.__name__.removesuffix("Result")) for result_class in own_classes)
+        == kinds
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,7 @@ def every_parser():
         yield name, parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                yield from ((f"{name} {inner}", one) for inner, one in action.choices.items())
+                yield from ((f"{name} {inner}", parser) for inner, parser in action.choices.items())
 
 
 # --- options anywhere
@@ -141,14 +148,14 @@ def test_prompt_may_begin_with_a_dash():
 
 
 def test_launcher_knows_every_option_without_a_value():
-    known = {
+    known_flags = {
         flag
         for verb in LAUNCH_VERBS
         for action in verbs()[verb]._actions
         for flag in action.option_strings
         if action.nargs == 0
     }
-    assert known == SWITCHES
+    assert known_flags == SWITCHES
     assert all(
         action.nargs in (None, 0)
         for verb in LAUNCH_VERBS
@@ -249,14 +256,14 @@ def test_endpoint_of_another_home_is_not_ours(monkeypatch):
             pid=pid, verb="serve", arguments=arguments, age_s=1, apps=1, private_bytes=0, shared_bytes=0
         )
 
-    ours, theirs = serving(1, "--port", "9000"), serving(2, "m")
-    here = [ours]
+    own_endpoint, other_endpoint = serving(1, "--port", "9000"), serving(2, "m")
+    running_here = [own_endpoint]
     monkeypatch.setattr(
         "edgeinfer.cli.verbs.launch.processes",
-        lambda everywhere=False: [*here, theirs] if everywhere else here,
+        lambda everywhere=False: [*running_here, other_endpoint] if everywhere else running_here,
     )
     assert list(launch.urls(Config())) == ["http://127.0.0.1:9000"]
-    here.append(serving(3))
+    running_here.append(serving(3))
     assert next(iter(launch.urls(Config()))) == "http://127.0.0.1:8080"
 
 
@@ -323,9 +330,9 @@ def test_closed_stdin_is_an_empty_one(words, tmp_path):
     assert "nosuch" in done.stderr
 
 
-def _typed(*words, home, **streams):
+def _typed(*arguments, home, **streams):
     return subprocess.run(
-        [sys.executable, "-m", "edgeinfer", *words],
+        [sys.executable, "-m", "edgeinfer", *arguments],
         env={**os.environ, "EDGEINFER_HOME": str(home)},
         stderr=subprocess.PIPE,
         text=True,

@@ -55,11 +55,11 @@ def score(tmp_path):
 
     def run(items, *typed, answers=_echo, models=("one",)):
         path = tmp_path / "mine.jsonl"
-        lines = (one if isinstance(one, str) else json.dumps(one) for one in items)
+        lines = (item if isinstance(item, str) else json.dumps(item) for item in items)
         path.write_text("".join(f"{line}\n" for line in lines))
-        found = Models(answers)
-        result = _run(str(path), *models, *typed, host=found.host)
-        return result, found.requests
+        models = Models(answers)
+        result = _run(str(path), *models, *typed, host=models.host)
+        return result, models.requests
 
     return run
 
@@ -268,7 +268,7 @@ def test_report_has_every_item_and_no_text_breaks_its_table(score):
 
 
 def test_each_items_and_options_have_their_report(score):
-    found = set()
+    names = set()
     for items, typed in (
         ([_item(1, exact="?")], []),
         ([_item(1, exact="!")], []),
@@ -276,8 +276,8 @@ def test_each_items_and_options_have_their_report(score):
         ([_item(1, exact="?")], ["--system", "Be brief, and begin with the year."]),
         ([_item(1, exact="?")], ["--system", "Be brief, and begin with the name."]),
     ):
-        found.add(score(items, *typed)[0].path)
-    assert len(found) == 5
+        names.add(score(items, *typed)[0].path)
+    assert len(names) == 5
 
 
 def test_intervals_cover_the_truth():
@@ -294,8 +294,10 @@ def test_intervals_cover_the_truth():
         one, fresh = rng.random((2, 10_000, n))
         two = np.where(rng.random((10_000, n)) < common, one, fresh)
         only_one, only_two = ((one < p) & (two >= q)).sum(1), ((one >= p) & (two < q)).sum(1)
-        found = [astuple(paired_difference(*pair, n)) for pair in zip(only_one, only_two, strict=True)]
-        assert np.mean([low <= q - p <= high for _, low, high in found]) >= 0.93
+        intervals = [
+            astuple(paired_difference(*pair, n)) for pair in zip(only_one, only_two, strict=True)
+        ]
+        assert np.mean([low <= q - p <= high for _, low, high in intervals]) >= 0.93
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +324,7 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
         _item(n, p, choices=choices, answer=_likeliest(tiny, p, choices)) for n, p in enumerate(prompts)
     ]
     path = tmp_path / "choices.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in items))
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
     other = make_llama(tmp_path / "other.gguf", n_ctx=512)
     result = _run(str(path), str(tiny), str(other), "--kv-type", "f16", host=Host())
     assert _passed(result) == [True] * 4
@@ -368,8 +370,8 @@ def test_choices_get_the_verdicts_of_lm_evaluation_harness(basics, smollm2, tmp_
     result = _run(str(tmp_path / "choices.jsonl"), str(smollm2), "--ctx", "1024", host=Host())
     assert result.scores[0].low > 1 / 4
     for item in result.items:
-        verdict, theirs = item.verdicts[0], recorded[item.id]
+        verdict, recorded_verdict = item.verdicts[0], recorded[item.id]
         # other kernels round otherwise: up to 0.51 was measured
-        assert verdict.logprobs == pytest.approx(theirs["logprobs"], abs=1)
-        second, first = sorted(theirs["logprobs"])[-2:]
-        assert verdict.passed == theirs["passed"] or first - second < 1
+        assert verdict.logprobs == pytest.approx(recorded_verdict["logprobs"], abs=1)
+        second, first = sorted(recorded_verdict["logprobs"])[-2:]
+        assert verdict.passed == recorded_verdict["passed"] or first - second < 1

@@ -92,10 +92,10 @@ def _environment(home: Path) -> dict[str, str]:
     }
 
 
-def _seen(home: Path, *words: str, stdin: int = subprocess.DEVNULL):
+def _seen(home: Path, *arguments: str, stdin: int = subprocess.DEVNULL):
     return run_seen(
         lambda: subprocess.Popen(
-            [*_program(), *words],
+            [*_program(), *arguments],
             env=_environment(home),
             cwd=home,
             stdin=stdin,
@@ -115,12 +115,12 @@ def test_endpoint_only_listens(home):
     said = []
     for line in process.stderr:
         said.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+        if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
             break
     else:
         raise AssertionError("".join(said))
     body = json.dumps({"prompt": "Hi", "max_tokens": 2}).encode()
-    url = f"http://127.0.0.1:{found[1]}/v1/completions"
+    url = f"http://127.0.0.1:{match[1]}/v1/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.status == 200
@@ -156,8 +156,8 @@ def test_silent_if_the_network_would_be_needed(home, command):
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_silent(home, verb):
-    words, code = COMMANDS[verb]
-    process, watch = _seen(home, verb, *words)
+    arguments, code = COMMANDS[verb]
+    process, watch = _seen(home, verb, *arguments)
     out, err = process.communicate(timeout=250)
     watch.join()
     assert watch.seen == []

@@ -30,8 +30,8 @@ def _home(tmp_path, monkeypatch):
 
 def test_configuration():
     config = load_config()
-    found = (config.default_model, config.load.ctx, config.serve.port, config.snapshots.max_total_gib)
-    assert found == ("tiny", 8192, 8090, 20.0)
+    values = (config.default_model, config.load.ctx, config.serve.port, config.snapshots.max_total_gib)
+    assert values == ("tiny", 8192, 8090, 20.0)
     assert config.serve.aliases == {"gpt": "tiny"}
 
 
@@ -52,7 +52,7 @@ def test_conversation_is_migrated():
         question, answer = branch_to(turns, conversation.head_id)
         assert (question.attachments[0].text, answer.content) == ("The sea is wide.", "Blue and grün.")
         assert [turn.status for turn in turns.values()] == ["complete", "complete", "stopped"]
-        assert [found.title for found in store.search("grün")] == ["Colours of the sea"]
+        assert [conversation.title for conversation in store.search("grün")] == ["Colours of the sea"]
         store.close()
 
 

@@ -41,7 +41,7 @@ def launched(tmp_path: Path):
 
 @pytest.fixture
 def listed(as_json):
-    return lambda *typed: {one["pid"] for one in as_json("ps", *typed)["running"]}
+    return lambda *typed: {process["pid"] for process in as_json("ps", *typed)["running"]}
 
 
 def test_another_home_is_left_alone_unless_everywhere_is_asked(

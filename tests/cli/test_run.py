@@ -16,6 +16,7 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError
 from edgeinfer.host import Host, Start
+from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.pictures import PICTURE_MARK
@@ -38,11 +39,13 @@ class ScriptedHost(Host):
         super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}), config)
         self.scripted, self.opened = engine, []
 
-    def is_model(self, name):
-        return name in ("tiny", "small")
+    def find_model(self, text):
+        if text in ("tiny", "small"):
+            return ModelRef(text=text, kind="absent", name=text)
+        return None
 
     def engine(self, model, options, progress=None):
-        self.opened.append((model, options))
+        self.opened.append((getattr(model, "text", model), options))
         return self.scripted
 
 
@@ -219,7 +222,6 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         clock[0] = 500_000_000
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
         monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
-        monkeypatch.setattr(host, "is_model", lambda name: name == "tiny")
         monkeypatch.setattr(host, "keep_blocks", lambda _engine: None)
         monkeypatch.setattr(host, "record_drift", lambda *_: None)
         monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)
@@ -367,8 +369,8 @@ def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
 
 def calling(*scripts, **fields):
     call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
-    ended = msgspec.structs.replace(END, reason="tool_calls")
-    engine = FakeEngine([[call, ended], *scripts], info=EngineInfo(model="m", n_ctx=4096))
+    finished = msgspec.structs.replace(END, reason="tool_calls")
+    engine = FakeEngine([[call, finished], *scripts], info=EngineInfo(model="m", n_ctx=4096))
     return ScriptedHost(engine, Config(tools=tools_config("plain", **fields)))
 
 

@@ -16,16 +16,16 @@ ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J"
 
 def shown_by(*typed: str) -> tuple[int, str]:
     """Run a command line with stdout and stderr on a terminal; return its exit code and the screen."""
-    ours, theirs = os.openpty()
+    master, terminal = os.openpty()
     with (
-        open(theirs, "w", encoding="utf-8") as screen,
+        open(terminal, "w", encoding="utf-8") as screen,
         contextlib.redirect_stdout(screen),
         contextlib.redirect_stderr(screen),
     ):
         code = main(typed)
         screen.flush()
-        shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+        shown = os.read(master, 1 << 16).decode()
+    os.close(master)
     return code, shown
 
 

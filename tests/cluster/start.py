@@ -29,7 +29,9 @@ ended = threading.Thread(target=sys.stdin.read)
 ended.start()
 while ended.is_alive():
     for node in cluster.list_all_nodes():  # Ray sees a killed one as alive while it is a zombie
-        for process in (one.process for group in node.all_processes.values() for one in group):
+        for process in (
+            process_info.process for group in node.all_processes.values() for process_info in group
+        ):
             process.poll()
     ended.join(0.2)
 serve.shutdown()

@@ -19,11 +19,11 @@ def _hashes(text: str, **more) -> tuple[int, ...]:
 
 
 def test_requests_share_a_hash_per_common_stride() -> None:
-    one, other = _hashes("a" * 5000 + "b"), _hashes("a" * 5000 + "c" * 3000)
-    shared = [a == b for a, b in zip(one, other, strict=False)]
+    hashes, other = _hashes("a" * 5000 + "b"), _hashes("a" * 5000 + "c" * 3000)
+    shared = [a == b for a, b in zip(hashes, other, strict=False)]
     assert shared == [True] * 4 + [False]
-    assert _hashes("a" * 5000, tools=[{"name": "look"}])[0] != one[0]
-    assert _hashes("a" * 5000, temperature=1)[:4] == one[:4]  # what is not read makes no difference
+    assert _hashes("a" * 5000, tools=[{"name": "look"}])[0] != hashes[0]
+    assert _hashes("a" * 5000, temperature=1)[:4] == hashes[:4]  # what is not read makes no difference
 
 
 def test_body_without_a_prompt_has_no_prefix_hashes() -> None:

@@ -40,18 +40,18 @@ class Application:
         except httpx2.TransportError:  # Ray is about to move the front
             return False
 
-    def processes(self, *words: str) -> list[int]:
+    def processes(self, *arguments: str) -> list[int]:
         """Those of this application's home whose command line has all the words."""
-        found = []
+        pids = []
         for folder in Path("/proc").iterdir():
             try:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 environment = (folder / "environ").read_bytes()
             except (OSError, ValueError):
                 continue
-            if str(self.home).encode() in environment and all(word in command for word in words):
-                found.append(int(folder.name))
-        return found
+            if str(self.home).encode() in environment and all(word in command for word in arguments):
+                pids.append(int(folder.name))
+        return pids
 
     def replicas(self, model: str) -> list[int]:
         """Ray's processes."""
@@ -60,8 +60,8 @@ class Application:
     def endpoints(self, model: str) -> list[int]:
         """The endpoints that they started."""
         replicas = self.replicas(model)
-        found = self.processes("edgeinfer.cluster.child_endpoint", f" serve {model} ")
-        return [pid for pid in found if _parent(pid) in replicas]
+        pids = self.processes("edgeinfer.cluster.child_endpoint", f" serve {model} ")
+        return [pid for pid in pids if _parent(pid) in replicas]
 
 
 def _body(model: str, text: str, **fields) -> dict[str, object]:
@@ -133,8 +133,8 @@ def test_replica_starts_with_the_first_request_and_answers_every_dialect(app: Ap
 def test_disconnected_client_ends_its_generation(app: Application) -> None:
     with app.client.stream(
         "POST", _CHAT, json=_body("small", "Count.", max_tokens=4000, ignore_eos=True, stream=True)
-    ) as left:
-        next(left.iter_raw())
+    ) as streaming:
+        next(streaming.iter_raw())
 
     def idle() -> bool:
         lines = app.client.get("/metrics").text.splitlines()
@@ -165,13 +165,13 @@ def test_ray_exports_the_metrics_of_each_endpoint(app: Application) -> None:
         texts = [
             httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text for port in app.metrics
         ]
-        found = [
+        counters = [
             line
             for text in texts
             for line in text.splitlines()
             if line.startswith("ray_edgeinfer_generation_tokens_total{")
         ]
-        return any('deployment="twins"' in line and 'model_name="twins"' in line for line in found)
+        return any('deployment="twins"' in line and 'model_name="twins"' in line for line in counters)
 
     wait_until(shown, "the tokens that were generated")
 
@@ -195,9 +195,9 @@ def test_kill_in_the_middle_of_a_stream_ends_it_with_an_error(app: Application, 
             with pytest.raises(httpx2.TransportError):
                 b"".join(pieces)
         else:
-            rest = b"".join(pieces)
-            assert b"replica_ended" in rest
-            assert rest.endswith(b"data: [DONE]\n\n")
+            answer_rest = b"".join(pieces)
+            assert b"replica_ended" in answer_rest
+            assert answer_rest.endswith(b"data: [DONE]\n\n")
     wait_until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
     wait_until(app.is_answering, "somebody answers")
 

@@ -84,13 +84,13 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
 def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
-    wanted = LoadOptions(**{option.field: other(option)})
-    typed = parsed("warm", *app_host.warm_argv("m", wanted))
+    requested = LoadOptions(**{option.field: other(option)})
+    typed = parsed("warm", *app_host.warm_argv("m", requested))
     built = requesting.load_options(typed, LoadConfig())
-    assert built == wanted
+    assert built == requested
     inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=built)
     assert inputs.name == ("m" if not option.of_snapshot else inputs.name)
-    assert snapshot_options(built) == snapshot_options(wanted)
+    assert snapshot_options(built) == snapshot_options(requested)
     assert (option.field in snapshot_options(built)) == option.of_snapshot
 
 

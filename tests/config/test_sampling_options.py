@@ -67,7 +67,9 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
 
 
 def _key(struct: type[msgspec.Struct], field: str) -> str | None:
-    names = {one.name: one.encode_name for one in msgspec.structs.fields(struct)}
+    names = {
+        struct_field.name: struct_field.encode_name for struct_field in msgspec.structs.fields(struct)
+    }
     return names.get(field)
 
 

@@ -255,9 +255,9 @@ class FakeHost(Host):
         return ModelFiles(name=str(model), paths=())
 
     def engine(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None = None
+        self, model: object, options: LoadOptions, progress: LoadProgress | None = None
     ) -> FakeEngine:
-        return self._load_fake(model)
+        return self._load_fake(str(model))
 
 
 class _Player(threading.Thread):

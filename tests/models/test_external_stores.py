@@ -30,7 +30,7 @@ from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import reader, stores
 from edgeinfer.models.gguf import read_header
 from edgeinfer.models.listing import every_model
-from edgeinfer.models.reference import is_model, resolve
+from edgeinfer.models.reference import find, resolve
 from edgeinfer.platform import disk
 from edgeinfer.snapshot_format.format import part_of, safe_name
 
@@ -78,7 +78,7 @@ def test_model_of_another_program_is_listed_shown_and_used_in_place(
     files = resolve(made.name).files()
     assert (files.name, files.paths) == (made.name, (str(made.file),))
     assert files.sha256 in ("", made.file.name.removeprefix("sha256-"))
-    assert is_model(made.name)
+    assert find(made.name) is not None
     assert [model.name for model in pulled_models()()] == [made.name]
     assert main(["pull", made.name]) == 0
     assert "was already here" in capsys.readouterr().out

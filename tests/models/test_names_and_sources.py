@@ -6,7 +6,7 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.models.reference import is_model
+from edgeinfer.models.reference import find
 from edgeinfer.platform import paths
 
 
@@ -99,6 +99,6 @@ def test_sources_are_recognized() -> None:
 
 
 def test_names_are_told_from_prompts(smollm2):
-    assert all(map(is_model, ("smollm2-135m-instruct", "qwen3-0.6b:Q4_K_M", str(smollm2))))
+    assert all(map(find, ("smollm2-135m-instruct", "qwen3-0.6b:Q4_K_M", str(smollm2))))
     prompts = "hello", "Name three colours.", "what is 2:3?", "./absent.gguf", "/etc/passwd", ""
-    assert not any(map(is_model, prompts))
+    assert not any(map(find, prompts))

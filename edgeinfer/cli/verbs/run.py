@@ -41,6 +41,7 @@ from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
 from edgeinfer.units import format_ms
 
 if TYPE_CHECKING:
+    from edgeinfer.models.reference import ModelRef
     from edgeinfer.tools.loop import ChatTools
 
 Cancellable = TypeVar("Cancellable", bound="Generation | ChatTools")
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
 
     Raises UsageError without a prompt, and what resolving, loading and generating raise.
     """
-    model, prompt = model_and_prompt(options.model_or_prompt, options.prompt, host)
+    model, ref, prompt = _split_words(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
         raise UsageError(
@@ -119,7 +120,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:
-        engine = host.engine(model, requesting.load_options(options, host.config.load))
+        engine = host.engine(ref or model, requesting.load_options(options, host.config.load))
     except UnknownModelError as error:
         quoted = 'put a prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
         raise UnknownModelError(
@@ -232,18 +233,20 @@ def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Mess
     )
 
 
-def model_and_prompt(first: str | None, second: str | None, host: Host) -> tuple[str, str]:
-    """Split `run`'s positionals into (model, prompt); the prompt is "" if it is only piped.
+def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str, ModelRef | None, str]:
+    """Split `run`'s positionals into model, its reference if it was resolved, and prompt, "" if piped.
 
     A first word that is not a model is the prompt, unless a second follows. Raises UnknownModelError
-    if it is probably a misspelt model.
+    if it is probably a misspelt model, CatalogError.
     """
     if first is None:
-        return host.config.default_model, ""
-    if second is not None or host.is_model(first):
-        return first, second or ""
+        return host.config.default_model, None, ""
+    if second is not None:
+        return first, None, second
+    if ref := host.find_model(first):
+        return first, ref, ""
     _refuse_misspelt_model(first, host)
-    return host.config.default_model, first
+    return host.config.default_model, None, first
 
 
 def _refuse_misspelt_model(word: str, host: Host) -> None:

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, host: Host) -> WebResult:
 
     Raises ServeError, and what naming a model raises.
     """
-    if options.model and not host.is_model(options.model):  # an endpoint that runs would not say so
+    if options.model and not host.find_model(options.model):  # an endpoint that runs would not say so
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):

@@ -37,6 +37,7 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, descr
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
+    from edgeinfer.models.reference import ModelRef
     from edgeinfer.runtime.engine import LlamaEngine
     from edgeinfer.workers.remote_engine import RemoteEngine
 
@@ -93,17 +94,21 @@ class AppHost(Host):
         """Return the model this process was resumed with, or ""."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
-    def engine(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
+    def engine(
+        self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
+    ) -> Engine:
         """Return the resumed engine if it fits, otherwise a worker's; load it here when cold.
 
         Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
         """
         self._reached("load")
+        text = model if isinstance(model, str) else model.text
         if self._loaded is None:
-            engine = self._load_and_describe(model, options, progress)
-            self._ask_for_warming(engine, model, options)
+            ref = self.resolve(model) if isinstance(model, str) else model
+            engine = self._load_and_describe(ref, options, progress)
+            self._ask_for_warming(engine, text, options)
             return engine
-        if self._loaded.serves(model, options, named=self._named):
+        if self._loaded.serves(text, options, named=self._named):
             engine = self._loaded.take(options)
             self._describe(self._loaded.engine, self._loaded.description)
             self.keep_blocks(self._loaded.engine)
@@ -111,11 +116,11 @@ class AppHost(Host):
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
             raise UsageError(
-                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {model}",
+                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}",
                 hint="leave the model out, or name a snapshot of it",
             )
         else:  # the launcher chose another model: report the start of the worker
-            engine = remote = self.worker(model, options, progress)
+            engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
             self._say_cold_start()
@@ -123,9 +128,8 @@ class AppHost(Host):
         return engine
 
     def _load_and_describe(
-        self, model: str, options: LoadOptions, progress: LoadProgress | None
+        self, ref: ModelRef, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
-        ref = self.resolve(model)
         files = self.files(ref, progress)
         name = ref.name
         inputs = SnapshotInputs(
