@@ -28,29 +28,29 @@ def machine(available_bytes: int, cores: int = 4, quota: float | None = None) ->
 
 def load(path: Path, **options: object) -> LlamaEngine:
     """A real engine; small caches unless the test says otherwise."""
-    wanted = {"n_ctx": 2048, "n_parallel": 8, **options}
-    return load_engine(ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(**wanted))  # type: ignore[arg-type]
+    load_options = {"n_ctx": 2048, "n_parallel": 8, **options}
+    return load_engine(ModelFiles(name=path.stem, paths=(str(path),)), LoadOptions(**load_options))  # type: ignore[arg-type]
 
 
 def ask(
     prompt: str | tuple[int, ...] = "The capital of France is", **fields: object
 ) -> GenerateRequest:
     """A request for eight greedy tokens, whatever they are."""
-    wanted: dict[str, object] = {
+    request_fields: dict[str, object] = {
         "prompt": prompt,
         "sampling": GREEDY,
         "max_tokens": 8,
         "ignore_eos": True,
         **fields,
     }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+    return GenerateRequest(**request_fields)  # type: ignore[arg-type]
 
 
 def collected(stream: Iterable[Event]) -> Collected:
-    found = Collected()
+    reply = Collected()
     for event in stream:
-        found.add(event)
-    return found
+        reply.add(event)
+    return reply
 
 
 def answer(engine: Engine, request: GenerateRequest) -> Collected:

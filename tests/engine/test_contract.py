@@ -42,8 +42,8 @@ def engine(request: pytest.FixtureRequest, smollm2: Path) -> Iterator[Engine]:
 
 
 def ask(engine: Engine, **fields: object) -> list[Event]:
-    wanted = {"messages": QUESTION, "sampling": GREEDY, "max_tokens": 12, **fields}
-    return list(engine.submit(GenerateRequest(**wanted)))  # type: ignore[arg-type]
+    request_fields = {"messages": QUESTION, "sampling": GREEDY, "max_tokens": 12, **fields}
+    return list(engine.submit(GenerateRequest(**request_fields)))  # type: ignore[arg-type]
 
 
 def end(events: Iterable[Event]) -> Finished:
@@ -96,16 +96,16 @@ def test_is_iterated_once(engine: Engine) -> None:
 
 
 async def test_async_iteration_sees_the_same(engine: Engine) -> None:
-    wanted = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=12)
-    events = [event async for event in engine.submit(wanted)]
+    request = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=12)
+    events = [event async for event in engine.submit(request)]
     assert isinstance(events[-1], Finished)
     assert collected(events).text == collected(ask(engine)).text
 
 
 async def test_many_async_consumers_at_once(engine: Engine) -> None:
     async def one(n: int) -> int:
-        wanted = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=n, ignore_eos=True)
-        return len([e async for e in engine.submit(wanted) if isinstance(e, Finished)])
+        request = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=n, ignore_eos=True)
+        return len([e async for e in engine.submit(request) if isinstance(e, Finished)])
 
     assert await asyncio.gather(*(one(n) for n in range(1, 9))) == [1] * 8
 

@@ -74,8 +74,8 @@ def week(engine, last: date, draw) -> None:
 
 
 def moved(as_json, until: date, code: int) -> dict[str, dict]:
-    found = as_json("drift", "small", "--until", until.isoformat(), code=code)
-    return {c["aggregate"]: c for c in found["models"]["small"] if c["moved"]}
+    report = as_json("drift", "small", "--until", until.isoformat(), code=code)
+    return {c["aggregate"]: c for c in report["models"]["small"] if c["moved"]}
 
 
 @pytest.mark.model
@@ -100,11 +100,11 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, 
     with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on what else runs here
         db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
     assert not moved(as_json, LAST + timedelta(7), code=0)
-    found = moved(as_json, LAST + timedelta(14), code=1)
-    assert {"prompt_tokens", "prompt_chars_per_token", "prompt_script", "tool_calls"} <= found.keys()
-    assert found["prompt_script"]["now"] == "cyrillic 100%"
-    assert found["tool_calls"]["now"] == "broken 100%"
-    assert {"model_file", "program", "turns", "kind", "temperature"}.isdisjoint(found)
+    changes = moved(as_json, LAST + timedelta(14), code=1)
+    assert {"prompt_tokens", "prompt_chars_per_token", "prompt_script", "tool_calls"} <= changes.keys()
+    assert changes["prompt_script"]["now"] == "cyrillic 100%"
+    assert changes["tool_calls"]["now"] == "broken 100%"
+    assert {"model_file", "program", "turns", "kind", "temperature"}.isdisjoint(changes)
     assert main(["drift", "--until", (LAST + timedelta(14)).isoformat()]) == 1
     shown = capsys.readouterr().out
     assert "small, week to 2026-12-06 compared with week to 2026-11-29:" in shown
@@ -214,9 +214,9 @@ def simulated(rng: np.random.Generator, day: date, n_days: int, sessions: int, s
 def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms(like):
     rng = np.random.default_rng(31)
     weeks = [simulated(rng, LAST + timedelta(7 * n), *like) for n in range(1001)]
-    found = [compare(before, now) for before, now in itertools.pairwise(weeks)]
-    assert np.mean([len(changes) for changes in found]) > 5
-    assert sum(any(change.moved for change in changes) for changes in found) <= 10
+    comparisons = [compare(before, now) for before, now in itertools.pairwise(weeks)]
+    assert np.mean([len(changes) for changes in comparisons]) > 5
+    assert sum(any(change.moved for change in changes) for changes in comparisons) <= 10
 
 
 def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, capsys):

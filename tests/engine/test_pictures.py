@@ -70,7 +70,7 @@ def picture(*, flip: int = 0, width: int = 300, height: int = 200) -> bytes:
 def chat(*parts: str | bytes, **fields: object) -> GenerateRequest:
     """Eight greedy tokens after one message, with their scores."""
     content, pictures = join_parts(parts)
-    wanted: dict[str, object] = {
+    request_fields: dict[str, object] = {
         "messages": (Message(role="user", content=content, pictures=pictures),),
         "sampling": GREEDY,
         "max_tokens": 8,
@@ -78,13 +78,13 @@ def chat(*parts: str | bytes, **fields: object) -> GenerateRequest:
         "logprobs": 3,
         **fields,
     }
-    return GenerateRequest(**wanted)  # type: ignore[arg-type]
+    return GenerateRequest(**request_fields)  # type: ignore[arg-type]
 
 
-def usage(found: Collected) -> tuple[int, int]:
+def usage(reply: Collected) -> tuple[int, int]:
     """The tokens of the prompt, and those of them that were cached."""
-    assert found.finished is not None
-    return found.finished.usage.prompt_tokens, found.finished.usage.cached_tokens
+    assert reply.finished is not None
+    return reply.finished.usage.prompt_tokens, reply.finished.usage.cached_tokens
 
 
 pytestmark = pytest.mark.needs("encoder")
@@ -146,11 +146,11 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
     context = L.llama_init_from_model(loaded.model, params)
     starts = {span.start: span for span in spans}
     position = 0
-    at, rows = 0, {span.digest: vision.encode(span).result() for span in spans}
-    while at < len(tokens):
-        span = starts.get(at)
-        end = span.end if span else min([s for s in starts if s > at], default=len(tokens))
-        n = end - at
+    n_past, rows = 0, {span.digest: vision.encode(span).result() for span in spans}
+    while n_past < len(tokens):
+        span = starts.get(n_past)
+        stop = span.end if span else min([s for s in starts if s > n_past], default=len(tokens))
+        n = stop - n_past
         batch = L.llama_batch_init(n, loaded.n_embd if span else 0, 1)
         positions = np.arange(position, position + n, dtype=np.int32)
         position += span.n_positions if span else n
@@ -164,7 +164,7 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
             ctypes.memmove(batch.embd, data.ctypes.data, data.nbytes)
         for i in range(n):
             if not span:
-                batch.token[i] = tokens[at + i]
+                batch.token[i] = tokens[n_past + i]
             if positions.ndim == 1:
                 batch.pos[i] = positions[i]
             batch.n_seq_id[i] = 1
@@ -173,20 +173,20 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
         L.llama_set_causal_attn(context, not (span and span.is_whole))
         assert L.llama_decode(context, batch) == 0
         L.llama_set_causal_attn(context, True)
-        at = end
+        n_past = stop
     n_vocab = loaded.vocab.n_vocab
-    found = np.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
+    next_logits = np.ctypeslib.as_array(L.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
     L.llama_free(context)
-    return found
+    return next_logits
 
 
 def answer_as_bare_calls(engine: LlamaEngine, request: GenerateRequest) -> Collected:
     logits = scores(engine, *spans_of(engine, request))
-    wanted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    found = answer(engine, request)
-    top = [one.logprob for one in found.logprobs[0].top]
-    np.testing.assert_allclose(top, wanted[np.argsort(wanted)[::-1][:3]], atol=2e-3)
-    return found
+    expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    reply = answer(engine, request)
+    top = [one.logprob for one in reply.logprobs[0].top]
+    np.testing.assert_allclose(top, expected[np.argsort(expected)[::-1][:3]], atol=2e-3)
+    return reply
 
 
 def test_answer_is_that_of_bare_calls(engine: LlamaEngine) -> None:
@@ -237,11 +237,11 @@ def test_parked_engine_keeps_no_picture(engine: LlamaEngine) -> None:
 
 def test_several_pictures_keep_their_order(engine: LlamaEngine) -> None:
     a, b = picture(), picture(width=200, height=300)
-    one = answer(engine, chat("First ", a, " then ", b, ".", cache_prompt=False))
-    two = answer(engine, chat("First ", b, " then ", a, ".", cache_prompt=False))
+    first = answer(engine, chat("First ", a, " then ", b, ".", cache_prompt=False))
+    other = answer(engine, chat("First ", b, " then ", a, ".", cache_prompt=False))
     again = answer(engine, chat("First ", a, " then ", b, "."))
-    assert one.logprobs == again.logprobs
-    assert one.logprobs != two.logprobs
+    assert first.logprobs == again.logprobs
+    assert first.logprobs != other.logprobs
 
 
 def test_eight_streams_beside_an_encoding_picture_keep_their_bits(
@@ -272,9 +272,9 @@ def test_eight_streams_beside_an_encoding_picture_keep_their_bits(
                 into.add(event)
                 n_written += isinstance(event, TextDelta)
     if not engine._loaded.supports_truncation:  # states round otherwise in a batch, of text too
-        assert [one.text for one in beside] == [one.text for one in alone]
+        assert [reply.text for reply in beside] == [reply.text for reply in alone]
         return
-    assert [one.logprobs for one in beside] == [one.logprobs for one in alone]
+    assert [reply.logprobs for reply in beside] == [reply.logprobs for reply in alone]
 
 
 @pytest.mark.parametrize(("before", "question"), [("?", "What is in it?"), ("", "What is in the sky?")])
@@ -295,12 +295,12 @@ def test_prompt_cut_beside_a_picture_continues_exactly(
 
 def test_rows_are_the_same_by_any_number_of_threads(files: ModelFiles, engine: LlamaEngine) -> None:
     pixels = decode(picture())
-    one, two = (Projector(files.projector, engine._loaded.model, n) for n in (1, 2))
-    for rows, others in zip(one.encode(pixels), two.encode(pixels), strict=True):
+    one_thread, two_threads = (Projector(files.projector, engine._loaded.model, n) for n in (1, 2))
+    for rows, other_rows in zip(one_thread.encode(pixels), two_threads.encode(pixels), strict=True):
         assert rows.dtype == np.float32
-        assert np.array_equal(rows, others)
-    one.free()
-    two.free()
+        assert np.array_equal(rows, other_rows)
+    one_thread.free()
+    two_threads.free()
 
 
 def test_picture_longer_than_the_window_continues_exactly(gemma3: Path, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
         copy = shutil.copytree(root, tmp_path / "killed")
     with restarted(files, copy, encodes=False) as engine:
         assert answer(engine, asked).logprobs == fresh.logprobs
-        known = answer(engine, chat(WORDS, picture(), "What is in it?"))
+        first_reply = answer(engine, chat(WORDS, picture(), "What is in it?"))
         for other in (picture(flip=1), picture()):
             with pytest.raises(pytest.fail.Exception, match="decoded again"):
                 engine.submit(chat(other, cache_salt="another"))
@@ -394,8 +394,8 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     with restarted(files, copy) as engine:
-        found = answer(engine, chat(WORDS, picture(), "What is in it?"))
-        assert found.logprobs == known.logprobs
+        reply = answer(engine, chat(WORDS, picture(), "What is in it?"))
+        assert reply.logprobs == first_reply.logprobs
         assert engine.metrics().blocks_damaged_total == 1
 
 
@@ -546,11 +546,11 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
 
     vision = Vision(Slow(), "key", max_rows=1)  # type: ignore[arg-type]
     a, b, c = (Picture(1, 1, bytes(3 * [i])) for i in range(3))
-    for one in (a, b, c):
-        vision._keep_pixels(one.rgb, one)
+    for pixels in (a, b, c):
+        vision._keep_pixels(pixels.rgb, pixels)
     requests = [
-        PromptPictures(vision, [Span(0, 1, Source(one.rgb, b"", (1, 1)), 0, False, 1)])
-        for one in (a, b, c, c)
+        PromptPictures(vision, [Span(0, 1, Source(pixels.rgb, b"", (1, 1)), 0, False, 1)])
+        for pixels in (a, b, c, c)
     ]
     for request in requests:
         request.encode_behind(0)
@@ -608,10 +608,10 @@ def test_places_survive_a_template_that_moves_messages() -> None:
         Message(role="user", content=content, pictures=pictures)
         for content, pictures in (join_parts(["x", a]), join_parts([b, "y"]))
     )
-    one, two = places.mark([first, second])
-    assert list(places.split(two.content + one.content, [a, b])) == ["", b, "yx", a, ""]
-    spaced = f"User: {two.content}; User: {one.content}"
+    later, earlier = places.mark([first, second])
+    assert list(places.split(earlier.content + later.content, [a, b])) == ["", b, "yx", a, ""]
+    spaced = f"User: {earlier.content}; User: {later.content}"
     assert list(places.split(spaced, [a, b], is_tight=True)) == ["User:", b, "y; User: x", a, ""]
-    for prompt in (one.content, one.content + two.content * 2):
+    for prompt in (later.content, later.content + earlier.content * 2):
         with pytest.raises(InvalidRequestError, match="the chat template renders"):
             list(places.split(prompt, [a, b]))

@@ -26,11 +26,11 @@ def test_transposed_values_of_cells_out_of_order_come_back(store: BlockStore, sm
         heard(engine, ask(text(600, 3000), max_tokens=0))
         heard(engine, ask(tokens[:500], max_tokens=0))
         engine.between_steps(lambda: drop_others(engine, tokens))
-        found = engines.answer(engine, ask(tokens)).logprobs
+        logprobs = engines.answer(engine, ask(tokens)).logprobs
         store_and_drop(engine)
         again = engines.answer(engine, ask(tokens))
         assert again.finished.usage.cached_disk_tokens >= 500
-        near = pytest.approx(found[0].chosen.logprob, abs=0.1)
+        near = pytest.approx(logprobs[0].chosen.logprob, abs=0.1)
         assert again.logprobs[0].chosen.logprob == near
 
 
@@ -48,12 +48,12 @@ def test_a_prompt_behind_and_below_its_prefix_has_the_bits_of_an_empty_cache(
         heard(engine, ask(text(600, 3000), max_tokens=0))
         heard(engine, ask(tokens[:500], max_tokens=0))
         engine.between_steps(lambda: drop_others(engine, tokens))
-        found, usage = heard(engine, ask(tokens))
+        logprobs, usage = heard(engine, ask(tokens))
         (cached,) = engine._scheduler.kv.cached_sequences
         assert usage.cached_tokens >= 500
         assert cached.cells != sorted(cached.cells)
-        assert found == alone
+        assert logprobs == alone
         store_and_drop(engine)
-        found, usage = heard(engine, ask(tokens))
+        logprobs, usage = heard(engine, ask(tokens))
         assert usage.cached_disk_tokens >= 500
-        assert found == alone
+        assert logprobs == alone

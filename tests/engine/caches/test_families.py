@@ -63,8 +63,8 @@ def test_an_encoder_decoder_is_refused_before_it_ends_the_process(tmp_path: Path
         load(make_t5(tmp_path / "t5.gguf"), None, n_ctx=N_CTX)
 
 
-def same(found: list[object], wanted: list[object]) -> bool:
-    return tokens_of(found) == tokens_of(wanted)
+def same(logprobs: list[object], expected: list[object]) -> bool:
+    return tokens_of(logprobs) == tokens_of(expected)
 
 
 def _batch(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) -> str:
@@ -73,34 +73,34 @@ def _batch(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) ->
         engine.submit(ask(tuple(engine.tokenize(f"{word} " * 40)), cache_prompt=False, max_tokens=24))
         for word in ("moon", "whale", "ink")
     ]
-    found, _ = heard(engine, ask(prompt, cache_prompt=False))
+    logprobs, _ = heard(engine, ask(prompt, cache_prompt=False))
     for other in others:
         list(other)
-    assert same(found, alone)
+    assert same(logprobs, alone)
     return "yes"
 
 
 def _again(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) -> str:
     heard(engine, ask(prompt))
-    found, usage = heard(engine, ask(prompt))
-    assert same(found, alone)
+    logprobs, usage = heard(engine, ask(prompt))
+    assert same(logprobs, alone)
     assert usage.cached_tokens > 0
     return "all but one token" if usage.cached_tokens == len(prompt) - 1 else "in part"
 
 
 def _edited(engine: LlamaEngine) -> str:
     edited = tuple(engine.tokenize(EDIT))
-    wanted, _ = heard(engine, ask(edited, cache_prompt=False))
-    found, usage = heard(engine, ask(edited))
-    assert same(found, wanted)
+    expected, _ = heard(engine, ask(edited, cache_prompt=False))
+    logprobs, usage = heard(engine, ask(edited))
+    assert same(logprobs, expected)
     return "goes on at the edit" if usage.cached_tokens >= 150 else "reads again"
 
 
 def _restarted(path: Path, store: BlockStore, prompt: tuple[int, ...], alone: list[object]) -> str:
     engine = load(path, store, n_ctx=N_CTX)
-    found, usage = heard(engine, ask(prompt))
+    logprobs, usage = heard(engine, ask(prompt))
     engine.close()
-    assert same(found, alone)
+    assert same(logprobs, alone)
     return "yes" if usage.cached_disk_tokens > 0 else "no"
 
 

@@ -89,13 +89,13 @@ def test_idle_memory_is_returned_and_the_conversation_restored(
     assert engine._loaded.cells
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     tokens = tuple(engine.tokenize(text(600)))
-    wanted, _ = heard(engine, ask(tokens))
+    expected, _ = heard(engine, ask(tokens))
     rest(engine)
     assert engine.metrics().kv_used_tokens == 0
     assert touched(engine, MIB) == 0
-    found, usage = heard(engine, ask(tokens))
+    logprobs, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == len(tokens) - 1
-    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in wanted]  # type: ignore[attr-defined]
+    assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in expected]  # type: ignore[attr-defined]
 
 
 def test_unrestorable_sequence_stays(engine: LlamaEngine, tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
     engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
     pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))
-    wanted, usage = heard(engine, asked)
+    expected, usage = heard(engine, asked)
     assert usage.cached_tokens == n_pinned
     rest(engine)
     assert engine.metrics().kv_used_tokens == n_pinned
     assert 0 < touched(engine, MIB) < 70 or resumed
     other = ask(pinned + tuple(engine.tokenize(text(100, 5000))))
-    found, usage = heard(engine, other)
+    logprobs, usage = heard(engine, other)
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (n_pinned, 0)
     alone, _ = heard(engine, ask(other.prompt, cache_prompt=False))  # type: ignore[arg-type]
-    assert found == alone
+    assert logprobs == alone
     again, _ = heard(engine, asked)
-    assert again == wanted
+    assert again == expected
 
 
 def test_pinned_prompt_of_a_recurrent_model_is_written_back(smollm2: Path, tmp_path: Path) -> None:
@@ -160,6 +160,6 @@ def test_pinned_prompt_of_a_recurrent_model_is_written_back(smollm2: Path, tmp_p
         engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))
         alone, _ = heard(engine, ask(pinned + pinned[:9], cache_prompt=False))
         engine._loop.call(engine._scheduler._idle_cells.work)
-        found, usage = heard(engine, ask(pinned + pinned[:9]))
+        logprobs, usage = heard(engine, ask(pinned + pinned[:9]))
         assert usage.cached_tokens == len(pinned)
-        assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]
+        assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]

@@ -74,8 +74,8 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
     for _, asked, _ in talk.prompts():
         oracle[asked], _ = heard(engine, ask(asked, cache_prompt=False))
     for what, asked, n_new in talk.prompts():
-        found, usage = heard(engine, ask(asked))
-        assert is_the_same(found, oracle[asked]), what
+        logprobs, usage = heard(engine, ask(asked))
+        assert is_the_same(logprobs, oracle[asked]), what
         assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, what
         assert usage.cached_disk_tokens == 0, what
     engine.close()
@@ -86,23 +86,23 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
 
     for what, asked, n_new in talk.prompts():
         engine = load(model, store, kv_type="q8_0")
-        found, usage = heard(engine, ask(asked))
-        assert is_the_same(found, oracle[asked]), what
+        logprobs, usage = heard(engine, ask(asked))
+        assert is_the_same(logprobs, oracle[asked]), what
         assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, what
         assert usage.cached_disk_tokens == usage.cached_tokens > 0, what
         engine.close()
 
 
-def is_the_same(found: list[object], wanted: list[object]) -> bool:
+def is_the_same(logprobs: list[object], expected: list[object]) -> bool:
     """Compare two greedy answers up to a near tie of the two best tokens: for Gemma's weights a kernel
     rounds otherwise in batches of other sizes (decision 022).
     """
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(logprobs, expected, strict=True):
         if one.chosen.token_id != other.chosen.token_id:  # type: ignore[attr-defined]
             best, second = other.top[:2]  # type: ignore[attr-defined]
             return bool(best.logprob - second.logprob < _ROUNDING)
     return True
 
 
-def tokens_of(found: list[object]) -> tuple[int, ...]:
-    return tuple(token.chosen.token_id for token in found)  # type: ignore[attr-defined]
+def tokens_of(logprobs: list[object]) -> tuple[int, ...]:
+    return tuple(token.chosen.token_id for token in logprobs)  # type: ignore[attr-defined]

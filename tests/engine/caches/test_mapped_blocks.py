@@ -71,8 +71,8 @@ def test_cells_become_pages_of_the_files(
 ) -> None:
     tokens, answer = read
     before = digests(store)
-    found, usage = heard(engine, ask(tokens))
-    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+    logprobs, usage = heard(engine, ask(tokens))
+    assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
     assert mapped(engine) >= N_BLOCKS * N_TENSORS
     row = sum(engine._loaded.cells.rows)
     # of each tensor, pages where blocks meet and those that were computed into
@@ -108,14 +108,14 @@ def test_writes_to_mapped_cells_stay_out_of_the_files(
     other = tokens[:300] + tuple(engine.tokenize(text(500, 3000)))
     heard(engine, ask(tokens))
     before = digests(store)
-    found, usage = heard(engine, ask(other, cache_on_disk=False))
+    logprobs, usage = heard(engine, ask(other, cache_on_disk=False))
     assert usage.cached_tokens == 300
     alone, _ = heard(engine, ask(other, cache_prompt=False))
-    assert found == alone
+    assert logprobs == alone
     assert {path: digests(store)[path] for path in before} == before
     engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
-    found, usage = heard(engine, ask(tokens))
-    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+    logprobs, usage = heard(engine, ask(tokens))
+    assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
 
 
 def test_files_may_go_while_their_pages_are_cells(
@@ -125,8 +125,8 @@ def test_files_may_go_while_their_pages_are_cells(
     heard(engine, ask(tokens))
     forget_all(store.root)
     assert not list_blocks(store.root)
-    found, usage = heard(engine, ask(tokens))
-    assert (found, usage.cached_tokens, usage.cached_disk_tokens) == (answer, N_TOKENS - 1, 0)
+    logprobs, usage = heard(engine, ask(tokens))
+    assert (logprobs, usage.cached_tokens, usage.cached_disk_tokens) == (answer, N_TOKENS - 1, 0)
 
 
 def test_returned_memory_releases_the_files(
@@ -142,8 +142,8 @@ def test_returned_memory_releases_the_files(
 
     engine.between_steps(empty)
     assert mapped(engine) == 0
-    found, usage = heard(engine, ask(tokens))
-    assert (found, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
+    logprobs, usage = heard(engine, ask(tokens))
+    assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
 
 
 @pytest.mark.parametrize("without", ["the library", "mappings", "room in a page"])
@@ -167,10 +167,10 @@ def test_unmappable_pieces_are_copied(
     if without == "room in a page":
         heard(engine, ask(tuple(engine.tokenize("One, two, three.")), max_tokens=1))
         assert engine._scheduler.kv.used_cells % 32 != 0
-    found, usage = heard(engine, ask(tokens))
+    logprobs, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == N_TOKENS - 1
-    assert [t.chosen.token_id for t in found] == [t.chosen.token_id for t in answer]  # type: ignore[attr-defined]
-    assert found == answer or without == "room in a page"
+    assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in answer]  # type: ignore[attr-defined]
+    assert logprobs == answer or without == "room in a page"
     assert mapped(engine) == 0
     engine.close()
 
@@ -197,16 +197,16 @@ def test_cells_that_lie_on_a_device_come_back_with_the_others(
 
     monkeypatch.setattr(llama_model, "make_context", with_a_device)
     monkeypatch.setattr(cells.CellCopies, "out", half)
-    found = []
+    outcomes = []
     for _ in range(2):
         with closing(load(path, store)) as engine:
             tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
-            found.append(heard(engine, ask(tokens)))
+            outcomes.append(heard(engine, ask(tokens)))
             heard(engine, ask("Another.", max_tokens=40))
             assert engine.flush_blocks()
             (checked,) = store.root.glob("*/*/checked")
             assert checked.read_text() == "exact"
-    (first, _), (again, usage) = found
+    (first, _), (again, usage) = outcomes
     assert (again, usage.cached_disk_tokens) == (first, N_TOKENS - 1)
 
 

@@ -43,17 +43,17 @@ def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, 
     engine._scheduler.prefixes.prefix_cache = (
         None  # or the other tails would take the first one's place
     )
-    wanted = [heard(engine, request)[0] for request in requests]
+    expected = [heard(engine, request)[0] for request in requests]
     engine.close()
 
-    for request, n, answer in zip(requests, (899, 512, 830), wanted, strict=True):
+    for request, n, answer in zip(requests, (899, 512, 830), expected, strict=True):
         engine = load(model, store, kv_type=kv_type)
-        found, usage = heard(engine, request)
+        logprobs, usage = heard(engine, request)
         assert (usage.cached_tokens, usage.cached_disk_tokens) == (n, n)
         # llama.cpp's attention over an f16 cache splits a lone token's among threads by the cells that
         # are used, and the engine that has never stopped uses more of them from its second request on
         exact = len(answer) if engine._scheduler._batch_invariance.cells is None or n == 899 else 1
-        assert found[:exact] == answer[:exact]
+        assert logprobs[:exact] == answer[:exact]
         engine.close()
 
 
@@ -139,7 +139,7 @@ class _Running(NamedTuple):
 def test_prefill_only_restores_yield_the_disk() -> None:
     early = _Running(restore=True, is_prefill_only=True)
     asked = _Running(restore=True)
-    for beside, wanted in (
+    for beside, expected in (
         ([], [early]),
         ([asked], [asked]),
         ([_Running(restore=None)], []),  # it is being computed
@@ -147,7 +147,7 @@ def test_prefill_only_restores_yield_the_disk() -> None:
         ([_Running(restore=None, cached_seq=None)], [early]),  # it waits for these cells
     ):
         running = cast(list[Sequence], [early, *beside])
-        assert restoring(running) == wanted
+        assert restoring(running) == expected
 
 
 def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:
@@ -216,14 +216,14 @@ def test_long_prefill_evicts_idle_sequences(engine: LlamaEngine, is_prefetched: 
     nothing = {"max_tokens": 0, "logprobs": None} if is_prefetched else {}
     heard(engine, ask(first, **nothing))
     assert engine.flush_blocks()
-    (wanted,), _ = heard(engine, ask(first, max_tokens=1))
+    (expected,), _ = heard(engine, ask(first, max_tokens=1))
     if is_prefetched:
         heard(engine, ask(first, **nothing))
     heard(engine, ask(other))
-    (found,), usage = heard(engine, ask(first, max_tokens=1))
+    (logprobs,), usage = heard(engine, ask(first, max_tokens=1))
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (1099, 0 if is_prefetched else 1099)
     # over an f16 cache a lone token's attention is split among threads by the cells that are used
-    chosen = [cast(TokenLogprobs, one).chosen.token_id for one in (found, wanted)]
+    chosen = [cast(TokenLogprobs, one).chosen.token_id for one in (logprobs, expected)]
     assert chosen[0] == chosen[1]
 
 
@@ -267,10 +267,10 @@ def test_conversations_with_edits_answer_like_an_oracle_that_forgets(
         for _ in range(repeats(17)):
             talk = _next_talk(rng, talks, pool)
             request = ask(tuple(talk), max_tokens=2, logprobs=1)
-            found, usage = heard(engine, request)
+            logprobs, usage = heard(engine, request)
             reused += usage.cached_disk_tokens
-            wanted, _ = heard(oracle, msgspec.structs.replace(request, cache_prompt=False))
-            assert found == wanted
+            expected, _ = heard(oracle, msgspec.structs.replace(request, cache_prompt=False))
+            assert logprobs == expected
         engine.flush_blocks()
         engine.close()
     oracle.close()

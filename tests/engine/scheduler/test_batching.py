@@ -159,10 +159,10 @@ def test_conversation_prefills_only_new_tokens(plain: LlamaEngine) -> None:
     shares = []
     for turn in range(6):
         turns.append(Message(role="user", content=f"Tell me one fact about {SUBJECTS[turn]}."))
-        found = answer(plain, GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
-        usage = found.finished.usage
+        reply = answer(plain, GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
+        usage = reply.finished.usage
         shares.append(usage.cached_tokens / usage.prompt_tokens)
-        turns.append(Message(role="assistant", content=found.text))
+        turns.append(Message(role="assistant", content=reply.text))
     assert min(shares[2:]) > 0.8
 
 
@@ -274,10 +274,10 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         system = Message(role="system", content="Remember the word marmalade.")
         turns = (system, Message(role="user", content="tell me a story " * 20))
-        wanted = GenerateRequest(
+        request = GenerateRequest(
             messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
         )
-        list(engine.submit(wanted))
+        list(engine.submit(request))
         kept = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(kept)
 
@@ -289,9 +289,9 @@ def test_short_cache_preempts_and_finishes_every_request(
     with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
         requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [answer(engine, r).text for r in requests]
-        found = answers(engine, requests)
-        assert [a.finished.usage.completion_tokens for a in found] == [180] * 4
-        assert [a.text for a in found] == alone
+        replies = answers(engine, requests)
+        assert [a.finished.usage.completion_tokens for a in replies] == [180] * 4
+        assert [a.text for a in replies] == alone
         assert_nothing_left(engine)
 
 

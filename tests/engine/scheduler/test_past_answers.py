@@ -27,7 +27,7 @@ ANSWER = [*range(100, 140)]
 WORDS = ("bread", "moons", "rivers", "maps")
 
 
-def found(file: AnswerFile | None, text: list[int]) -> list[int]:
+def find_draft(file: AnswerFile | None, text: list[int]) -> list[int]:
     """The two tokens that followed the end of `text`."""
     place, length = file.find(np.array(text, np.int32))
     return file.ring[place : place + 2].tolist() if length else []
@@ -42,25 +42,25 @@ def test_latest_occurrence_of_the_longest_end_is_found(answers: PastAnswers) -> 
     answers.add("", "a", ANSWER)
     answers.add("", "b", [1, 2, *ANSWER[:10], 7, 8])
     file = answers.of("")
-    assert found(file, ANSWER[:10]) == [7, 8]
-    assert found(file, [2, *ANSWER[2:10]]) == [7, 8]
-    assert found(file, ANSWER[:20]) == ANSWER[20:22]
-    assert found(file, [9, 9, 9, *ANSWER[:4]]) == ANSWER[4:6]
-    assert found(file, ANSWER[:3]) == []
-    assert found(file, [5, 6, 7, 8, 9]) == []
+    assert find_draft(file, ANSWER[:10]) == [7, 8]
+    assert find_draft(file, [2, *ANSWER[2:10]]) == [7, 8]
+    assert find_draft(file, ANSWER[:20]) == ANSWER[20:22]
+    assert find_draft(file, [9, 9, 9, *ANSWER[:4]]) == ANSWER[4:6]
+    assert find_draft(file, ANSWER[:3]) == []
+    assert find_draft(file, [5, 6, 7, 8, 9]) == []
 
 
 def test_other_processes_find_what_was_added(answers: PastAnswers, tmp_path: Path) -> None:
     other = PastAnswers(tmp_path, b"secret")
-    assert found(other.of(""), ANSWER[:8]) == []
+    assert find_draft(other.of(""), ANSWER[:8]) == []
     answers.add("", "a", ANSWER)
-    assert found(other.of(""), ANSWER[:8]) == ANSWER[8:10]
+    assert find_draft(other.of(""), ANSWER[:8]) == ANSWER[8:10]
 
 
 def test_salts_share_nothing_and_names_say_nothing(answers: PastAnswers, tmp_path: Path) -> None:
     answers.add("alice", "a", ANSWER)
-    assert found(answers.of("bob"), ANSWER[:8]) == []
-    assert found(answers.of(""), ANSWER[:8]) == []
+    assert find_draft(answers.of("bob"), ANSWER[:8]) == []
+    assert find_draft(answers.of(""), ANSWER[:8]) == []
     names = [path.name for path in tmp_path.glob("answers/*")]
     assert len(names) == 3
     assert all(bytes.fromhex(name) and "alice" not in name for name in names)
@@ -71,7 +71,7 @@ def test_oldest_answers_are_overwritten(answers: PastAnswers) -> None:
     answers.add("", "a", ANSWER)
     for i in range(past_answers.RING // 50_000 + 1):
         answers.add("", "b", [1000 + (i + 7 * k) % 5000 for k in range(50_000)])
-    assert found(answers.of(""), ANSWER[:8]) == []
+    assert find_draft(answers.of(""), ANSWER[:8]) == []
     assert os.fstat(answers.of("")._descriptor).st_size < 4 << 20  # type: ignore[union-attr]
 
 
@@ -79,16 +79,16 @@ def test_least_recently_written_files_are_deleted(answers: PastAnswers, tmp_path
     for i in range(past_answers.MAX_FILES + 3):
         answers.add(str(i), "a", ANSWER)
     assert len(list(tmp_path.glob("answers/*"))) == past_answers.MAX_FILES
-    assert found(answers.of(str(past_answers.MAX_FILES + 2)), ANSWER[:8]) == ANSWER[8:10]
+    assert find_draft(answers.of(str(past_answers.MAX_FILES + 2)), ANSWER[:8]) == ANSWER[8:10]
 
 
 def test_deleted_file_is_no_longer_read(answers: PastAnswers, tmp_path: Path) -> None:
     answers.add("", "a", ANSWER)
     for path in tmp_path.glob("answers/*"):
         path.unlink()
-    assert found(answers.of(""), ANSWER[:8]) == []
+    assert find_draft(answers.of(""), ANSWER[:8]) == []
     answers.add("", "a", ANSWER)
-    assert found(answers.of(""), ANSWER[:8]) == ANSWER[8:10]
+    assert find_draft(answers.of(""), ANSWER[:8]) == ANSWER[8:10]
 
 
 def test_file_open_to_others_is_not_used(answers: PastAnswers, tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
     blocks.answers.add("", "chat-1", ANSWER[::-1])
     assert forget_conversations(tmp_path / "blocks", "chat-1") >= 2 * 4 * len(ANSWER)
     file = blocks.answers.of("")
-    assert found(file, ANSWER[:8]) == []
-    assert found(file, ANSWER[::-1][:8]) == []
-    assert found(file, other[:8]) == other[8:10]
+    assert find_draft(file, ANSWER[:8]) == []
+    assert find_draft(file, ANSWER[::-1][:8]) == []
+    assert find_draft(file, other[:8]) == other[8:10]
     assert not np.isin(ANSWER, file.ring).any()
     assert forget_conversations(tmp_path / "blocks", "chat-1") == 0
     blocks.answers.of("another salt")  # a file without an answer
@@ -153,8 +153,8 @@ def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def answer(engine: LlamaEngine, request: GenerateRequest, **fields: object) -> tuple[str, Finished]:
-    found = engines.answer(engine, msgspec.structs.replace(request, **fields))
-    return found.text, found.finished
+    reply = engines.answer(engine, msgspec.structs.replace(request, **fields))
+    return reply.text, reply.finished
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.8, seed=5)])
@@ -183,11 +183,13 @@ def test_answer_with_drafts_equals_that_without(
 
 def test_batched_answers_with_drafts_equal_those_without(engine: LlamaEngine) -> None:
     texts: dict[str, list[str]] = {}
-    for how in ("off", "auto"):
+    for speculative in ("off", "auto"):
         engine.between_steps(engine._scheduler.kv.drop_idle)
         prompts = [f"{word} and tea, {word} and salt, {word} and" for word in WORDS]
-        requests = [ask(p, max_tokens=60, speculative=how, cache_on_disk=False) for p in prompts]
-        texts[how] = [found.text for found in engines.answers(engine, requests)]
+        requests = [
+            ask(p, max_tokens=60, speculative=speculative, cache_on_disk=False) for p in prompts
+        ]
+        texts[speculative] = [reply.text for reply in engines.answers(engine, requests)]
     assert texts["auto"] == texts["off"]
 
 
@@ -377,4 +379,4 @@ def test_answers_are_added_until_the_process_has_ended(answers: PastAnswers, tmp
         f"atexit.register(answers.add, '', 'a', {ANSWER}); answers.of('')",
         tmp_path,
     )
-    assert found(answers.of(""), ANSWER[:8]) == ANSWER[8:10]
+    assert find_draft(answers.of(""), ANSWER[:8]) == ANSWER[8:10]

@@ -45,7 +45,7 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
 ) -> None:
     request = think(reasoning_budget=6, speculative=speculative, logprobs=0)
     events = list(engine.submit(request))
-    found = collected(events)
+    reply = collected(events)
     tokens = [
         entry.chosen.token_id
         for event in events
@@ -54,7 +54,7 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     ]
     prompt = engine.tokenize(engine.apply_template(think()), parse_special=True)
     close = engine.tokenize("</think>", parse_special=True)
-    usage = found.finished.usage
+    usage = reply.finished.usage
     assert usage.completion_tokens == 24 == len(tokens) + len(close)
     assert 0 < usage.reasoning_tokens <= 6
     behind = ask(
@@ -62,19 +62,19 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     )
     expected = answer(engine, behind)
     assert tokens[6:] == [entry.chosen.token_id for entry in expected.logprobs]
-    assert "think>" not in found.reasoning != ""
-    assert found.text == expected.text.lstrip("\n")
+    assert "think>" not in reply.reasoning != ""
+    assert reply.text == expected.text.lstrip("\n")
 
 
 def test_without_a_budget_this_model_reasons_to_the_end(engine: LlamaEngine) -> None:
-    found = answer(engine, think())
-    assert (found.text, bool(found.reasoning)) == ("", True)
+    reply = answer(engine, think())
+    assert (reply.text, bool(reply.reasoning)) == ("", True)
 
 
 def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> None:
-    found = answer(engine, think(reasoning_budget=0))
-    assert (found.reasoning, bool(found.text)) == ("", True)
-    assert found.finished.usage.completion_tokens == 24
+    reply = answer(engine, think(reasoning_budget=0))
+    assert (reply.reasoning, bool(reply.text)) == ("", True)
+    assert reply.finished.usage.completion_tokens == 24
 
 
 def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
@@ -84,10 +84,10 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
         "required": ["blue"],
         "additionalProperties": False,
     }
-    wanted = think(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
-    found = answer(engine, wanted)
-    assert found.reasoning != ""
-    assert isinstance(msgspec.json.decode(found.text)["blue"], bool)
+    request = think(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
+    reply = answer(engine, request)
+    assert reply.reasoning != ""
+    assert isinstance(msgspec.json.decode(reply.text)["blue"], bool)
 
 
 def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
@@ -95,17 +95,17 @@ def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False
     vocab = engine._loaded.vocab
     output = Output(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
     budget = ReasoningBudget(n_tokens, (), opened=opened)
-    found = []
+    is_spent = []
     for token in vocab.tokenize(said):
         output.feed(token)
-        found.append(budget.is_spent(output))
-    return found
+        is_spent.append(budget.is_spent(output))
+    return is_spent
 
 
 def test_a_span_that_the_model_opens_is_counted_from_its_marker_on(engine: LlamaEngine) -> None:
     n_marker = len(engine.tokenize("<think>"))
-    found = spent(engine, 2, "<think>one two three")
-    assert found.index(True) == n_marker - 1 + 2
+    is_spent = spent(engine, 2, "<think>one two three")
+    assert is_spent.index(True) == n_marker - 1 + 2
     assert spent(engine, 0, "<think>one").index(True) == n_marker - 1
     assert not any(spent(engine, 0, "An answer without a span"))
 
@@ -113,8 +113,8 @@ def test_a_span_that_the_model_opens_is_counted_from_its_marker_on(engine: Llama
 def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine) -> None:
     n_bytes = len(engine.tokenize("\U0001f999"))
     assert n_bytes > 2
-    found = spent(engine, 1, "\U0001f999", opened=True)
-    assert found == [False] * (n_bytes - 1) + [True]
+    is_spent = spent(engine, 1, "\U0001f999", opened=True)
+    assert is_spent == [False] * (n_bytes - 1) + [True]
     assert not any(spent(engine, 1, "</think>", opened=True))
 
 

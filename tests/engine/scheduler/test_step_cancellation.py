@@ -45,8 +45,8 @@ def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) 
         answer = list(engine.submit(ask(f"Newcomer {n} asks", max_tokens=1 + 4 * n, logprobs=None)))
         assert isinstance(answer[-1], Finished)
     assert not stream.ended
-    found = [t for e in rest if isinstance(e, TextDelta) for t in e.logprobs]
-    assert found == alone
+    logprobs = [t for e in rest if isinstance(e, TextDelta) for t in e.logprobs]
+    assert logprobs == alone
 
 
 def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEngine) -> None:
@@ -79,11 +79,11 @@ def test_background_prefill_yields_to_other_processes(
         tokens = tuple(engine.tokenize(text(40)))
         list(engine.submit(ask(tokens, max_tokens=0, background=True, logprobs=None)))
         assert nice == [10]
-        found, usage = heard(engine, ask(tokens, max_tokens=2, background=True))
+        logprobs, usage = heard(engine, ask(tokens, max_tokens=2, background=True))
         assert usage.cached_tokens == len(tokens) - 1
         assert set(nice[1:]) == {usual}  # a client waits for this one
-        wanted, _ = heard(engine, ask(tokens, max_tokens=2, cache_prompt=False))
-        assert found[0] == wanted[0]
+        expected, _ = heard(engine, ask(tokens, max_tokens=2, cache_prompt=False))
+        assert logprobs[0] == expected[0]
         engine.park()
         names = [thread.name for thread in threading.enumerate()]
         assert not any(name.startswith("edgeinfer-low-priority") for name in names)
@@ -96,7 +96,7 @@ def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
 ) -> None:
     with closing(load(smollm2, None)) as engine:
         request = ask(tuple(engine.tokenize(text(40))), max_tokens=4, cache_prompt=False)
-        wanted, _ = heard(engine, request)
+        expected, _ = heard(engine, request)
         batch = engine._scheduler.executor.batch
         decode, left = batch.decode, list(codes)
         monkeypatch.setattr(batch, "decode", lambda active: left.pop(0) if left else decode(active))
@@ -104,9 +104,9 @@ def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
             with pytest.raises(DecodeError):
                 heard(engine, request)
         else:
-            assert heard(engine, request)[0] == wanted
+            assert heard(engine, request)[0] == expected
         assert left == []
-        assert heard(engine, request)[0] == wanted
+        assert heard(engine, request)[0] == expected
 
 
 def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
