@@ -3,7 +3,7 @@
 `pp512`: tokens of a prompt, without the cached ones, over the time to the first token. `tg128`: tokens
 after the first over the time after the first. `tg128 x4`: four streams at once, all their tokens after
 the first over the time from the first of them to the last. `turn`: the time to the first token where
-all of the prompt but its last words is cached. `@d4096`: behind so many tokens, which are cached.
+all of the prompt but its last words is cached. `@d4096`: after so many tokens, which are cached.
 
 The client shares the processors with the server that it measures, so it stamps what comes, looks for no
 more than the end of the answer, and reads the answer then.
@@ -109,7 +109,7 @@ def _exchange(
 ) -> tuple[int, list[tuple[float, bytes]]]:
     """Return the status, and each line of the body with the seconds from `began` until it had arrived.
 
-    Reads block: beside a server that keeps both processors busy, an event loop cost its decode 2 %.
+    Reads block: next to a server that keeps both processors busy, an event loop cost its decode 2 %.
     """
     body, size = _Body(), 0
     parser = httptools.HttpResponseParser(body)
@@ -283,7 +283,7 @@ class Side:
         return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
     def prompt(self, tokens: int, *, behind: str = "") -> str:
-        """Make a text of about so many tokens that is no prefix of another, or put it behind one."""
+        """Make a text of about so many tokens that is no prefix of another, or append it to one."""
         if not tokens:
             return behind
         fixed = 0.0 if behind else self._fixed_tokens

@@ -210,14 +210,14 @@ class Host:
             )
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` beside a loaded engine, in a worker process if there is a launcher.
+        """Load `model` next to a loaded engine, in a worker process if there is a launcher.
 
         Raises what `engine` raises.
         """
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
-        """Return how the worker behind `engine` started; None for an engine of this process."""
+        """Return how the worker of `engine` started; None for an engine of this process."""
         return None
 
     def listens_at(self, url: str) -> None:

@@ -1,6 +1,6 @@
 """From options typed to values of the engine; the configuration fills what was not typed.
 
-Options of the three scopes meet here alone: load (another snapshot), launch (rides in the launch
+Options of the three scopes meet only here: load (another snapshot), launch (rides in the launch
 request), request (one generation).
 """
 

@@ -2,7 +2,7 @@
 
 Agents write lines that change with each request or session (date, working directory, billing header)
 ahead of instructions and tools, where each change ends the shared prefix. A line that tells the model
-nothing is dropped; any other is moved behind what sessions share. Each rule can be switched off by name
+nothing is dropped; any other is moved after what sessions share. Each rule can be switched off by name
 (`normalize-prompts`), and prompts of other clients are left as they are.
 """
 
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "standing",
-        "a system turn behind the first user turn, before any answer: Claude Code's agents and skills",
+        "a system turn after the first user turn, before any answer: Claude Code's agents and skills",
         "system turn",
     ),
     Rule(
@@ -122,7 +122,7 @@ class Reminders:
     """Remember which user turns ended with a reminder, to put it back where a client leaves it out.
 
     opencode's plan mode adds one to the newest user turn and takes it from the one before, which would
-    be prefilled again with all behind it. Reminders are put back only if the newest user turn has one.
+    be prefilled again with all after it. Reminders are put back only if the newest user turn has one.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Reminders:
 
 
 def _reminder(turn: Message) -> str:
-    """The reminder at the end of a user turn, behind a person's words."""
+    """The reminder at the end of a user turn, after a person's words."""
     start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
     is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH
@@ -219,7 +219,7 @@ def _cut_lines(pattern: re.Pattern[str], system: list[Message]) -> str:
 
 
 def _put_ahead(messages: list[Message], lines: str) -> None:
-    """Put lines before the first words of the user, which differ in each session, behind reminders."""
+    """Put lines before the first words of the user, which differ in each session, after reminders."""
     index = next(i for i, turn in enumerate(messages) if turn.role == "user")
     text = messages[index].content
     position = 0
@@ -251,7 +251,7 @@ def _put_folders_last(messages: list[Message]) -> bool:
 
 
 def _put_note_last(messages: list[Message]) -> bool:
-    """Keep goose's latest note alone, behind the last turn; return whether there was one."""
+    """Keep only goose's latest note, after the last turn; return whether there was one."""
     note = ""
     remaining = []
     for turn in messages:
@@ -286,7 +286,7 @@ _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_d
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
 #: Agents keep a project's memory in a folder of its path with these characters replaced.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
-#: Characters of markup behind the last line that names a folder, before the user's words.
+#: Characters of markup after the last line that names a folder, before the user's words.
 _MARKUP = 80
 
 
@@ -329,7 +329,7 @@ def _answer(before: str, is_repository: bool) -> str:
 
 
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:
-    """Return the end of the last line about the folder, with the markup behind it."""
+    """Return the end of the last line about the folder, with the markup after it."""
     last = max(text.rfind(name) + len(name) for name in names)
     last = max([last, *(match.end() for match in _GIT.finditer(text))])
     line_end = text.find("\n", last) + 1 or len(text)

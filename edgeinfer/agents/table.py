@@ -27,7 +27,7 @@ PROVIDER = "edgeinfer"
 #: An answer's limit, as a share of the context, where an agent wants one.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Context (tokens) behind an agent's first request: answers, and what its tools find.
+#: Context (tokens) after an agent's first request: answers, and what its tools find.
 _ROOM_TOKENS = 4096
 #: Claude Code takes a smaller window for a mistake.
 _CLAUDE_WINDOW = 100_000
@@ -294,7 +294,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 @contextlib.contextmanager
 def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave Ctrl-C to the agent, and forward the signals that reach this process alone."""
+    """Leave Ctrl-C to the agent, and forward the signals that reach only this process."""
 
     def send_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

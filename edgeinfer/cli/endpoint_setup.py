@@ -92,16 +92,16 @@ async def _serve(
     models: ModelPool
     endpoint: Endpoint
 
-    def loaded(model: str, how: LoadedEngine, seconds: float) -> None:
-        endpoint.metrics.model_loaded(model, how.how, seconds, how.stages_ms)
+    def report_loaded(model: str, loaded: LoadedEngine, seconds: float) -> None:
+        endpoint.metrics.model_loaded(model, loaded.how, seconds, loaded.stages_ms)
         endpoint.log.info(
-            "model-loaded", model=model, how=how.how, where=how.where, seconds=round(seconds, 3)
+            "model-loaded", model=model, how=loaded.how, where=loaded.where, seconds=round(seconds, 3)
         )
         now_s = time.perf_counter()
-        spans = start_spans(how.stages_ms, how.how)
+        spans = start_spans(loaded.stages_ms, loaded.how)
         root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
-        endpoint.trace(root, spans, {"edgeinfer.how": how.how, "edgeinfer.where": how.where})
-        for text in how.engine.info.warnings:
+        endpoint.trace(root, spans, {"edgeinfer.how": loaded.how, "edgeinfer.where": loaded.where})
+        for text in loaded.engine.info.warnings:
             endpoint.log.warning("model-slow", model=model, reason=text)
 
     def replicas_changed(info: ReplicasInfo) -> None:
@@ -113,7 +113,7 @@ async def _serve(
     sources = ModelSources(
         load=ReplicaLoader(loader, replicas, replicas_changed) if replicas > 1 else loader,
         pulled=pulled_models(),
-        loaded_hook=loaded,
+        loaded_hook=report_loaded,
     )
     models = ModelPool(
         sources,
@@ -154,7 +154,7 @@ def offline_endpoint(
 ) -> tuple[Endpoint, ASGIApp]:
     """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`.
 
-    `names` are models beside the default and the stored ones, such as GGUF files, of `eval`: its
+    `names` are models next to the default and the stored ones, such as GGUF files, of `eval`: its
     answers are not counted.
     """
     load_options = msgspec.structs.replace(
@@ -185,12 +185,12 @@ class ModelLoader:
         self.host = host
         self._typed = typed or host.config.default_model
         self._options = options
-        self._own = True
+        self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model, in a worker thread. Raises what loading raises."""
-        if name == self.name and self._own:
-            self._own = False
+        if name == self.name and self._loads_here:
+            self._loads_here = False
             engine = self.host.engine(self._typed, self._options, progress)
             return LoadedEngine(
                 engine=engine,
@@ -257,14 +257,14 @@ def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
     """Return a function that lists every model here, those of external stores last."""
     watched: list[StoreCache] = []
 
-    def listed() -> Sequence[AvailableModel]:
+    def list_models() -> Sequence[AvailableModel]:
         # the catalogue is not needed until a second model is named
         from edgeinfer.models.external_stores import stores
 
         watched[:] = watched or [stores.StoreCache()]
         return [*_stored_models(), *_external_models(watched[0].usable())]
 
-    return listed
+    return list_models
 
 
 def _stored_models() -> list[AvailableModel]:

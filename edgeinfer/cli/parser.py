@@ -202,7 +202,7 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Build the parser of the command line with the arguments of `verb` alone, or of every verb (None).
+    """Build the parser of the command line with the arguments of only `verb`, or of every verb (None).
 
     Cached: a parked process has the parsers of the launch verbs, so a launch does not build them.
     """

@@ -60,7 +60,7 @@ class ModelDeployment:
 
 
 class FrontDeployment:
-    """The deployment behind Ray's HTTP proxy."""
+    """The deployment that Ray's HTTP proxy calls."""
 
     def __init__(
         self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]

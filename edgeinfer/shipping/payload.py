@@ -1,4 +1,4 @@
-"""The shipped file's format behind the bootloader, and how to read it. Stdlib only.
+"""The shipped file's format after the bootloader, and how to read it. Stdlib only.
 
     bootloader                     ELF; its field EDGEINFER-APP= names the application's folder,
                                    EDGEINFER-MODEL= the model

@@ -89,7 +89,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     newest = max((_cxx_version(folder), folder) for folder in folders)
     if newest[0] <= own_version:
         return ""
-    import ctypes  # 2 ms, on newer systems alone
+    import ctypes  # 2 ms, only on newer systems
 
     path = f"{newest[1]}/{_CXX}"
     try:

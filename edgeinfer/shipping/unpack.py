@@ -55,20 +55,20 @@ def ensure_unpacked(
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app
     if folder.is_dir():
-        return _trusted(folder)
+        return _refuse_unsafe(folder)
     with _disk_errors(folder), locked(waiting):
         if not folder.is_dir():
             _remove_leftovers()
             _unpack(shipped, folder, progress or (lambda _done, _all: None))
             remove_unused(keep=folder)
-    return _trusted(folder)
+    return _refuse_unsafe(folder)
 
 
-def _trusted(folder: Path) -> Path:
+def _refuse_unsafe(folder: Path) -> Path:
     info = os.lstat(folder)
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
         raise SnapshotUnsafeError(
-            f"{folder} does not belong to this user alone", hint=f"remove it and start again: {folder}"
+            f"{folder} can be changed by other users", hint=f"remove it and start again: {folder}"
         )
     return folder
 
@@ -162,7 +162,7 @@ def _unpack_blocks(
 
 
 def interpreter(folder: Path, path: str) -> str:
-    """Return the ELF interpreter of `folder/path`: the ld.so in the `lib` beside its `bin`."""
+    """Return the ELF interpreter of `folder/path`: the ld.so in the `lib` next to its `bin`."""
     name = "ld-linux-aarch64.so.1" if os.uname().machine == "aarch64" else "ld-linux-x86-64.so.2"
     return str((folder / path).parent.parent / "lib" / name)
 
@@ -200,13 +200,13 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
     """Remove versions without a process or a file that carries them. The caller holds the lock."""
     removed = []
     for folder in versions():
-        if folder != keep and not _wanted(folder) and not users(folder):
+        if folder != keep and not _has_shipped_file(folder) and not users(folder):
             remove_version(folder)
             removed.append(folder)
     return removed
 
 
-def _wanted(folder: Path) -> bool:
+def _has_shipped_file(folder: Path) -> bool:
     """Return whether its shipped file would still start it."""
     try:
         source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))

@@ -310,7 +310,7 @@ MOST_BYTES = 64 << 10
 
 
 class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A shipped file beside the manifest."""
+    """A shipped file next to the manifest."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
     size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]

@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: how fast models are here, beside other servers in the same run."""
+"""`edgeinfer bench`: how fast models are here, compared with other servers in the same run."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class ConfigResult(Result, frozen=True, kw_only=True):
     config: Config
 
     def human(self) -> str:
-        import tomlkit  # 20 ms, for this verb alone
+        import tomlkit  # 20 ms, only for this verb
 
         values = msgspec.to_builtins(self.config)
         origin = self.path if self.exists else f"{self.path} (no such file: these are the defaults)"

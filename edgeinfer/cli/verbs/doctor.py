@@ -198,7 +198,7 @@ def _snapshots() -> Finding:
 
 
 def _sandbox() -> Finding:
-    from edgeinfer.tools.sandbox import Sandbox  # for this check alone
+    from edgeinfer.tools.sandbox import Sandbox  # only for this check
 
     if sys.platform != "linux":
         return Finding("ok", "none: the tools shell and python need Linux")

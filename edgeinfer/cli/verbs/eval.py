@@ -433,7 +433,7 @@ def _candidate(
 
 
 def _engine_stamp(host: Host) -> list[Any]:
-    """Return what an answer's bits depend on beside the model: processor, devices and libraries."""
+    """Return what an answer's bits depend on, next to the model: processor, devices and libraries."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]
@@ -500,7 +500,7 @@ def _limit() -> Iterator[None]:
 
 
 def _sums(scored: list[dict[str, Any]]) -> list[float]:
-    """Return the log-probability of each text after the first, behind the first."""
+    """Return the log-probability of each text after the first, as its continuation."""
     rows = [choice["logprobs"]["token_logprobs"] for choice in scored]
     return [sum(row[min(len(rows[0]), len(row) - 1) :]) for row in rows[1:]]
 

@@ -88,7 +88,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
-    """Quantizations beside their source, which is the first; `evaluation` has them in this order."""
+    """Quantizations compared with their source, the first one; `evaluation` has them in this order."""
 
     models: list[Compared]
     evaluation: EvalResult
@@ -103,7 +103,7 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
             score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.beside(n)
             rows.append((model.name, format_bytes(model.size_bytes), *speeds, *loss, *score))
         notes = [
-            f"KL: nats a token beside {self.models[0].name}; score: {self.evaluation.set}, "
+            f"KL: nats a token compared with {self.models[0].name}; score: {self.evaluation.set}, "
             f"{len(self.evaluation.items)} items, each in {self.evaluation.path}",
             "all are stored: `edgeinfer rm NAME` removes one",
         ]

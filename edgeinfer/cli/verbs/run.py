@@ -198,7 +198,7 @@ def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
 ) -> RunResult:
     """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr."""
-    from edgeinfer.tools.loop import ChatTools, NoFront  # for this option alone
+    from edgeinfer.tools.loop import ChatTools, NoFront  # only for this option
 
     front, rounds = NoFront(sys.stderr), list[tuple[ToolUse, ...]]()
     with contextlib.closing(ChatTools(host.config.tools, Path.cwd())) as tools:
@@ -308,19 +308,19 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
     if stream_to is not None and (answer.text or not answer.calls):
         stream_to.write("\n")
         stream_to.flush()
-    end = answer.finished
+    finished = answer.finished
     if repeats:
         sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
     return RunResult(
         model=model,
         text=answer.text,
         reasoning=answer.reasoning,
-        finish_reason="repetition" if repeats else end.reason,
-        usage=end.usage,
-        timings=end.timings,
+        finish_reason="repetition" if repeats else finished.reason,
+        usage=finished.usage,
+        timings=finished.timings,
         start=start,
-        startup=_startup(start, end.timings),
-        calls=uses_of(answer) if end.reason == "tool_calls" else (),
+        startup=_startup(start, finished.timings),
+        calls=uses_of(answer) if finished.reason == "tool_calls" else (),
     )
 
 

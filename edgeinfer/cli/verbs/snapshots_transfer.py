@@ -91,15 +91,15 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
 
 
 @contextmanager
-def _open_destination(place: str) -> Iterator[ImageStore]:
-    source = sources.parse(place) if place.startswith("oci:") else None
+def _open_destination(destination: str) -> Iterator[ImageStore]:
+    source = sources.parse(destination) if destination.startswith("oci:") else None
     if isinstance(source, sources.OciArtifact):
         from edgeinfer.models.fetching import oci  # 100 ms: httpx2
 
         with oci.connect(source) as registry:
             yield registry
     else:
-        yield Layout(Path(place).expanduser())
+        yield Layout(Path(destination).expanduser())
 
 
 def _refuse_filled(folder: Path) -> None:

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
 
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
     """Prefill system prompt and tools into the prefix cache on disk; return the tokens."""
-    from edgeinfer.tools.loop import ChatTools  # for this option alone
+    from edgeinfer.tools.loop import ChatTools  # only for this option
     from edgeinfer.tools.prefix import prefill_request, with_tools
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
