@@ -105,12 +105,12 @@ def free_port() -> int:
 
 def tree_of(pid: int) -> list[int]:
     """List a process and all below it, in namespaces of their own too."""
-    found = [pid]
+    pids = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
             for child in (task / "children").read_text().split():
-                found += tree_of(int(child))
-    return found
+                pids += tree_of(int(child))
+    return pids
 
 
 def memory_of(pid: int, *kinds: str) -> int:
@@ -213,9 +213,11 @@ def _peer() -> str:
     program = peer_program("llama-server")
     if program is None:
         return ""
+    package = Path(program).parents[1] / "version"  # scripts/fetch_llama_server.sh
+    debian = f", Debian {package.read_text('utf-8').strip()}" if package.is_file() else ""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     version = re.search(r"version: (.+)", done.stdout + done.stderr)
-    return f"; llama-server {version[1] if version else 'of an unknown version'}"
+    return f"; llama-server {version[1] if version else 'of an unknown version'}{debian}"
 
 
 def load_only(variant: str) -> None:

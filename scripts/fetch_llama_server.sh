@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
-# fetch_llama_server.sh PREFIX: llama.cpp's llama-server and llama-bench, to measure beside. Prints the folder of the programs.
+# fetch_llama_server.sh PREFIX: llama.cpp's llama-server and llama-bench, to compare with. Prints the folder of the programs.
 #
-# They are those of Debian's newest suite, with the libraries and the libc they need, beside the system's own, which stays
-# as it is. The variants of ggml lie beside the programs, where those look for the one that fits this processor.
+# They are those of one version in Debian's newest suite, with the libraries and the libc they need, next to the system's own,
+# which stays as it is. The variants of ggml lie next to the programs, where those look for the one that fits this processor.
+# Figures of other versions are not comparable: once Debian has a newer one, set PEER to it and run the benchmarks again.
+# LLAMA_VERSION takes another version for one run; the head of each figure names the version in PREFIX/version.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 
-readonly LIB=usr/lib/x86_64-linux-gnu
+readonly LIB=usr/lib/x86_64-linux-gnu PEER=${LLAMA_VERSION:-1:0.7.0+dfsg-2}
 prefix=$(realpath -m "${1:?usage: fetch_llama_server.sh PREFIX}")
-if [ -x "$prefix/bin/llama-server" ]; then echo "$prefix/bin" && exit; fi
+if [ "$(cat "$prefix/version" 2>/dev/null)" = "$PEER" ]; then echo "$prefix/bin" && exit; fi
 find_patchelf
 mkdir -p "$(dirname "$prefix")"
 work=$(mktemp -d "$(dirname "$prefix")/.llama.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 open_suite "$work" "${LLAMA_SUITE:-sid}"
-say "downloading llama.cpp-tools and the libraries it needs"
-apt-get "${apt[@]}" install --download-only -y llama.cpp-tools >/dev/null || die "a download failed" "run it again"
+versions=$(apt-cache "${apt[@]}" show llama.cpp-tools | sed -n 's/^Version: //p')
+grep -qxF "$PEER" <<<"$versions" ||
+    die "Debian has llama.cpp-tools $(tr '\n' ' ' <<<"$versions")instead of $PEER" "LLAMA_VERSION=${versions%%$'\n'*} takes that for now"
+say "downloading llama.cpp-tools $PEER and the libraries it needs"
+apt-get "${apt[@]}" install --download-only -y "llama.cpp-tools=$PEER" >/dev/null || die "a download failed" "run it again"
 unpack_debs "$work/apt/cache/archives" "$work/root"
 root=$work/root
 
@@ -35,7 +40,9 @@ done
 for variant in "$work/out/$LIB"/ggml/backends*/libggml-*.so; do
     ln -sf "../${variant#"$work/out/"}" "$work/out/bin/"
 done
+printf '%s\n' "$PEER" >"$work/out/version"
 chmod -R u+w,a+rX "$work/out"
+[ ! -x "$prefix/bin/llama-server" ] || rm -rf "$prefix" # an older version
 mv -T "$work/out" "$prefix"
 "$prefix/bin/llama-server" --version >&2 || die "the fetched llama-server does not start" "remove $prefix and run it again"
 echo "$prefix/bin"
