@@ -53,11 +53,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sources = folder / "sources"
-        shutil.copytree(
-            REPOSITORY / "edgeinfer",
-            self.sources / "edgeinfer",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        shutil.copytree(REPOSITORY / "edgeinfer", self.sources / "edgeinfer")  # with what is compiled
         self.prefix = (
             Path(sys.prefix)
             if _is_world_accessible(Path(sys.prefix))
@@ -89,7 +85,9 @@ def _close_pipes():
 class Person:
     """A user of edgeinfer: a home of their own with the small model in it."""
 
-    def __init__(self, place: Place, uid: int, gid: int, home: Path, model: Path) -> None:
+    def __init__(
+        self, place: Place, uid: int, gid: int, home: Path, model: Path, *, pulls: bool = True
+    ) -> None:
         self.place = place
         self.uid = uid
         self.gid = gid
@@ -106,7 +104,11 @@ class Person:
             "EDGEINFER_HOME": str(self.data),
             "EDGEINFER_CRIU": place.criu,
         }
-        self.run("pull", str(model), "--name", MODEL, "--in-place", "--quiet").check()
+        if pulls:
+            self.run("pull", str(model), "--name", MODEL, "--in-place", "--quiet").check()
+        else:
+            self.data.mkdir(mode=0o700)
+            os.chown(self.data, uid, gid)
 
     @property
     def snapshots(self) -> Path:
@@ -285,9 +287,9 @@ def anybody(request, place, smollm2) -> Person:
     return _user(place, smollm2, "user")
 
 
-def _user(place: Place, smollm2: Path, home: str) -> Person:
+def _user(place: Place, smollm2: Path, home: str, *, pulls: bool = True) -> Person:
     uid, gid = _ordinary_user() if os.getuid() == 0 else (os.getuid(), os.getgid())
-    return Person(place, uid, gid, place.folder / home, _readable(place, smollm2))
+    return Person(place, uid, gid, place.folder / home, _readable(place, smollm2), pulls=pulls)
 
 
 def _readable(place: Place, model: Path) -> Path:
@@ -317,10 +319,9 @@ def user(place, smollm2, tmp_path_factory) -> Person:
 @pytest.fixture
 def abroad(place, smollm2, tmp_path_factory) -> Person:
     """Another home of an ordinary user, without a model, and the program in another place."""
-    person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}")
+    person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}", pulls=False)
     elsewhere = person.home / "program"
     shutil.copytree(place.sources, elsewhere)
     person.environment["PYTHONPATH"] = str(elsewhere)
-    person.run("rm", MODEL, "--yes").check()
     person.settings(NO_AUTO_WARM)
     return person

@@ -87,7 +87,7 @@ def test_batched_answers_equal_unbatched_with_weights_of_many_types(gemma3: Path
     if not libllama.build_info().kernels:
         pytest.skip("llama.cpp's kernels are not batch-invariant for these types")
     with closing(load(gemma3, n_parallel=12, n_ctx=4096)) as engine:
-        requests = [written(s, max_tokens=40) for s in SUBJECTS]
+        requests = [written(s, max_tokens=24) for s in SUBJECTS]
         alone = [answer(engine, r).text for r in requests]
         assert [a.text for a in answers(engine, requests)] == alone
         drafting = [msgspec.structs.replace(r, speculative="auto") for r in requests]
@@ -287,10 +287,10 @@ def test_short_cache_preempts_and_finishes_every_request(
 ) -> None:
     monkeypatch.setattr(memory_plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
-        requests = [written(s, max_tokens=180, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
+        requests = [written(s, max_tokens=120, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [answer(engine, r).text for r in requests]
         replies = answers(engine, requests)
-        assert [a.finished.usage.completion_tokens for a in replies] == [180] * 4
+        assert [a.finished.usage.completion_tokens for a in replies] == [120] * 4
         assert [a.text for a in replies] == alone
         assert_nothing_left(engine)
 
