@@ -59,8 +59,8 @@ class Session(NamedTuple):
 def first_request(agent: str) -> dict[str, Any]:
     """The first request of the recorded session: `path`, `user_agent`, `body`."""
     recorded = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))["requests"]
-    most = max(len(one["body"].get("tools") or ()) for one in recorded)
-    return next(one for one in recorded if len(one["body"].get("tools") or ()) == most)
+    most = max(len(request["body"].get("tools") or ()) for request in recorded)
+    return next(request for request in recorded if len(request["body"].get("tools") or ()) == most)
 
 
 def asked(body: dict[str, Any], session: Session) -> dict[str, Any]:
@@ -75,22 +75,24 @@ def asked(body: dict[str, Any], session: Session) -> dict[str, Any]:
     return other
 
 
-def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[float, dict[str, Any]]:
+def ask(
+    side: Side, recorded: dict[str, Any], session: Session, *, n: int
+) -> tuple[float, dict[str, Any]]:
     """Seconds from the request to the first piece of an answer of `n` tokens, and what /slots says."""
-    limit = _LIMITS.get(one["path"], "max_tokens")
-    body = asked(one["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
+    limit = _LIMITS.get(recorded["path"], "max_tokens")
+    body = asked(recorded["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
     for name in ("stream_options", "max_completion_tokens"):
         body.pop(name, None)
     connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
-    headers = {"content-type": "application/json", "user-agent": one["user_agent"]}
-    begun, first_s = time.perf_counter(), 0.0
-    connection.request("POST", one["path"], json.dumps(body), headers)
+    headers = {"content-type": "application/json", "user-agent": recorded["user_agent"]}
+    began, first_s = time.perf_counter(), 0.0
+    connection.request("POST", recorded["path"], json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"{response.status}: {response.read()[:400]!r}")
     for line in response:
         if not first_s and _PIECE.search(line):
-            first_s = time.perf_counter() - begun
+            first_s = time.perf_counter() - began
     response.read()
     connection.request("GET", "/slots")
     slot: dict[str, Any] = json.loads(connection.getresponse().read())["slots"][0]
@@ -101,7 +103,7 @@ def ask(side: Side, one: dict[str, Any], session: Session, *, n: int) -> tuple[f
 def recall(side: Side, agent: str, session: Session) -> float:
     """Have what the agent begins with in memory, as `launch` does; seconds that took."""
     body = {"agent": agent, "folder": f"/home/ada/{session.folder}"}
-    begun = time.perf_counter()
+    began = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
     headers = {"content-type": "application/json"}
     path = f"/v1/models/{side.model}/recall"
@@ -109,17 +111,17 @@ def recall(side: Side, agent: str, session: Session) -> float:
     if not json.loads(connection.getresponse().read())["n_tokens"]:
         raise SystemExit(f"nothing of {agent} is at rest")
     connection.close()
-    return time.perf_counter() - begun
+    return time.perf_counter() - began
 
 
-def _read(side: Side, agent: str, one: dict[str, Any], home: Path) -> float:
+def _read(side: Side, agent: str, recorded: dict[str, Any], home: Path) -> float:
     """Read what the agent begins with, unless a run before has; seconds that took."""
     noted = home / "read.json"
     if not noted.is_file():
-        begun = time.perf_counter()
+        began = time.perf_counter()
         for folder in ("notes", "shop"):
-            _, slot = ask(side, one, Session(folder, "hi"), n=0)
-        noted.write_text(json.dumps(time.perf_counter() - begun))
+            _, slot = ask(side, recorded, Session(folder, "hi"), n=0)
+        noted.write_text(json.dumps(time.perf_counter() - began))
         wait_written(home, slot["n_prompt_tokens"])
     read_s: float = json.loads(noted.read_text())
     return read_s
@@ -127,35 +129,47 @@ def _read(side: Side, agent: str, one: dict[str, Any], home: Path) -> float:
 
 def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[dict[str, Any]]:
     """The rows of one agent on one model."""
-    one = first_request(agent)
+    recorded = first_request(agent)
     side = ours(home, model, N_CTX, parallel=1)
     try:
-        return _measured(side, agent, shape, one, home, runs)
+        return _measured(side, agent, shape, recorded, home, runs)
     finally:
         side.stop()  # what was read is written, also of a run that was broken off
 
 
 def _measured(
-    side: Side, agent: str, shape: str, one: dict[str, Any], home: Path, runs: int
+    side: Side, agent: str, shape: str, recorded: dict[str, Any], home: Path, runs: int
 ) -> list[dict[str, Any]]:
     side.start()
-    read_s = _read(side, agent, one, home)
+    read_s = _read(side, agent, recorded, home)
     rows = []
-    found: dict[str, list[tuple[float, float, float, int]]] = {}
+    runs_by_case: dict[str, list[tuple[float, float, float, int]]] = {}
     for number in range(runs):
         for case in CASES:
             side.stop()
             side.start()
-            at_once_s, _ = ask(side, one, _session(case, 2 * number, is_new=True), n=_ANSWER_TOKENS)
+            at_once_s, _ = ask(
+                side, recorded, _session(case, 2 * number, is_new=True), n=_ANSWER_TOKENS
+            )
             side.stop()
             side.start()
             session = _session(case, 2 * number + 1)
             recalled_s = recall(side, agent, session)
-            first_s, slot = ask(side, one, session, n=_ANSWER_TOKENS)
-            found.setdefault(case, []).append((first_s, at_once_s, recalled_s, slot["prompt_n"]))
-            print(agent, shape, case, found[case][-1], json.dumps(slot), file=sys.stderr, flush=True)
-    for case, taken in found.items():  # nothing was asked where a run only reads
-        firsts, at_once, recalled, computed = (sorted(column) for column in zip(*taken, strict=True))
+            first_s, slot = ask(side, recorded, session, n=_ANSWER_TOKENS)
+            runs_by_case.setdefault(case, []).append((first_s, at_once_s, recalled_s, slot["prompt_n"]))
+            print(
+                agent,
+                shape,
+                case,
+                runs_by_case[case][-1],
+                json.dumps(slot),
+                file=sys.stderr,
+                flush=True,
+            )
+    for case, measurements in runs_by_case.items():  # nothing was asked where a run only reads
+        firsts, at_once, recalled, computed = (
+            sorted(column) for column in zip(*measurements, strict=True)
+        )
         rows.append(
             {
                 "agent": agent,
@@ -178,12 +192,12 @@ def _session(case: str, number: int, *, is_new: bool = False) -> Session:
 
     `is_new`: in the last case on a day that was never seen either, so that today is another for the next.
     """
-    words = f"Why does test {number} fail, {case}?"
+    question = f"Why does test {number} fail, {case}?"
     if case == "another folder":
-        return Session(f"garden{number}", words)
+        return Session(f"garden{number}", question)
     if case == "the next day" and is_new:
-        return Session("shop", words, f"2037-12-{number + 10}")
-    return Session("shop", words)
+        return Session("shop", question, f"2037-12-{number + 10}")
+    return Session("shop", question)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -219,8 +233,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     written = options.out / "agents.json"
     rows = json.loads(written.read_text()) if options.add else []
-    kept = contextlib.nullcontext(options.keep) if options.keep else work_folder(options.work)
-    with kept as work:
+    folder = contextlib.nullcontext(options.keep) if options.keep else work_folder(options.work)
+    with folder as work:
         for shape in options.shapes.split(","):
             model = model_of(shape, model_path("smollm2"), work)
             for agent in options.agents.split(","):

@@ -64,8 +64,14 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def request(tokens: list[int], n: int, **fields) -> GenerateRequest:
-    wanted = {"max_tokens": n, "sampling": GREEDY, "ignore_eos": True, "cache_prompt": False, **fields}
-    return GenerateRequest(prompt=tuple(tokens), **wanted)
+    fields_of_request = {
+        "max_tokens": n,
+        "sampling": GREEDY,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        **fields,
+    }
+    return GenerateRequest(prompt=tuple(tokens), **fields_of_request)
 
 
 class Ours:
@@ -164,7 +170,7 @@ def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
 
 
 def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
-    found = {}
+    figures = {}
     for width in WIDTHS:
         server = None
         if program:
@@ -179,11 +185,11 @@ def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) ->
             for name in list(sides) if r % 2 else reversed(sides):
                 prompts = prompts_of(engine, width, r)
                 samples[name].append(together(sides[name], prompts, TOKENS, cache=False))
-        found[width] = {name: merged(s) for name, s in samples.items()}
+        figures[width] = {name: merged(s) for name, s in samples.items()}
         if server:
             server.close()
-        print(width, {name: round(v["tok_s"], 1) for name, v in found[width].items()}, flush=True)
-    return found
+        print(width, {name: round(v["tok_s"], 1) for name, v in figures[width].items()}, flush=True)
+    return figures
 
 
 def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
@@ -274,12 +280,17 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
             wanted = request(
                 prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off"
             )
-            end = list(engine.submit(wanted))[-1]
-            assert isinstance(end, Finished)
+            finished_event = list(engine.submit(wanted))[-1]
+            assert isinstance(finished_event, Finished)
             if r:
-                rates[name].append(end.timings.decode_tokens_per_s(end.usage.completion_tokens))
+                rates[name].append(
+                    finished_event.timings.decode_tokens_per_s(finished_event.usage.completion_tokens)
+                )
                 if constraint:
-                    share.append(end.timings.constraint_ms / max(1.0, end.timings.decode_ms))
+                    share.append(
+                        finished_event.timings.constraint_ms
+                        / max(1.0, finished_event.timings.decode_ms)
+                    )
     free, schema = statistics.median(rates["free"]), statistics.median(rates["schema"])
     return {
         "free_tok_s": free,
@@ -304,10 +315,10 @@ def measure(name: str, rounds: int, sections: set[str]) -> dict:
         "conversation": lambda: conversation(engine),
         "schema": lambda: schema_cost(engine, rounds),
     }
-    found: dict[str, object] = {}
+    figures: dict[str, object] = {}
     for key in [k for k in work if k in sections]:
-        found[key] = work[key]()
-        print(name, key, json.dumps(found[key], default=str)[:600], flush=True)
+        figures[key] = work[key]()
+        print(name, key, json.dumps(figures[key], default=str)[:600], flush=True)
     after = engine.metrics()
     busy = (
         after.decode_seconds_total
@@ -315,9 +326,11 @@ def measure(name: str, rounds: int, sections: set[str]) -> dict:
         - before.decode_seconds_total
         - before.prefill_seconds_total
     )
-    found["python_share"] = (after.python_seconds_total - before.python_seconds_total) / max(1e-9, busy)
+    figures["python_share"] = (after.python_seconds_total - before.python_seconds_total) / max(
+        1e-9, busy
+    )
     engine.close()
-    return found
+    return figures
 
 
 def table(results: dict[str, dict]) -> str:

@@ -56,17 +56,20 @@ def turns_section(options: argparse.Namespace, work: Path) -> Rows:
     rows = []
     for n in options.conversations:
         both = ours(work / f"turns{n}", options.model, 8192), theirs(options.model, 8192)
-        found: dict[str, Rows] = {side.name: [] for side in both if side}
+        runs_by_side: dict[str, Rows] = {side.name: [] for side in both if side}
         for number in range(options.repeats):
             for side in filter(None, both):
                 side.start()
                 first = 1000 * (n + 100 * number)
-                found[side.name].append(_turns(side, range(first, first + n), options))
-                print(json.dumps({"n": n, "side": side.name} | found[side.name][-1]), file=sys.stderr)
+                runs_by_side[side.name].append(_turns(side, range(first, first + n), options))
+                print(
+                    json.dumps({"n": n, "side": side.name} | runs_by_side[side.name][-1]),
+                    file=sys.stderr,
+                )
                 side.stop()
-        for name, some in found.items():
-            medians = {key: statistics.median(row[key] for row in some) for key in some[0]}
-            totals = sorted(row["total_s"] for row in some)
+        for name, runs in runs_by_side.items():
+            medians = {key: statistics.median(row[key] for row in runs) for key in runs[0]}
+            totals = sorted(row["total_s"] for row in runs)
             rows.append({"n": n, "side": name, "totals_s": totals} | medians)
     return rows
 
@@ -75,7 +78,7 @@ def _turns(side: Side, numbers: range, options: argparse.Namespace) -> dict[str,
     chats = [conversation(number, options.words) for number in numbers]
     firsts: list[list[float]] = []
     prompts = []
-    begun = time.perf_counter()
+    began = time.perf_counter()
     for round_number in range(options.rounds):
         firsts.append([])
         for chat in chats:
@@ -86,7 +89,7 @@ def _turns(side: Side, numbers: range, options: argparse.Namespace) -> dict[str,
                 {"role": "assistant", "content": answer.text},
                 {"role": "user", "content": f"And then, part {round_number + 2}?"},
             ]
-    total_s = time.perf_counter() - begun
+    total_s = time.perf_counter() - began
     later = [s for seconds in firsts[1:] for s in seconds]
     return {
         "prompt_tokens": statistics.median(prompts),
@@ -159,7 +162,7 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
     side.kill()
     files = _files(home, model)
     drop(files)
-    begun = time.perf_counter()
+    began = time.perf_counter()
     for path in files[1:]:
         path.read_bytes()
     return (
@@ -170,7 +173,7 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
             "same_computed_tokens": max(r[2] for r in again),
             "step_s": step_s,
             "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
-            "disk_read_s": time.perf_counter() - begun,
+            "disk_read_s": time.perf_counter() - began,
             "blocks_mb": sum(path.stat().st_size for path in files if path.suffix == ".block") / 1e6,
         }
     )
@@ -198,26 +201,26 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
 
 def _decode_step(side: Side, chat: Messages) -> float:
     """Seconds of a decode step behind a conversation that is in memory."""
-    one, more = (
+    one_s, more_s = (
         min(side.ask(chat, n=n, ignore_eos=True, speculative="off").total_s for _ in range(3))
         for n in (1, 1 + _STEPS)
     )
-    return (more - one) / _STEPS
+    return (more_s - one_s) / _STEPS
 
 
-def _summary(found: list[tuple[float, float, int]]) -> dict[str, Any]:
+def _summary(restarts: list[tuple[float, float, int]]) -> dict[str, Any]:
     return {
-        "exec_to_first_s": statistics.median(r[0] for r in found),
-        "exec_to_first_max_s": max(r[0] for r in found),
-        "first_s": statistics.median(r[1] for r in found),
-        "computed_tokens": max(r[2] for r in found),
+        "exec_to_first_s": statistics.median(r[0] for r in restarts),
+        "exec_to_first_max_s": max(r[0] for r in restarts),
+        "first_s": statistics.median(r[1] for r in restarts),
+        "computed_tokens": max(r[2] for r in restarts),
     }
 
 
 def _files(home: Path, model: Path) -> list[Path]:
     """The model, and what a stopped server left of it: snapshot and blocks, no half-written ones."""
-    kept = [path for path in (home / "cache").rglob("*") if not path.name.startswith(".")]
-    return [path for path in (model, *kept) if path.is_file()]
+    written = [path for path in (home / "cache").rglob("*") if not path.name.startswith(".")]
+    return [path for path in (model, *written) if path.is_file()]
 
 
 def _restart(
@@ -230,9 +233,9 @@ def _restart(
     side.kill()
     if before:
         before()
-    begun = time.perf_counter()
+    began = time.perf_counter()
     side.start()
-    healthy = time.perf_counter() - begun
+    healthy = time.perf_counter() - began
     again = side.ask(chat, n=1)
     return healthy + again.total_s, again.total_s, again.computed
 
@@ -301,8 +304,8 @@ def edits_section(options: argparse.Namespace, work: Path) -> Rows:
     return rows
 
 
-def _edits(side: Side, other: str, words: int) -> dict[str, Answer]:
-    chat = conversation(11, words)
+def _edits(side: Side, other: str, n_words: int) -> dict[str, Answer]:
+    chat = conversation(11, n_words)
     for turn in range(3):
         answer = side.ask(chat)
         chat += [
@@ -316,7 +319,7 @@ def _edits(side: Side, other: str, words: int) -> dict[str, Answer]:
     shorter = {"role": "assistant", "content": chat[-2]["content"][-20:]}
     dropped = [*chat[:-2], shorter, {"role": "user", "content": "And without the reasoning?"}]
     cases["reasoning dropped"] = side.ask(dropped)
-    side.ask(conversation(12, words), model=other)
+    side.ask(conversation(12, n_words), model=other)
     cases["after another model"] = side.ask(chat)
     side.unload(side.model)
     cases["after it left memory"] = side.ask(chat)

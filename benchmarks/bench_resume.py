@@ -56,8 +56,8 @@ class Bench:
         if options.keep:
             self.results = json.loads((options.out / "resume.json").read_text())
 
-    def edgeinfer(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / "edgeinfer"), *words]
+    def edgeinfer(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "edgeinfer"), *arguments]
         return subprocess.run(
             command,
             env=self.environment,
@@ -68,10 +68,10 @@ class Bench:
             timeout=900,
         )
 
-    def json(self, *words: str) -> dict[str, Any]:
-        done = self.edgeinfer(*words, "--json")
+    def json(self, *arguments: str) -> dict[str, Any]:
+        done = self.edgeinfer(*arguments, "--json")
         if done.returncode:
-            raise SystemExit(f"{' '.join(words)}: {done.stdout} {done.stderr}")
+            raise SystemExit(f"{' '.join(arguments)}: {done.stdout} {done.stderr}")
         return json.loads(done.stdout)["result"]
 
     # --- one model
@@ -127,9 +127,9 @@ class Bench:
         return out
 
     def _launch(self, name: str, *more: str, tokens: int = 4, prompt: str = PROMPT) -> dict[str, float]:
-        words = ("run", name, prompt, "--temperature", "0", "--max-tokens", str(tokens), *more)
+        arguments = ("run", name, prompt, "--temperature", "0", "--max-tokens", str(tokens), *more)
         began = time.monotonic()
-        result = self.json(*words)
+        result = self.json(*arguments)
         exit_ms = (time.monotonic() - began) * 1000
         stages = dict(result["start"]["stages_ms"])
         expected = "cold" if "--resume=never" in more else "resumed"
@@ -202,17 +202,17 @@ class Bench:
             ("cold_s", lambda: self._launch(name, "--resume=never")["first_token"] / 1000),
             ("write_s", lambda: self._write_s(size)),
         ]
-        taken: dict[str, list[float]] = {key: [] for key, _ in steps}
+        durations_s: dict[str, list[float]] = {key: [] for key, _ in steps}
         for n in range(len(steps)):
             for key, step in steps[n:] + steps[:n]:
                 _touch(min(3 * size, read_memory().available_bytes // 2))
-                taken[key].append(step())
-        found = {key: statistics.median(values) for key, values in taken.items()}
-        bare = found["cold_s"] + found["write_s"]
-        return found | {
-            "ratio": found["wall_s"] / bare,
-            "least": min(taken["wall_s"]),
-            "greatest": max(taken["wall_s"]),
+                durations_s[key].append(step())
+        medians_s = {key: statistics.median(values) for key, values in durations_s.items()}
+        bare = medians_s["cold_s"] + medians_s["write_s"]
+        return medians_s | {
+            "ratio": medians_s["wall_s"] / bare,
+            "least": min(durations_s["wall_s"]),
+            "greatest": max(durations_s["wall_s"]),
         }
 
     def _write_s(self, size: int) -> float:
@@ -327,8 +327,8 @@ def _touch(size: int) -> None:
     """Have so many bytes of memory from the kernel for a moment."""
     area = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE)
-    for at in range(0, len(area), mmap.PAGESIZE):
-        area[at] = 1
+    for offset in range(0, len(area), mmap.PAGESIZE):
+        area[offset] = 1
     area.close()
 
 
@@ -371,14 +371,14 @@ def table(results: dict[str, Any]) -> str:
     """The measurements as Markdown."""
     lines = ["| | " + " | ".join(results["models"]) + " |", "|---|" + "---|" * len(results["models"])]
 
-    def row(words: str, pick: Any) -> None:
+    def row(title: str, pick: Any) -> None:
         cells = []
-        for found in results["models"].values():
+        for figures in results["models"].values():
             with contextlib.suppress(KeyError, TypeError):
-                cells.append(pick(found))
+                cells.append(pick(figures))
                 continue
             cells.append("–")
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
 
     def ms(value: dict[str, float]) -> str:
         return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"

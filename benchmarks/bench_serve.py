@@ -66,7 +66,7 @@ async def ask(target: Target, number: int, tokens: int, **fields: Any) -> Answer
 
 
 async def closed_loop(
-    one: Callable[[int], Any], width: int, requests: int, first: int
+    send: Callable[[int], Any], width: int, requests: int, first: int
 ) -> tuple[list[Answer], float]:
     """`width` clients share `requests`; returns the samples and the wall seconds."""
     numbers = iter(range(first, first + requests))
@@ -74,11 +74,11 @@ async def closed_loop(
 
     async def client() -> None:
         for number in numbers:
-            samples.append(await one(number))
+            samples.append(await send(number))
 
-    begun = time.perf_counter()
+    began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(width)))
-    return samples, time.perf_counter() - begun
+    return samples, time.perf_counter() - began
 
 
 def figures(samples: list[Answer], wall: float) -> dict[str, float]:
@@ -119,8 +119,8 @@ def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[s
 
 
 def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         assert started.poll() is None, "the server ended"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as s:
             s.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")

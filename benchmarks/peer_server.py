@@ -53,7 +53,7 @@ def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: 
     body = {"model": model, "messages": messages, "max_tokens": n, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}, **more}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
-    answer, begun = Answer(), time.perf_counter()
+    answer, began = Answer(), time.perf_counter()
     connection.request(
         "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
     )
@@ -67,10 +67,10 @@ def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: 
         answer.usage = event.get("usage") or answer.usage
         for choice in event.get("choices") or ():
             if text := choice["delta"].get("content"):
-                answer.stamps.append(time.perf_counter() - begun)
+                answer.stamps.append(time.perf_counter() - began)
                 answer.text += text
     connection.close()
-    answer.total_s = time.perf_counter() - begun
+    answer.total_s = time.perf_counter() - began
     answer.first_s = answer.stamps[0] if answer.stamps else answer.total_s
     return answer
 
@@ -101,7 +101,7 @@ class Side:
     def start(self) -> float:
         """Start it; seconds from exec to healthy."""
         self.port = free_port()
-        begun = time.perf_counter()
+        began = time.perf_counter()
         command = [word.replace("PORT", str(self.port)) for word in self._command]
         self._process = subprocess.Popen(
             command,
@@ -112,7 +112,7 @@ class Side:
             start_new_session=True,
         )
         wait_healthy(self.port, self._process, 600)
-        return time.perf_counter() - begun
+        return time.perf_counter() - began
 
     def kill(self) -> None:
         """`kill -9` of all of it."""
@@ -165,11 +165,13 @@ def ours(
     if not settings.exists():
         settings.parent.mkdir(parents=True)
         settings.write_text("[snapshots]\nauto-warm = false\n")
-        for one in (model, *others):
-            verbs.append(["pull", str(one), "--name", name_of(one), "--in-place", "--quiet"])
+        for path in (model, *others):
+            verbs.append(["pull", str(path), "--name", name_of(path), "--in-place", "--quiet"])
     verbs.append(["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"])
-    for words in verbs:
-        subprocess.run([*EDGEINFER, *words], env={**os.environ, **environment}, cwd=ROOT, check=True)
+    for arguments in verbs:
+        subprocess.run(
+            [*EDGEINFER, *arguments], env={**os.environ, **environment}, cwd=ROOT, check=True
+        )
     command = [*EDGEINFER, "serve", name, "--port", "PORT", "--log", "off", "--ctx", str(n_ctx)]
     return Side("edgeinfer", [*command, "--parallel", str(parallel)], name, environment)
 
@@ -255,7 +257,7 @@ class Server:
         began = time.perf_counter()
         answer = asyncio.run(bench.ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))
         textless = max(0, answer.completion_tokens - len(answer.arrivals))
-        return [began + at for at in (*answer.arrivals, *answer.arrivals[-1:] * textless)]
+        return [began + arrival_s for arrival_s in (*answer.arrivals, *answer.arrivals[-1:] * textless)]
 
     def close(self) -> None:
         self._process.terminate()

@@ -15,12 +15,12 @@ LONGEST = 72
 
 def findings(subject: str) -> list[str]:
     """Say what is wrong with a subject; an empty list if nothing is."""
-    found = [f"“{word}”: {instead}" for word, instead in style.words(subject)]
+    faults = [f"“{word}”: {instead}" for word, instead in style.words(subject)]
     if len(subject) > LONGEST:
-        found.append(f"{len(subject)} characters; at most {LONGEST}")
+        faults.append(f"{len(subject)} characters; at most {LONGEST}")
     if subject.endswith("."):
-        found.append("a full stop at its end")
-    return found
+        faults.append("a full stop at its end")
+    return faults
 
 
 def main(argv: list[str]) -> int:
@@ -28,10 +28,10 @@ def main(argv: list[str]) -> int:
     subject = next(iter(Path(argv[0]).read_text("utf-8").splitlines()), "")
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return 0
-    found = findings(subject)
-    for what in found:
-        print(f"commit subject: {what}", file=sys.stderr)
-    return 1 if found else 0
+    faults = findings(subject)
+    for fault in faults:
+        print(f"commit subject: {fault}", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def exit_codes() -> str:
     rows = []
     for cls in every_class():
         code, hint = row(cls)
-        what = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-        rows.append(f"| `{cls.code}` | {code} | {what} | {hint} |")
+        description = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+        rows.append(f"| `{cls.code}` | {code} | {description} | {hint} |")
     return (
         "\n".join(["| `code` | exit | what happened | next step |", "| --- | --- | --- | --- |", *rows])
         + "\n"
@@ -88,8 +88,8 @@ def models() -> str:
     rows = []
     for model in load_catalog(user=shipped_path().with_name("none.toml")).models.values():
         first = next(part for parts in model.parsed_sources() for part in parts)
-        rest = len(model.sources) - 1
-        source = f"`{first}`" + (f" and {rest} more" if rest else "")
+        n_more = len(model.sources) - 1
+        source = f"`{first}`" + (f" and {n_more} more" if n_more else "")
         quant = f"{model.quantization} → {model.quantize}" if model.quantize else model.quantization
         about = f"{model.parameters} | {quant} | {model.context_length:,} | {model.licence} | {model.purpose}"
         rows.append(f"| `{model.name}` | {model.title} | {about} | {source} |")
@@ -156,8 +156,8 @@ def converted_families() -> str:
     from edgeinfer.models.converting.families import FAMILIES
 
     rows = [
-        f"| {one.title} | {', '.join(f'`{name}`' for name in one.checkpoints)} | `{one.arch}` |"
-        for one in FAMILIES
+        f"| {family.title} | {', '.join(f'`{name}`' for name in family.checkpoints)} | `{family.arch}` |"
+        for family in FAMILIES
     ]
     return "\n".join(["| family | `architectures` | in llama.cpp |", "|---|---|---|", *rows]) + "\n"
 
@@ -239,8 +239,8 @@ def _fields_row(where: str, kind: type) -> str:
     hints += [f"others in `{name}`" for name in facts.known_items]
     if kind.dropped_types:
         hints.append(f"objects of the types {_named(kind.dropped_types)}")
-    refused = [f"`{name}` ({why})" for name, why in sorted(facts.refused.items())]
-    refused += [f"type {_named([name])} ({why})" for name, why in kind.other_types.items()]
+    refused = [f"`{name}` ({reason})" for name, reason in sorted(facts.refused.items())]
+    refused += [f"type {_named([name])} ({reason})" for name, reason in kind.other_types.items()]
     honoured = ", ".join(f"`{name}`" for name in facts.fields)
     return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {', '.join(hints)} | {'; '.join(refused)} |"
 
@@ -253,13 +253,15 @@ def places_of(kind: type) -> list[tuple[str, type]]:
     """The objects in a wire type, each with the place in which it stands."""
     from edgeinfer.server.request_body import facts_of
 
-    found = []
+    objects = []
     for name, field in facts_of(kind).fields.items():
         plan, place = field.plan, name
         while plan is not None:
-            found += [(f"{place}<{tag}>" if tag else place, part) for tag, part in plan.objects.items()]
+            objects += [
+                (f"{place}<{tag}>" if tag else place, part) for tag, part in plan.objects.items()
+            ]
             plan, place = plan.item, f"{place}[]"
-    return found
+    return objects
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -297,16 +299,18 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
     """Yield the links of a document that lead to no file of the repository, or to no heading of one."""
     for target in LINK.findall(FENCED.sub("", text)):
         file, _, anchor = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
-        has_anchors = anchor and found.suffix == ".md" and found.exists()
-        if not found.exists() or (has_anchors and anchor not in anchors(found.read_text("utf-8"))):
+        document = (path.parent / file).resolve() if file else path
+        has_anchors = anchor and document.suffix == ".md" and document.exists()
+        if not document.exists() or (
+            has_anchors and anchor not in anchors(document.read_text("utf-8"))
+        ):
             yield target
 
 
 def anchors(text: str) -> set[str]:
     """Return the anchors of the headings of a document, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.lower().strip()).replace(" ", "-") for one in headings}
+    return {re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-") for heading in headings}
 
 
 def figures_without_head() -> list[str]:

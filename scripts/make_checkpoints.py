@@ -140,18 +140,18 @@ def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
     if name.startswith("qwen"):
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         reader = hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, do_resize=False, **half)
-        given = reader(images=[Image.fromarray(made.picture(128))], return_tensors="pt")
-        given = {"pixel_values": given["pixel_values"], "image_grid_thw": given["image_grid_thw"]}
+        inputs = reader(images=[Image.fromarray(made.picture(128))], return_tensors="pt")
+        inputs = {"pixel_values": inputs["pixel_values"], "image_grid_thw": inputs["image_grid_thw"]}
     else:
         values = made.picture(64).transpose(2, 0, 1)[None] / 127.5 - 1
         pixels = torch.tensor(values, dtype=torch.float32)
-        given = {"pixel_values": pixels[None] if name == "smolvlm" else pixels}
+        inputs = {"pixel_values": pixels[None] if name == "smolvlm" else pixels}
     with torch.no_grad():
-        found = model.get_image_features(**given)
-    rows = torch.cat(list(getattr(found, "pooler_output", found)))
+        features = model.get_image_features(**inputs)
+    rows = torch.cat(list(getattr(features, "pooler_output", features)))
     deep = [
-        torch.cat(list(one)) if isinstance(one, tuple) else one
-        for one in getattr(found, "deepstack_features", None) or ()
+        torch.cat(list(layer)) if isinstance(layer, tuple) else layer
+        for layer in getattr(features, "deepstack_features", None) or ()
     ]
     return torch.cat([rows.reshape(-1, SIZE["hidden_size"]), *deep], dim=-1).numpy()
 
@@ -187,15 +187,15 @@ def main() -> None:
     """Write a file for each family, and one with everybody's logits."""
     made.GOLDEN.mkdir(exist_ok=True)
     configs = CONFIGS | SEEING
-    wanted = sys.argv[1:] or list(configs)
+    names = sys.argv[1:] or list(configs)
     place = made.GOLDEN / "logits.npz"
-    kept = dict(np.load(place)) if place.exists() else {}
-    for name in wanted:
-        about, kept[name], rows = logits_of(name, configs[name])
+    arrays = dict(np.load(place)) if place.exists() else {}
+    for name in names:
+        about, arrays[name], rows = logits_of(name, configs[name])
         if rows is not None:
-            kept[f"{name} rows"] = rows
+            arrays[f"{name} rows"] = rows
         (made.GOLDEN / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
-    np.savez_compressed(place, **kept)
+    np.savez_compressed(place, **arrays)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,13 @@ def _as_llama(path: str, *, gemma: bool) -> dict:
     for token in tokens:
         if not pieces.is_byte(vocab[token]) and not pieces.is_control(vocab[token]):
             local = [
-                (token[:at], token[at:])
-                for at in range(1, len(token))
-                if token[:at] in vocab and token[at:] in vocab
+                (token[:split], token[split:])
+                for split in range(1, len(token))
+                if token[:split] in vocab and token[split:] in vocab
             ]
             local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
             ranked += [(pieces.get_score(vocab[token]), pair) for pair in local]
-    ranked.sort(key=lambda one: one[0], reverse=True)
+    ranked.sort(key=lambda ranked_merge: ranked_merge[0], reverse=True)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -154,13 +154,13 @@ def kinds() -> dict[str, dict]:
 
 def main() -> None:
     """Write one compressed file."""
-    kept = {}
+    tokenizers = {}
     for name, tokenizer in kinds().items():
         loaded = Tokenizer.from_str(json.dumps(tokenizer))
         ids = [loaded.encode(text, add_special_tokens=False).ids for text in nasty_strings()]
-        kept[name] = {"tokenizer": tokenizer, "ids": [digest(one) for one in ids]}
+        tokenizers[name] = {"tokenizer": tokenizer, "ids": [digest(tokens) for tokens in ids]}
         print(f"{name:12} {loaded.get_vocab_size()} tokens, {sum(map(len, ids))} in the strings")
-    text = json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(tokenizers, ensure_ascii=False, separators=(",", ":"))
     (made.GOLDEN / "tokenizers.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 

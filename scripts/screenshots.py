@@ -36,12 +36,12 @@ async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
     from edgeinfer.tui.screens import model_picker
 
     model_picker.list_choices = lambda warm=(): list(SHELF)
-    made = SCENES[scene]()
+    scene_parts = SCENES[scene]()
     with tempfile.TemporaryDirectory() as home:
         os.environ["EDGEINFER_HOME"] = home
-        app = make_app(Path(home), made.host, config=ChatConfig(theme=theme), clock=lambda: NOON)
+        app = make_app(Path(home), scene_parts.host, config=ChatConfig(theme=theme), clock=lambda: NOON)
         async with app.run_test(size=size) as pilot:
-            await made.prepare(pilot)
+            await scene_parts.prepare(pilot)
             svg = app.export_screenshot(title="edgeinfer")
     return re.sub(r"terminal-\d+", f"terminal-{name}", svg)
 

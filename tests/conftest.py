@@ -157,9 +157,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @contextlib.contextmanager
-def one_process_at_a_time(what: str) -> Iterator[None]:
-    """Hold a lock on `what`, which the pytest processes of one machine make once for all."""
-    with (BUILD_CACHE / f"{what}.lock").open("w") as file:
+def one_process_at_a_time(resource: str) -> Iterator[None]:
+    """Hold a lock on `resource`, which the pytest processes of one machine make once for all."""
+    with (BUILD_CACHE / f"{resource}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -201,8 +201,8 @@ _left_out: Counter[str] = Counter()
 
 
 def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
-    needs, wanted = _needs(item), config.getoption("--needs")
-    if (wanted == "none" and needs) or (wanted == "only" and not needs):
+    needs, choice = _needs(item), config.getoption("--needs")
+    if (choice == "none" and needs) or (choice == "only" and not needs):
         _left_out[min(needs, default="")] += 1
         return True
     if config.getoption("--fast"):
@@ -306,11 +306,11 @@ def gemma3() -> Path:
     return _real(GEMMA3)
 
 
-def flip_bit(path: Path, at: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     """Change the lowest bit of a file's byte."""
     with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, at)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), at)
+        byte = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
 
 
 @pytest.fixture
@@ -332,9 +332,9 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 @pytest.fixture
 def answer_no(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make stdin a terminal at which "n" was typed."""
-    ours, theirs = os.openpty()
-    os.write(ours, b"n\n")
-    with open(theirs) as terminal:
+    controller, terminal_fd = os.openpty()
+    os.write(controller, b"n\n")
+    with open(terminal_fd) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
         yield
-    os.close(ours)
+    os.close(controller)

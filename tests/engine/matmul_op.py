@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "made"))
-from matmul_ops import TYPES, Floats, Products, dequantized, random_weights, use_level
+from matmul_ops import TYPES, Floats, Products, dequantize, random_weights, use_level
 
 #: Width and rows: one chunk of a row, and several; a whole number of vectors, and not.
 _SHAPES = ((768, 80), (5376, 49))
@@ -61,7 +61,7 @@ def _of_shape(kind: str, width: int, rows: int) -> tuple[float, bool, Floats]:
         for n_threads in (1, 2, 3)
     )
     usual = [0, 1, 2, 4, *range(6, _MOST)]
-    wanted = x[usual].astype(np.float64) @ dequantized(kind, weights).T
+    wanted = x[usual].astype(np.float64) @ dequantize(kind, weights).T
     return _error(all_rows[usual], wanted), same and bool(np.isfinite(all_rows).all()), all_rows
 
 
@@ -77,7 +77,7 @@ def _of_experts(kind: str) -> tuple[float, bool]:
         products.compute(x[tokens], ids[tokens])
         found.extend(products.results())
         products.close()
-    exact = dequantized(kind, weights).reshape(experts, 64, 512)
+    exact = dequantize(kind, weights).reshape(experts, 64, 512)
     wanted = np.einsum("nk,nurk->nur", x.astype(np.float64), exact[ids])
     return _error(found[0], wanted), np.array_equal(found[1][0], found[0][5])
 

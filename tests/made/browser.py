@@ -125,34 +125,34 @@ class Page:
 
     def js(self, code: str) -> Any:
         """Evaluate an expression, a promise too; return its value."""
-        found = self.call(
+        reply = self.call(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def wait(self, code: str, seconds: float = _WAIT_S) -> Any:
         """Wait until an expression is true; return its value."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(AssertionError):
-                if found := self.js(f"((found) => (found instanceof Node ? true : found))({code})"):
-                    return found
+                if value := self.js(f"((value) => (value instanceof Node ? true : value))({code})"):
+                    return value
             assert time.monotonic() < deadline, f"{code}\n{self.text()[-3000:]}"
             time.sleep(0.02)
 
-    def see(self, words: str) -> None:
-        """Wait until the page shows words; what is scrolled out of view has no `innerText`."""
-        self.wait(f"document.body.textContent.includes({json.dumps(words)})")
+    def see(self, text: str) -> None:
+        """Wait until the page shows text; what is scrolled out of view has no `innerText`."""
+        self.wait(f"document.body.textContent.includes({json.dumps(text)})")
 
     def text(self) -> str:
         return self.js("document.body.innerText")
 
-    def click(self, selector: str, words: str = "") -> None:
+    def click(self, selector: str, text: str = "") -> None:
         """Click the first element of a selector that shows words, once it is there."""
         self.wait(
             f"(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})].find((one) =>"
-            f" !one.disabled && one.textContent.includes({json.dumps(words)})); found?.click(); return !!found; }})()"
+            f" !one.disabled && one.textContent.includes({json.dumps(text)})); found?.click(); return !!found; }})()"
         )
 
     def type(self, text: str) -> None:
@@ -179,17 +179,17 @@ class Page:
     def problems(self) -> list[str]:
         """Return what the console holds against the page: errors, exceptions, refusals by the CSP."""
         self.js("0")
-        found = []
+        messages = []
         for event in self.browser.events:
             if event.get("sessionId") != self.session:
                 continue
             if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(
+                messages.append(
                     f"{event['params']['entry']['text']} {event['params']['entry'].get('url', '')}"
                 )
             if event["method"] == "Runtime.exceptionThrown":
-                found.append(json.dumps(event["params"]["exceptionDetails"])[:500])
-        return found
+                messages.append(json.dumps(event["params"]["exceptionDetails"])[:500])
+        return messages
 
     def requests(self) -> list[str]:
         """Return the URLs that the page has asked for."""

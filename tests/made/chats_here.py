@@ -17,5 +17,5 @@ class AllowingFront:
     def decide(self, card):
         return Decision("once")
 
-    def show_use(self, use, words):
+    def show_use(self, use, text):
         pass

@@ -212,16 +212,16 @@ class FakeEngine:
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """The share of the query's words that a document has."""
-        wanted = set(query.lower().split())
-        return [len(wanted & set(d.lower().split())) / max(1, len(wanted)) for d in documents]
+        query_terms = set(query.lower().split())
+        return [len(query_terms & set(d.lower().split())) / max(1, len(query_terms)) for d in documents]
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         """Nothing is kept."""
         return []
 
-    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+    def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Take them by their names; no file is read."""
-        self._info = msgspec.structs.replace(self._info, lora=tuple(wanted))
+        self._info = msgspec.structs.replace(self._info, lora=tuple(adapters))
         return self._info.lora
 
     def metrics(self) -> EngineMetrics:
@@ -284,17 +284,17 @@ class _Player(threading.Thread):
         self.cancelled.set()
 
     def run(self) -> None:
-        end: Event | EngineError | None = None
+        last_event: Event | EngineError | None = None
         self.stream.put(Progress(self.prompt_tokens, self.prompt_tokens))
         for item in self._script:
-            end = self._ending(item)
-            if end is not None:
+            last_event = self._ending(item)
+            if last_event is not None:
                 break
             self._play(item)
-        if end is None:
-            end = self._finished("cancelled" if self.cancelled.is_set() else "stop")
+        if last_event is None:
+            last_event = self._finished("cancelled" if self.cancelled.is_set() else "stop")
         self._on_end(self)
-        self.stream.put(end)
+        self.stream.put(last_event)
 
     def _ending(self, item: Item) -> Event | EngineError | None:
         if isinstance(item, EngineError | Finished):
@@ -341,10 +341,10 @@ class _Player(threading.Thread):
 
 
 def _in_order(scripts: Iterable[Script]) -> Callable[[GenerateRequest], Script]:
-    rest = list(scripts) or [DEFAULT_SCRIPT]
+    scripts_left = list(scripts) or [DEFAULT_SCRIPT]
 
     def choose(_request: GenerateRequest) -> Script:
-        return rest.pop(0) if len(rest) > 1 else rest[0]
+        return scripts_left.pop(0) if len(scripts_left) > 1 else scripts_left[0]
 
     return choose
 

@@ -76,7 +76,7 @@ class FaultServer:
         self.other_url = f"http://localhost:{self.httpd.server_port}"
 
     def gets(self, path: str) -> list[Seen]:
-        return [one for one in self.seen if one.method == "GET" and one.path == path]
+        return [request for request in self.seen if request.method == "GET" and request.path == path]
 
     def drop_all(self) -> None:
         """Cut every answer that is on its way."""
@@ -120,9 +120,9 @@ class HubHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def allowed(self, repo: str) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return repo not in self.hub.gated or given in self.hub.tokens
+    def has_access(self, repo: str) -> bool:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return repo not in self.hub.gated or token in self.hub.tokens
 
     def model_info(self, repo: str) -> None:
         if repo not in self.hub.repos:
@@ -138,17 +138,17 @@ class HubHandler(BaseHTTPRequestHandler):
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(about).encode())
 
     def resolve(self, path: str) -> None:
-        repo, _, rest = path.strip("/").partition("/resolve/")
-        name = rest.partition("/")[2]
+        repo, _, revision_and_name = path.strip("/").partition("/resolve/")
+        name = revision_and_name.partition("/")[2]
         body = self.hub.repos.get(repo, {}).get(name)
         if body is None:
             self.reply(404, {"X-Error-Code": "EntryNotFound"})
-        elif not self.allowed(repo):
+        elif not self.has_access(repo):
             self.reply(403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
         else:
             self.hub.files[f"/cdn/{repo}/{name}"] = body
-            place = f"{self.hub.other_url}/cdn/{repo}/{name}?signature=once"
-            self.reply(302, {"ETag": '"not-this-one"', "Location": place})
+            location = f"{self.hub.other_url}/cdn/{repo}/{name}?signature=once"
+            self.reply(302, {"ETag": '"not-this-one"', "Location": location})
 
     def file(self, path: str, headers: dict[str, str]) -> None:
         asked = self.command == "GET" and self.hub.faults
@@ -159,39 +159,39 @@ class HubHandler(BaseHTTPRequestHandler):
             self.reply(fault.status or 404, fault.headers)
             return
         etag = self.hub.etags.get(path, f'"{sha(body)[:16]}"')
-        start, end = self.span(headers, etag, fault, len(body))
+        start, stop = self.span(headers, etag, fault, len(body))
         if start >= len(body) and start:
             self.reply(416, {"Content-Range": f"bytes */{len(body)}"})
             return
-        self.body(body, start, end, etag, fault)
+        self.body(body, start, stop, etag, fault)
 
     def span(self, headers: dict[str, str], etag: str, fault: Fault, size: int) -> tuple[int, int]:
         """First byte and end of what is asked for; (0, size) is the whole file."""
-        wanted = headers.get("range", "")
+        requested_range = headers.get("range", "")
         if (
             fault.ignore_range
-            or not wanted
+            or not requested_range
             or (headers.get("if-range", etag) != etag and not fault.ignore_if_range)
         ):
             return 0, size
-        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        first, _, last = requested_range.removeprefix("bytes=").partition("-")
         return int(first), min(size, int(last) + 1) if last else size
 
-    def body(self, body: bytes, start: int, end: int, etag: str, fault: Fault) -> None:
+    def body(self, body: bytes, start: int, stop: int, etag: str, fault: Fault) -> None:
         claimed = start if fault.wrong_start is None else fault.wrong_start
-        partly = start or end < len(body)
+        partly = start or stop < len(body)
         self.send_response(206 if partly else 200)
         self.send_header("Accept-Ranges", "bytes")
         if etag and not (partly and fault.partial_without_etag):
             self.send_header("ETag", etag)
         if partly:
             self.send_header(
-                "Content-Range", f"bytes {claimed}-{end - 1}/{len(body) + fault.extra_length}"
+                "Content-Range", f"bytes {claimed}-{stop - 1}/{len(body) + fault.extra_length}"
             )
         if fault.no_length:
             self.send_header("Connection", "close")
         else:
-            self.send_header("Content-Length", str(end - start + fault.extra_length))
+            self.send_header("Content-Length", str(stop - start + fault.extra_length))
         for name, value in fault.headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -201,19 +201,19 @@ class HubHandler(BaseHTTPRequestHandler):
             changed = bytearray(body)
             changed[fault.wrong_byte_at] ^= 0xFF
             body = bytes(changed)
-        self.pour(body[start:end], fault)
+        self.pour(body[start:stop], fault)
         if fault.no_length or fault.extra_length:
             self.close_connection = True
 
     def pour(self, body: bytes, fault: Fault) -> None:
-        end = len(body) if fault.cut_after is None else min(len(body), fault.cut_after)
+        stop = len(body) if fault.cut_after is None else min(len(body), fault.cut_after)
         step = fault.pace or 1 << 16
         generation = self.hub.generation
-        for at in range(0, end, step):
+        for offset in range(0, stop, step):
             if self.hub.generation != generation:
                 self.connection.close()
                 break
-            piece = body[at : min(at + step, end)]
+            piece = body[offset : min(offset + step, stop)]
             self.wfile.write(piece)
             self.wfile.flush()
             with self.hub.grew:

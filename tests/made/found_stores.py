@@ -10,9 +10,9 @@ from fake_hub import sha
 
 def parts(*contents: bytes) -> Iterator[tuple[str, bytes]]:
     """Name the files of a model, one or several."""
-    for at, content in enumerate(contents, 1):
-        part = f"-{at:05}-of-{len(contents):05}" if len(contents) > 1 else ""
-        yield f"tiny-F32{part}.gguf", content
+    for number, content in enumerate(contents, 1):
+        suffix = f"-{number:05}-of-{len(contents):05}" if len(contents) > 1 else ""
+        yield f"tiny-F32{suffix}.gguf", content
 
 
 class OllamaStore:
@@ -40,14 +40,14 @@ class OllamaStore:
         path.write_bytes(content)
         return path
 
-    def write_manifest(self, at: Path | None = None, **of_model: object) -> Path:
+    def write_manifest(self, path: Path | None = None, **of_model: object) -> Path:
         layers: list[dict[str, object]] = []
         for kind, content in self.layers:
             media_type = f"application/vnd.ollama.image.{kind}"
             digest = f"sha256:{sha(content)}"
             layers.append({"mediaType": media_type, "digest": digest, "size": len(content)})
         layers[0] |= of_model
-        path = at or self.manifest
+        path = path or self.manifest
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
         return path
@@ -72,8 +72,8 @@ class HubCache:
         self.snapshot = self.repo / "snapshots" / self.revision
         (self.repo / "refs").mkdir(parents=True)
         (self.repo / "refs/main").write_text(self.revision)
-        for name, one in parts(content, *more):
-            self.add(name, one)
+        for name, part_of_file in parts(content, *more):
+            self.add(name, part_of_file)
         self.link = next(iter(sorted(self.snapshot.iterdir())))
         self.file = self.link.resolve()
 
@@ -103,8 +103,8 @@ class StudioFolder:
         self.root = home / ".lmstudio/models"
         self.repo = self.root / "someone/Tiny-GGUF"
         self.repo.mkdir(parents=True)
-        for name, one in parts(content, *more):
-            (self.repo / name).write_bytes(one)
+        for name, part_of_file in parts(content, *more):
+            (self.repo / name).write_bytes(part_of_file)
         self.file = self.link = next(iter(sorted(self.repo.iterdir())))
 
     def replace(self, content: bytes) -> None:

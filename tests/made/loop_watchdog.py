@@ -58,7 +58,7 @@ def _name(handle: Any) -> str:
 
 
 @contextlib.contextmanager
-def watched(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+def watch_loop(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Raise AssertionError at the end, naming each callback of `loop` that held it too long."""
     asyncio.Handle._run = _timed_run  # type: ignore[method-assign]
     slow = _watched[loop] = []

@@ -64,18 +64,18 @@ def golden(name: str) -> dict:
 
 def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = False) -> Path:
     """Write the checkpoint of a family into `folder`."""
-    kept = golden(name)
+    recorded = golden(name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(kept["config"]))
+    (folder / "config.json").write_text(json.dumps(recorded["config"]))
     (folder / "tokenizer.json").write_text(json.dumps(tiny_byte_level()))
-    tensors = {tensor: weights(tensor, tuple(shape)) for tensor, shape in kept["tensors"].items()}
+    tensors = {tensor: weights(tensor, tuple(shape)) for tensor, shape in recorded["tensors"].items()}
     if shards == 1:
         (folder / "model.safetensors").write_bytes(safetensors(tensors, bf16=bf16))
         return folder
     names = list(tensors)
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
-        mine = {one: tensors[one] for one in names[number::shards]}
+        mine = {tensor: tensors[tensor] for tensor in names[number::shards]}
         (folder / file).write_bytes(safetensors(mine, bf16=bf16))
     return folder
 
@@ -83,8 +83,8 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
 def byte_symbols() -> list[str]:
     """Return the symbol of each byte in a byte-level tokenizer: GPT-2's, printable characters alone."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+    free_codes = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(free_codes)) for byte in range(256)]
 
 
 def tiny_byte_level() -> dict:

@@ -143,10 +143,10 @@ def _make(
 @functools.cache
 def _vocabulary(source: Path) -> list[tuple[str, Any, Any, Any]]:
     """Read the tokenizer's keys of a model's file, which takes a second."""
-    found = []
+    fields = []
     for name, field in gguf.GGUFReader(source).fields.items():
         if name.startswith("tokenizer."):
             kind = field.types[0]
             sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            found.append((name, field.contents(), kind, sub_type))
-    return found
+            fields.append((name, field.contents(), kind, sub_type))
+    return fields

@@ -19,11 +19,11 @@ def make_pdf(lines: Sequence[str]) -> bytes:
         objects.append(b"<< /Type /Page %s /Contents %d 0 R >>" % (about, len(objects)))
         pages.append(b"%d 0 R" % len(objects))
     objects[1] = b"<< /Type /Pages /Kids [%s] /Count %d >>" % (b" ".join(pages), len(pages))
-    out, places = b"%PDF-1.4\n", []
+    out, offsets = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
-        places.append(len(out))
+        offsets.append(len(out))
         out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
     size, start = len(objects) + 1, len(out)
     out += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table)
     return out + b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (size, start)
@@ -32,7 +32,9 @@ def make_pdf(lines: Sequence[str]) -> bytes:
 def make_docx(paragraphs: Sequence[str], *, head: str = "") -> bytes:
     """A DOCX file; a tab in a paragraph is one in the file too."""
     tab = "</w:t><w:tab/><w:t>"
-    body = "".join(f"<w:p><w:r><w:t>{one.replace(chr(9), tab)}</w:t></w:r></w:p>" for one in paragraphs)
+    body = "".join(
+        f"<w:p><w:r><w:t>{paragraph.replace(chr(9), tab)}</w:t></w:r></w:p>" for paragraph in paragraphs
+    )
     xml = f'{head}<w:document xmlns:w="{_NAMESPACE}"><w:body>{body}</w:body></w:document>'
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -216,8 +216,8 @@ FAMILIES: dict[str, Family] = {
 
 
 _BUCKETS = 8
-_T5_ATTENTION = {f"attn_{part}": (E, E) for part in "qkvo"}
-_CROSS = {f"cross_attn_{part}": (E, E) for part in "qkvo"} | {"cross_attn_norm": (E,)}
+_T5_ATTENTION = {f"attn_{letter}": (E, E) for letter in "qkvo"}
+_CROSS = {f"cross_attn_{letter}": (E, E) for letter in "qkvo"} | {"cross_attn_norm": (E,)}
 
 
 def _t5(n: int) -> Shapes:

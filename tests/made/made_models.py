@@ -90,9 +90,9 @@ def make_adapter(
     for layer in range(LORA_LAYERS):
         for module in modules:
             n_in, n_out = LORA_SHAPES[module]
-            for end, shape, size in (("a", (rank, n_in), strength), ("b", (n_out, rank), 0.5)):
+            for factor, shape, size in (("a", (rank, n_in), strength), ("b", (n_out, rank), 0.5)):
                 values = gguf.quants.quantize(rng.normal(0, size, shape).astype(np.float32), kind)
-                writer.add_tensor(f"blk.{layer}.{module}.weight.lora_{end}", values, raw_dtype=kind)
+                writer.add_tensor(f"blk.{layer}.{module}.weight.lora_{factor}", values, raw_dtype=kind)
     return str(finish(writer, path))
 
 
@@ -122,8 +122,8 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = (), pooli
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(N_EMBD // 4)
     n_vocab = add_byte_vocabulary(writer, tuple(FIM[key] for key in fim))
-    for place, key in enumerate(fim):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 258 + place)
+    for index, key in enumerate(fim):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", 258 + index)
     if pooling:
         writer.add_pooling_type(gguf.PoolingType(pooling))
     writer.add_chat_template(

@@ -33,12 +33,12 @@ def make_peft(folder: Path, name: str, modules: tuple[str, ...], **config: objec
 
 def pairs(name: str, modules: tuple[str, ...]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Each adapted module's A [rank, in] and B [out, rank]."""
-    found = {}
+    factors = {}
     for tensor, shape in golden(name)["tensors"].items():
         module = tensor.removesuffix(".weight")
         if module.endswith(modules) and tensor.endswith(".weight"):
-            found[module] = (
+            factors[module] = (
                 weights(f"{module}.lora_A", (RANK, shape[1])),
                 weights(f"{module}.lora_B", (shape[0], RANK)) / 2,
             )
-    return found
+    return factors

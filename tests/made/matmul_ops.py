@@ -43,15 +43,15 @@ def random_weights(kind: str, rows: int, width: int, seed: int = 0) -> Bytes:
         return gguf.quants.quantize(floats, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     size, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows, width // size, n_bytes), dtype=np.uint8)
-    for at, scale in _SCALES[kind]:
+    for offset, scale in _SCALES[kind]:
         scales = random.uniform(0.5, 1.5, (*blocks.shape[:2], 1)) * scale
-        blocks[:, :, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+        blocks[:, :, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
     if kind == "MXFP4":
         blocks[:, :, 0] = random.integers(118, 126, blocks.shape[:2])
     return blocks.reshape(rows, -1)
 
 
-def dequantized(kind: str, weights: Bytes) -> NDArray[np.float64]:
+def dequantize(kind: str, weights: Bytes) -> NDArray[np.float64]:
     """Return the weights that the blocks stand for."""
     return gguf.quants.dequantize(weights, gguf.GGMLQuantizationType[kind]).astype(np.float64)
 
@@ -97,7 +97,7 @@ class Products:
         rows = weights[0].shape[0] // max(experts, 1)
         width = weights[0].shape[1] // size * block
         shape = (width, rows, max(experts, 1))
-        tensors = self._placed(weights, quantization.value, shape, is_repacked)
+        tensors = self._place_tensors(weights, quantization.value, shape, is_repacked)
         self._graph_context = self._context(4 * n * used * (width + rows * len(weights)))
         self._x = self._tensor(self._graph_context, _F32, width, *((1, n) if experts else (n, 1)))
         if experts:
@@ -117,7 +117,7 @@ class Products:
         """Return what makes a graph and what computes it."""
         return open_ggml()
 
-    def _placed(
+    def _place_tensors(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
     ) -> list[int]:
         n_bytes = 0 if is_repacked else sum(w.nbytes for w in weights)
@@ -140,12 +140,12 @@ class Products:
         return planned
 
     def _context(self, n_bytes: int, *, no_alloc: bool = False) -> int:
-        made: int = self._base.ggml_init(InitParams(n_bytes + (4 << 20), None, no_alloc))
-        return made
+        context: int = self._base.ggml_init(InitParams(n_bytes + (4 << 20), None, no_alloc))
+        return context
 
     def _tensor(self, context: int, kind: int, *shape: int) -> int:
-        made: int = self._base.ggml_new_tensor_3d(context, kind, *shape)
-        return made
+        tensor: int = self._base.ggml_new_tensor_3d(context, kind, *shape)
+        return tensor
 
     def compute(
         self, x: Floats | None = None, ids: NDArray[np.int32] | None = None, n_threads: int = 2
@@ -167,7 +167,7 @@ class Products:
         """Return what was computed for each of the weights, (n, used, rows)."""
         size = 4 * int(np.prod(self._shape))
         raw = (ctypes.string_at(self._base.ggml_get_data(out), size) for out in self._outs)
-        return [np.frombuffer(one, np.float32).reshape(self._shape) for one in raw]
+        return [np.frombuffer(row, np.float32).reshape(self._shape) for row in raw]
 
     def close(self) -> None:
         """Free the tensors."""
@@ -177,9 +177,9 @@ class Products:
 
 def use_level(level: str) -> None:
     """Load the kernels of that level, "none" for llama.cpp's. Once a process."""
-    wanted = "" if level == "none" else level
-    libedgeinfer.level_of = lambda variant: wanted
-    assert libllama.build_info().kernels == wanted
+    kernels = "" if level == "none" else level
+    libedgeinfer.level_of = lambda variant: kernels
+    assert libllama.build_info().kernels == kernels
 
 
 def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:

@@ -20,14 +20,14 @@ _PIECES = (
 
 def nasty_strings(count: int = 1000) -> list[str]:
     """Strings of one to seven pieces, some with a space between."""
-    found = []
+    strings = []
     for number in range(count):
         raw = hashlib.shake_128(f"nasty {number}".encode()).digest(16)
         pieces = [_PIECES[byte % len(_PIECES)] for byte in raw[1 : 2 + raw[0] % 7]]
-        found.append((" " if raw[15] % 2 else "").join(pieces))
-    return found
+        strings.append((" " if raw[15] % 2 else "").join(pieces))
+    return strings
 
 
 def digest(ids: Sequence[int]) -> int:
     """A short digest of token ids, 16 bits."""
-    return zlib.crc32(b" ".join(str(int(one)).encode() for one in ids)) & 0xFFFF
+    return zlib.crc32(b" ".join(str(int(token_id)).encode() for token_id in ids)) & 0xFFFF

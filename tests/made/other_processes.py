@@ -37,25 +37,25 @@ def run_python(program: str, *arguments: object, **settings: Any) -> str:
     return run(sys.executable, "-c", program, *arguments, **settings).stdout
 
 
-def wait_until(condition: Callable[[], T], what: str, seconds: float = 120.0) -> T:
-    """Wait for `condition` to be true, looking often; what it returned. Fails with `what`."""
+def wait_until(condition: Callable[[], T], awaited: str, seconds: float = 120.0) -> T:
+    """Wait for `condition` to be true, looking often; return what it returned. Fails with `awaited`."""
     turns = threading.Event()
     for _ in range(int(seconds / _PAUSE_S)):
-        if found := condition():
-            return found
+        if outcome := condition():
+            return outcome
         turns.wait(_PAUSE_S)
-    raise AssertionError(f"waited {seconds:.0f} s: {what}")
+    raise AssertionError(f"waited {seconds:.0f} s: {awaited}")
 
 
 def descendants(pid: int) -> list[int]:
     """Every process below `pid`, a parent before its children; none once it has ended."""
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
             with contextlib.suppress(OSError):
                 for child in (task / "children").read_text().split():
-                    found += [int(child), *descendants(int(child))]
-    return found
+                    pids += [int(child), *descendants(int(child))]
+    return pids
 
 
 def command_name(pid: int) -> str:
@@ -69,7 +69,9 @@ def command_name(pid: int) -> str:
 def engines_below(pid: int) -> list[int]:
     """The processes below a launcher that hold an engine, the launched one first."""
     return [
-        one for one in descendants(pid) if command_name(one) == "edgeinfer" and not descendants(one)
+        process
+        for process in descendants(pid)
+        if command_name(process) == "edgeinfer" and not descendants(process)
     ]
 
 

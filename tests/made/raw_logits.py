@@ -42,15 +42,15 @@ def read(path: Path, tokens: Sequence[int], *, adapters: dict[Path, float] | Non
         try:
             _set_adapters(model, context, adapters or {})
             batch.n_tokens = len(tokens)
-            for at, token in enumerate(tokens):
-                batch.token[at] = token
-                batch.pos[at] = at
-                batch.n_seq_id[at] = 1
-                batch.seq_id[at][0] = 0
-                batch.logits[at] = 1
+            for index, token in enumerate(tokens):
+                batch.token[index] = token
+                batch.pos[index] = index
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = 0
+                batch.logits[index] = 1
             assert L.llama_decode(context, batch) == 0
             width = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
-            rows = [L.llama_get_logits_ith(context, at) for at in range(len(tokens))]
+            rows = [L.llama_get_logits_ith(context, index) for index in range(len(tokens))]
             return np.array([np.ctypeslib.as_array(row, (width,)) for row in rows])
         finally:
             L.llama_batch_free(batch)

@@ -31,16 +31,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def run_seen(start: Callable[[], subprocess.Popen[str]]) -> tuple[subprocess.Popen[str], Watch]:
     """Start a program with `start` so that its sockets are seen; the program, and who sees them."""
-    made: list[Any] = []
+    parts: list[Any] = []
 
     def begin() -> None:  # the filter is of this thread alone, and of what it starts
-        made.append(_install())
-        made.append(start())
+        parts.append(_install())
+        parts.append(start())
 
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
-    return made[1], Watch(made[0])  # its thread is started by this one, which has no filter
+    return parts[1], Watch(parts[0])  # its thread is started by this one, which has no filter
 
 
 class Watch(threading.Thread):

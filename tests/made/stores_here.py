@@ -79,13 +79,13 @@ def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> 
     described = []
     for kind, content in [("application/vnd.docker.ai.model.config.v0.1+json", b"{}"), *layers]:
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        place = send("POST", f"{base}/blobs/uploads/", b"", "application/octet-stream")["location"]
-        joint = "&" if "?" in place else "?"
-        send("PUT", f"{place}{joint}digest={digest}", content, "application/octet-stream")
+        upload_url = send("POST", f"{base}/blobs/uploads/", b"", "application/octet-stream")["location"]
+        joint = "&" if "?" in upload_url else "?"
+        send("PUT", f"{upload_url}{joint}digest={digest}", content, "application/octet-stream")
         described.append({"mediaType": kind, "digest": digest, "size": len(content)})
-    config, *rest = described
+    config, *layers = described
     manifest = json.dumps(
-        {"schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": rest}
+        {"schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": layers}
     ).encode()
     send("PUT", f"{base}/manifests/{tag}", manifest, MANIFEST)
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}"

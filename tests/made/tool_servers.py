@@ -81,16 +81,16 @@ def raw(call, tools=lambda: [TOOL], version="2025-06-18", reads=lambda method: T
                 path = Path(message["params"]["uri"])
                 while not path.exists():
                     time.sleep(0.01)
-                found = [{"uri": str(path), "text": path.read_text()}]
-                _send({"id": number, "result": {"contents": found}})
+                contents = [{"uri": str(path), "text": path.read_text()}]
+                _send({"id": number, "result": {"contents": contents}})
             case "notifications/cancelled":
                 Path("cancelled").write_text(json.dumps(message["params"]))
         if not reads(message.get("method")):
             time.sleep(600)
 
 
-def text(number, words):
-    _send({"id": number, "result": {"content": [{"type": "text", "text": words}]}})
+def text(number, content):
+    _send({"id": number, "result": {"content": [{"type": "text", "text": content}]}})
 
 
 def plain():
@@ -102,17 +102,17 @@ def plain():
     weather = {"name": "weather", "description": "Return a city's weather.", "inputSchema": schema}
 
     def call(number, params):
-        given = params["arguments"]
+        arguments = params["arguments"]
         if params["name"] == "add":
-            text(number, str(given["a"] + given["b"]))
+            text(number, str(arguments["a"] + arguments["b"]))
         else:
-            text(number, f"It rains in {given['city']}.")
+            text(number, f"It rains in {arguments['city']}.")
 
     raw(call, lambda: [add, weather, {**TOOL, "name": "fail"}])
 
 
-def raw_text(words):
-    sys.stdout.write(words)
+def raw_text(content):
+    sys.stdout.write(content)
     sys.stdout.flush()
 
 

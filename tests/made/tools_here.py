@@ -11,8 +11,8 @@ from edgeinfer.runtime.events import Finished, Timings, ToolCallDelta, Usage
 SERVERS = Path(__file__).with_name("tool_servers.py")
 
 
-def command(kind, *rest):
-    return (sys.executable, str(SERVERS), kind, *rest)
+def command(kind, *arguments):
+    return (sys.executable, str(SERVERS), kind, *arguments)
 
 
 def tools_config(*kinds, **fields):

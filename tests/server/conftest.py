@@ -21,7 +21,7 @@ import httpx2
 import pytest
 from fake_engine import FakeEngine, StepGate
 from fake_hub import FaultServer
-from loop_watchdog import watched
+from loop_watchdog import watch_loop
 from made_models import FIM, make_llama
 from other_processes import wait_until
 
@@ -143,7 +143,7 @@ def served(
         outcome = pool.submit(asyncio.run, main())
         endpoint, server, loop = starting.result(20)
         served_ = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
-        stack.enter_context(watched(loop))
+        stack.enter_context(watch_loop(loop))
         try:
             if wait_ready and options.preload:
                 wait_until(
