@@ -5,7 +5,7 @@ MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # a process for each core, each on its own; ARGS=-n0 is one process for all
-BESIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -30,15 +30,15 @@ run: setup       ## the default model: the chat in a terminal, otherwise the ans
 
 test:            ## tests that need only what `make run` builds: 9 to 11 minutes on 2 cores
 	@scripts/setup.sh test
-	$(PYTEST) $(BESIDE) --needs none $(ARGS)
+	$(PYTEST) $(PARALLEL) --needs none $(ARGS)
 
 test-all:        ## every test: compiles all CPU variants and Vulkan, downloads an arm64 compiler, builds the shipped file
 	@scripts/setup.sh test-all
-	$(PYTEST) $(BESIDE) $(ARGS)
+	$(PYTEST) $(PARALLEL) $(ARGS)
 
 test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@scripts/setup.sh lint
-	PYTHONPATH=. $(PYTEST) $(BESIDE) -p no:schemathesis --fast -q $(ARGS)
+	PYTHONPATH=. $(PYTEST) $(PARALLEL) -p no:schemathesis --fast -q $(ARGS)
 
 test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
 	@scripts/setup.sh lint
@@ -68,23 +68,23 @@ docs:            ## write the generated parts of the docs again
 	@scripts/setup.sh lint
 	PYTHONPATH=. $(BIN)/python scripts/docs.py
 
-bench: full      ## load, prefill and decode rates beside a bare llama_decode loop and llama-bench
+bench: full      ## load, prefill and decode rates compared with a bare llama_decode loop and llama-bench
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, beside llama-server; 6 minutes
+bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, compared with llama-server; 6 minutes
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
-bench-resume: full  ## launches of warm models, 135M to 14B-shaped, beside cold starts and llama-server; 30 GB of disk
+bench-resume: full  ## launches of warm models, 135M to 14B-shaped, compared with cold starts and llama-server; 30 GB of disk
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
 
-bench-memory: full  ## what is remembered: conversations in turn, after kill -9, edits, beside llama-server
+bench-memory: full  ## what is remembered: conversations in turn, after kill -9, edits, compared with llama-server
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
 
-bench-pictures: full  ## questions about a picture: first, next, in a new conversation, after kill -9, beside llama-server
+bench-pictures: full  ## questions about a picture: first, next, in a new conversation, after kill -9, compared with llama-server
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_pictures.py $(ARGS)
 
@@ -104,19 +104,19 @@ bench-matmul: full  ## matrix products by type and rows, with kernels of our own
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_matmul.py $(ARGS)
 
-bench-attention: full  ## steps behind a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
+bench-attention: full  ## steps after a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_attention.py $(ARGS)
 
-bench-invariance: full  ## greedy texts alone, in any batch, with drafts, from the prefix cache, after a restart; perplexity
+bench-invariance: full  ## greedy texts unbatched, in any batch, with drafts, from the prefix cache, after a restart; perplexity
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
 
-bench-gpu: full  ## first token, reading and writing: the CPU against each GPU and split, beside llama-server
+bench-gpu: full  ## first token, reading and writing: the CPU against each GPU and split, compared with llama-server
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-serve: full  ## the endpoint beside llama-server, 1 to 32 clients, both models; 10 minutes
+bench-serve: full  ## the endpoint compared with llama-server, 1 to 32 clients, both models; 10 minutes
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
 
@@ -165,14 +165,14 @@ reproduce:       ## build all that is published twice, in two folders and (as ro
 release:         ## check that this commit is VERSION= and build what is published into dist/; tags nothing
 	scripts/release.sh $(VERSION)
 
-bench-binary: binary ## stages of a launch of the file beside the virtual environment, the first launch, sizes
+bench-binary: binary ## stages of a launch of the file compared with the virtual environment, the first launch, sizes
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
 cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
 	scripts/build_cuda.sh dist/backends
 
-clean:           ## what tools leave behind
+clean:           ## what the targets write
 	rm -rf work dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean ## and the virtual environment

@@ -1,5 +1,5 @@
-"""`make bench`: load time, prefill and decode rates of both real models, beside a bare llama_decode
-loop in the same process and beside llama-bench when it is on PATH. Writes bench-out/bench.md and
+"""`make bench`: load time, prefill and decode rates of both real models, compared with a bare llama_decode
+loop in the same process and with llama-bench when it is on PATH. Writes bench-out/bench.md and
 bench-out/bench.json.
 
 Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what

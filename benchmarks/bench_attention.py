@@ -1,4 +1,4 @@
-"""`make bench-attention`: whole steps of a model behind a long context, with kernels of our own and llama.cpp's.
+"""`make bench-attention`: whole steps of a model after a long context, with kernels of our own and llama.cpp's.
 
 Each side is a process of its own that holds the model with the same context read; steps of each length
 alternate between them. Figures are medians of `--runs` with the least and the greatest, and their ratio.
@@ -26,7 +26,7 @@ _BATCH = 512
 
 
 class Steps:
-    """One side, in this process: a context of `depth` tokens, and steps behind it."""
+    """One side, in this process: a context of `depth` tokens, and steps after it."""
 
     def __init__(self, model: str, depth: int, cache: str, variant: str) -> None:
         if variant:
@@ -45,7 +45,7 @@ class Steps:
             self._decode(first, min(_BATCH, depth - first))
 
     def step(self, rows: int) -> float:
-        """Compute so many tokens behind the context, and forget them; seconds."""
+        """Compute so many tokens after the context, and forget them; seconds."""
         took_s = self._decode(self._depth, rows)
         memory = self._lib.llama_get_memory(self._context)
         self._lib.llama_memory_seq_rm(memory, 0, self._depth, -1)

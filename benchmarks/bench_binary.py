@@ -1,4 +1,4 @@
-"""The shipped file beside the virtual environment: every stage of a warm launch from exec, the first
+"""The shipped file compared with the virtual environment: every stage of a warm launch from exec, the first
 launch, and sizes.
 
     bench_binary.py [--binary dist/edgeinfer] [--models small,7b] [--runs 10] [--out bench-out]

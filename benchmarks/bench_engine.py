@@ -1,7 +1,7 @@
 """`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both
 real models in one run.
 
-Beside us: a bare llama_decode loop in the same process, ourselves without draft tokens, and llama-server with as many
+Compared with us: a bare llama_decode loop in the same process, ourselves without draft tokens, and llama-server with as many
 slots. Sides alternate, and turns of who begins; figures are medians of the rounds with their least and greatest, latencies
 percentiles over all streams of all rounds. Six minutes. Writes OUT/bench-engine.md and OUT/bench-engine.json.
 """
@@ -213,7 +213,7 @@ def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: 
 
 
 def stall(engine: LlamaEngine) -> dict:
-    """The longest gap of a running stream while a 2,000-token prompt is prefilled beside it."""
+    """The longest gap of a running stream while a 2,000-token prompt is prefilled at the same time."""
     prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
     long = (engine.tokenize("Nobody has counted the waves of the sea. ") * 300)[:2000]
     times: list[float] = []

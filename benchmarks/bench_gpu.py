@@ -4,7 +4,7 @@
 
 A side is an endpoint that was resumed from one and the same snapshot: on the CPU, with all layers on a
 device, with half of them, and with all spread over all devices of a backend. EDGEINFER_LLAMA_BENCH names
-a llama-bench of llama.cpp's same build, to run beside it with the very same backend libraries. A machine
+a llama-bench of llama.cpp's same build, to run next to it with the very same backend libraries. A machine
 without a device gets a row that says so; --software takes Mesa's software device of the tests, which is
 slower than any CPU and shows that everything runs. A SHAPE-TYPE like 4b-q4_k_m is a model of random
 weights, `tiny` a small one.
@@ -76,7 +76,7 @@ class GpuBench(Bench):
         return [d for d in devices if d.kind in kinds], absent
 
     def _take_software(self) -> None:
-        """Put the backend and a loader beside it where this home has its own: a resumed process heeds no
+        """Put the backend and a loader next to it where this home has its own: a resumed process heeds no
         LD_LIBRARY_PATH.
         """
         file = backends.find("vulkan")

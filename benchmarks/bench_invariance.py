@@ -1,6 +1,6 @@
 """`make bench-invariance`: greedy texts are the same in any batch, and perplexity is llama.cpp's.
 
-Texts continue pieces of this repository's docs. Each way of computing them is compared with the first, alone, text by
+Texts continue pieces of this repository's docs. Each way of computing them is compared with the first, unbatched, text by
 text. Perplexity is of the same docs, in windows, with the in-tree kernels and with llama.cpp's own (not repacked).
 """
 

@@ -1,4 +1,4 @@
-"""Measure the prefix cache, beside llama-server in the same run: `make bench-memory`.
+"""Measure the prefix cache, compared with llama-server in the same run: `make bench-memory`.
 
 turns      N conversations of some 1,000 tokens asked in turn over HTTP: total time, first token, memory
 restart    `kill -9` of the server, then the same conversation: exec to first token, tokens computed again
@@ -200,7 +200,7 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
 
 
 def _decode_step(side: Side, chat: Messages) -> float:
-    """Seconds of a decode step behind a conversation that is in memory."""
+    """Seconds of a decode step after a conversation that is in memory."""
     one_s, more_s = (
         min(side.ask(chat, n=n, ignore_eos=True, speculative="off").total_s for _ in range(3))
         for n in (1, 1 + _STEPS)

@@ -1,14 +1,14 @@
-"""Measure questions about a picture, beside llama-server with the same projector: `make bench-pictures`.
+"""Measure questions about a picture, compared with llama-server with the same projector: `make bench-pictures`.
 
 The projector is a vision transformer of SigLIP-base's size with random weights, in front of
 gemma-3-270m: a picture of any size is resized to 512x512 and becomes 256 rows. Each run has a picture
 and texts of its own; the sides take turns. Both servers are asked over HTTP, streamed:
 
-first, second   a question about a picture behind some text, and the next one in that conversation
-new             the picture behind another text
-restarted       after `kill -9`: the next question, `new` again, and the picture behind a third text
-text            the same questions in a conversation of text alone, as long in tokens
-gap             the longest gap of eight streams of text, alone and while a picture arrives
+first, second   a question about a picture after some text, and the next one in that conversation
+new             the picture after another text
+restarted       after `kill -9`: the next question, `new` again, and the picture after a third text
+text            the same questions in a conversation of only text, as long in tokens
+gap             the longest gap of eight streams of text, without a picture and while one arrives
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEMPLATE = """{% for message in messages %}<start_of_turn>
 {% endif %}"""
 _N_CTX = 2048
 _STREAMS = 8
-#: Words before the picture, and those that take its place in a conversation of text alone.
+#: Words before the picture, and those that take its place in a conversation of only text.
 _WORDS = 100
 _INSTEAD = 256
 #: How long (s) eight streams run before a picture arrives.

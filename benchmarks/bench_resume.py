@@ -1,4 +1,4 @@
-"""Launches of a warm model, whole processes timed from exec, beside a cold start and beside
+"""Launches of a warm model, whole processes timed from exec, compared with a cold start and
 `llama-server`.
 
     bench_resume.py [--models small,7b,14b] [--runs 10] [--parts resumed,cold,… [--keep]] [--out
@@ -190,7 +190,7 @@ class Bench:
         }
 
     def _warm(self, name: str, size: int) -> dict[str, float]:
-        """`warm` beside a cold start and writing as many bytes; medians in seconds of three rounds, and
+        """`warm` compared with a cold start and writing as many bytes; medians in seconds of three rounds, and
         warm's range.
 
         The order turns from round to round, and before each step as much memory as it needs is taken

@@ -1,4 +1,4 @@
-"""The endpoint under load, beside llama-server in the same run, and beside itself without draft tokens.
+"""The endpoint under load, compared with llama-server in the same run and with itself without draft tokens.
 
     python benchmarks/bench_serve.py [--models smollm2,gemma3] [--widths 1,2,4,8,16,32] [--rounds 4]
     [--tokens 48] [--bare]
@@ -11,7 +11,7 @@ another is measured; all have our setting of libgomp's spin count (docs/decision
 unless GOMP_SPINCOUNT says otherwise.
 
 Without llama-server that side is left out and the table says so. It takes ten minutes. Writes OUT/serve.md
-and JSON beside it.
+and JSON next to it.
 """
 
 from __future__ import annotations

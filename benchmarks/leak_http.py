@@ -2,10 +2,10 @@
 
     python benchmarks/leak_http.py [--requests 10000] [--clients 8]
 
-The endpoint is resumed from a snapshot, behind its launcher. Prints, every thousand requests: resident
+The endpoint is resumed from a snapshot, with its launcher. Prints, every thousand requests: resident
 memory, open descriptors of the application and of the launcher, running and waiting generations, and
 the KV cache in use. Fails when memory grows by more than 5 % after the first two thousand, or anything
-else is left behind.
+else is left.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 #   PREFIX/share/doc/*/copyright       the licences of the headers that are compiled into it
 #   PREFIX/share/packages.tsv          package, version, source, source version, SHA-256 of the .deb
 #
-# The shader compiler and the headers are those of trixie, unpacked beside the system: Debian 12's glslc leaves out the shaders
+# The shader compiler and the headers are those of trixie, unpacked next to the system: Debian 12's glslc leaves out the shaders
 # for tensor cores and integer dot products, and its headers do not have what ggml-vulkan.cpp needs. Without apt, the system's
 # own are taken. The loader need not be here: a stand-in gives the linker its name.
 set -euo pipefail

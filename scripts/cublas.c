@@ -1,7 +1,7 @@
 /* cuBLAS at its first use, instead of when the CUDA backend is loaded: the library takes 600 MB, and quantized models on a
  * GPU from Turing on hardly call it. Linked into libggml-cuda.so by build_cuda.sh in its place.
  *
- * It is looked for as EDGEINFER_CUBLAS names it, then as the dynamic linker does: beside libggml-cuda.so, too. Where it is
+ * It is looked for as EDGEINFER_CUBLAS names it, then as the dynamic linker does: next to libggml-cuda.so, too. Where it is
  * not, cublasCreate fails and cublasGetStatusString says what to install; ggml writes that to its log and gives up. */
 #include <cublas_v2.h>
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fetch_criu.sh PREFIX [--force]: a CRIU that can resume without root, beside the system's own, which stays as it is.
+# fetch_criu.sh PREFIX [--force]: a CRIU that can resume without root, next to the system's own, which stays as it is.
 #
 # Debian 12's CRIU (3.17) cannot dump without root, nor read the vdso of a kernel >= 6.13. This takes Debian 13's, with the
 # libraries and the libc it needs, from the mirrors this machine's apt already uses, checked by apt against Debian's keys.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fetch_cross.sh PREFIX: this suite's g++ for arm64 beside the system, without root; PREFIX appears whole or not at all.
+# fetch_cross.sh PREFIX: this suite's g++ for arm64 next to the system, without root; PREFIX appears whole or not at all.
 #
 #   PREFIX/bin/aarch64-linux-gnu-g++, -gcc, -strip    CXX of `native/build.sh aarch64`
 #   PREFIX/usr/aarch64-linux-gnu/                     its libc; qemu-aarch64 -L takes it as the root of a program

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # fetch_lavapipe.sh PREFIX: Mesa's software Vulkan device and the Vulkan loader, for the tests of offload on a machine without a GPU.
 #
-#   PREFIX/loader/libvulkan.so.1    the loader, for LD_LIBRARY_PATH, or beside a backend library
+#   PREFIX/loader/libvulkan.so.1    the loader, for LD_LIBRARY_PATH, or next to a backend library
 #   PREFIX/lvp_icd.json             the driver, for VK_DRIVER_FILES and (older loaders) VK_ICD_FILENAMES
 #   PREFIX/lib/                     the driver and what it needs, each finding the others there
 #

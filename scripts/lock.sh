@@ -5,7 +5,7 @@
 #   requirements/tools.txt   of it, what `make lint`, `make test-fast` and a first answer need
 #
 # Without --upgrade versions stay unless pyproject.toml excludes them. llama-cpp-python is not in them: scripts/setup.sh
-# compiles it, and its version stands in pyproject.toml alone.
+# compiles it, and its version stands only in pyproject.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v uv >/dev/null || { printf 'error: uv is missing\n\nhint: pip install uv\n' >&2; exit 1; }

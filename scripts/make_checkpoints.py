@@ -136,7 +136,7 @@ SEEING = {
 
 
 def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
-    """Return the rows that a picture becomes; Qwen3's have those of deeper layers beside them."""
+    """Return the rows that a picture becomes; Qwen3's have those of deeper layers next to them."""
     if name.startswith("qwen"):
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         reader = hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, do_resize=False, **half)

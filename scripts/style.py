@@ -5,7 +5,7 @@
 - Words of scripts/words.toml in docstrings, comments, prose strings, names and documents, and docstrings
   that do not begin with a verb.
 
-`style.py PATH…` checks those paths alone, the ones that words.toml lists as unconverted too.
+`style.py PATH…` checks only those paths, also the ones that words.toml lists as unconverted.
 """
 
 from __future__ import annotations

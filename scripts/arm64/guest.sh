@@ -1,6 +1,6 @@
 #!/bin/bash
 # guest.sh TESTS: init of the emulated machine (machine.sh): /work is its disk, with the checkout, its environment and a model.
-[ $$ = 1 ] || { echo 'error: guest.sh mounts and powers off: it is for the emulated machine alone' >&2; exit 1; }
+[ $$ = 1 ] || { echo 'error: guest.sh mounts and powers off: it is only for the emulated machine' >&2; exit 1; }
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /tmp -o mode=1777
@@ -30,7 +30,7 @@ check() { # NAME COMMAND...
     echo "=== $name: $outcome ($((SECONDS - begun)) s)"
 }
 
-# --- plain: CRIU alone, in the namespaces that a launch makes ----------------------------------------------------------------------
+# --- plain: only CRIU, in the namespaces that a launch makes ----------------------------------------------------------------------
 plain() { # MEGABYTES THREADS
     rm -rf /work/home/plain
     as_user mkdir -p /work/home/plain/images
@@ -63,7 +63,7 @@ resumed_as_cold() {
     cold=$(says --resume=never) && resumed && [ -n "$cold" ] && [ "$cold" = "$(cat /tmp/said)" ]
 }
 
-# --- file: the shipped file on a root with glibc 2.31 alone, as an ordinary user -------------------------------------------------------
+# --- file: the shipped file on a root with only glibc 2.31, as an ordinary user -------------------------------------------------------
 in_bare_root() { # COMMAND...
     env -i HOME=/home TERM=dumb LANG=C.UTF-8 python3 /work/edgeinfer/tests/binary/bare.py /work/bare --uid 1000 -- /edgeinfer "$@"
 }

@@ -2,7 +2,7 @@
 # machine.sh TEST...: boot this checkout in an emulated arm64 machine and run tests of guest.sh there. No root, no KVM. parts.sh
 # makes what is cached: a first call compiles llama.cpp, later ones begin to boot after a minute.
 #
-#   plain     processes with threads and 64 MiB of memory, dumped and resumed by CRIU alone
+#   plain     processes with threads and 64 MiB of memory, dumped and resumed by CRIU without edgeinfer
 #   warm      doctor, warm, runs resumed and cold, snapshots verify, as an ordinary user
 #   build     file.sh before the boots: dist/edgeinfer-aarch64 of this checkout
 #   file      that file, on a root with glibc 2.31 and nothing else: first launch, warm, a resumed run

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # parts.sh: everything of the emulated machine but this checkout, into the build cache, once: Debian's packages, PyPI's wheels for
-# arm64, llama.cpp, cross-compiled, and our own C++. machine.sh and file.sh source it; run alone, it fetches and compiles. No root;
+# arm64, llama.cpp, cross-compiled, and our own C++. machine.sh and file.sh source it; run by itself, it fetches and compiles. No root;
 # no network but the package registries'.
 #
 # Sets cache, parts, venv, native, model; work, a folder that goes with the process; and `packages`, `pip`, `lay_out`.

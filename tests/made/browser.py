@@ -106,7 +106,7 @@ class Page:
         self.target = target
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # visible, beside other tabs too
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # visible, next to other tabs too
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call(

@@ -80,8 +80,8 @@ DEFAULT_INFO = EngineInfo(
 def split_script(script: Script, dice: random.Random, *, pause_s: float = 0.0) -> Script:
     """Deliver a script's text, reasoning and arguments in other pieces, with pauses between them.
 
-    The pieces: each character alone, of random sizes, or the blanks at a beginning first. A pause
-    longer than a front end's look at the answer makes it see each piece alone.
+    The pieces: single characters, of random sizes, or the blanks at a beginning first. A pause
+    longer than a front end's look at the answer makes it see the pieces one by one.
     """
     sizes = dice.choice([(1, 1), (1, 3), (1, 20), (5, 60)])
     items: list[Item] = []

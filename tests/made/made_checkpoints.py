@@ -81,14 +81,14 @@ def make_checkpoint(name: str, folder: Path, *, shards: int = 1, bf16: bool = Fa
 
 
 def byte_symbols() -> list[str]:
-    """Return the symbol of each byte in a byte-level tokenizer: GPT-2's, printable characters alone."""
+    """Return the symbol of each byte in a byte-level tokenizer: GPT-2's, only printable characters."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     free_codes = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(free_codes)) for byte in range(256)]
 
 
 def tiny_byte_level() -> dict:
-    """A byte-level tokenizer.json of ASCII alone, with the special tokens 0 to 2."""
+    """A byte-level tokenizer.json of only ASCII, with the special tokens 0 to 2."""
     special = ["<pad>", "<s>", "</s>"]
     tokens = [*special, *byte_symbols()[: N_VOCAB - len(special) - 1], "th"]
     return {

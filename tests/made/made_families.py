@@ -250,7 +250,7 @@ def make_family(path: Path, name: str) -> Path:
 
 
 def write_family(writer: gguf.GGUFWriter, path: Path, family: Family, n_vocab: int, n_ctx: int) -> Path:
-    """Write metadata and tensors of a family beside the vocabulary that `writer` has already."""
+    """Write metadata and tensors of a family next to the vocabulary that `writer` has already."""
     _add_metadata(writer, family, n_ctx)
     rng = np.random.default_rng(3)
     for tensor, shape in _tensors(family, n_vocab):

@@ -33,7 +33,7 @@ def run_seen(start: Callable[[], subprocess.Popen[str]]) -> tuple[subprocess.Pop
     """Start a program with `start` so that its sockets are seen; the program, and who sees them."""
     parts: list[Any] = []
 
-    def begin() -> None:  # the filter is of this thread alone, and of what it starts
+    def begin() -> None:  # the filter holds for this thread and what it starts
         parts.append(_install())
         parts.append(start())
 
