@@ -83,9 +83,9 @@ def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> 
         joint = "&" if "?" in upload_url else "?"
         send("PUT", f"{upload_url}{joint}digest={digest}", content, "application/octet-stream")
         described.append({"mediaType": kind, "digest": digest, "size": len(content)})
-    config, *layers = described
+    config, *layer_descriptors = described
     manifest = json.dumps(
-        {"schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": layers}
+        {"schemaVersion": 2, "mediaType": MANIFEST, "config": config, "layers": layer_descriptors}
     ).encode()
     send("PUT", f"{base}/manifests/{tag}", manifest, MANIFEST)
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
