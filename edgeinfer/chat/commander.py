@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from edgeinfer.chat import attachments, commands, context, formats, presets
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.store import MARK, UNMARK
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
@@ -145,10 +146,11 @@ class Commander:
     def _set(self, argument: str) -> None:
         name, _, text = argument.replace("=", " ").partition(" ")
         if not name:
-            own = msgspec.structs.asdict(self.session.sampling()) | self.session.conversation.sampling
+            values = msgspec.structs.asdict(self.session.prompt.sampling())
+            values |= self.session.conversation.sampling
             options = [""]
             for option in presets.OPTIONS.values():
-                value = own.get(option.field)
+                value = values.get(option.field)
                 shown = "-" if value is None else f"{value:g}"
                 options.append(f"{option.label:<18} {shown:<6} {option.help}")
         else:

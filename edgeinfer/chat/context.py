@@ -28,7 +28,8 @@ _SUMMARY_TOKENS = 300
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
     """Count the prompt tokens of these turns."""
     shown = session.tools.shown() if session.tools is not None else ()
-    return len(engine.tokenize_chat(GenerateRequest(messages=session.messages(turns), tools=shown)))
+    messages = session.prompt.messages(turns)
+    return len(engine.tokenize_chat(GenerateRequest(messages=messages, tools=shown)))
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:

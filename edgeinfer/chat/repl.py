@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.launch import Launch, started
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.chat.read_ahead import ReadAhead
-from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError

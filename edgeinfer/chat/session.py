@@ -9,37 +9,31 @@ The front end drives an answer: `for event in answer.generation: answer.add(even
 
 from __future__ import annotations
 
-import itertools
-import sqlite3
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgeinfer.chat import presets
-from edgeinfer.chat.attachments import merged, with_attachments
+from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.attachments import merged
 from edgeinfer.chat.history.lease import Lease
-from edgeinfer.chat.history.store import ConversationStore, migrate, written_elsewhere
+from edgeinfer.chat.history.store import ConversationStore, memory_store, written_elsewhere
 from edgeinfer.chat.history.values import (
     CUT,
     Attachment,
     Conversation,
-    Stats,
-    Status,
     Turn,
     branch_to,
     newest_leaf,
-    sent_part,
     siblings,
 )
+from edgeinfer.chat.requests import PromptContext, rounds_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
-from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
-from edgeinfer.runtime.generation import Collected, RepetitionWatch
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
-from edgeinfer.runtime.pictures import join_parts
-from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, with_answer_limit
-from edgeinfer.tools.uses import Stop, ToolUse, call_messages, uses_of
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.tools.uses import Stop, ToolUse
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFront, ChatTools
@@ -143,7 +137,7 @@ class ChatSession:
     def new(self) -> None:
         """Begin another conversation with the same model and options; stored with its first turn."""
         old = self.conversation
-        self._leave()
+        self._stop_all()
         self.conversation = Conversation(
             model=old.model, system_prompt=old.system_prompt, sampling=old.sampling
         )
@@ -153,7 +147,7 @@ class ChatSession:
         """Open a stored conversation. Raises StoreError."""
         conversation = self.store.conversation(conversation_id)
         turns = self.store.turns(conversation_id)
-        self._leave()
+        self._stop_all()
         self.conversation, self._turns = conversation, turns
         self._hold()
 
@@ -294,7 +288,7 @@ class ChatSession:
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
-            generation = engine.submit(self._request(self.path, continue_final=True))
+            generation = engine.submit(self.prompt.request(self.path, continue_final=True))
             self.store.reopen(head.id)
         except BaseException:
             lease.release()
@@ -348,7 +342,7 @@ class ChatSession:
             self.store.set_calls(turn.id, calls)
         finally:
             self._calls_leases.pop(turn.id, Lease()).release()
-        self._ended(msgspec.structs.replace(turn, calls=calls))
+        self._replace(msgspec.structs.replace(turn, calls=calls))
         is_here = self.conversation.head_id == turn.id
         return is_here and all(use.status != "stopped" for use in calls)
 
@@ -371,7 +365,7 @@ class ChatSession:
             status="streaming",
         )
         try:
-            generation = engine.submit(self._request(branch_to(self._turns, question_id)))
+            generation = engine.submit(self.prompt.request(branch_to(self._turns, question_id)))
         except EdgeInferError as error:
             self._append(
                 self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message))
@@ -387,14 +381,14 @@ class ChatSession:
     def _run(self, engine: Engine, turn: Turn, generation: Generation, lease: Lease) -> Answer:
         self._turns[turn.id] = turn
 
-        def ended(done: Turn) -> None:
+        def on_end(done: Turn) -> None:
             lease.release()
-            self._ended(done)
+            self._replace(done)
 
-        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, ended)
+        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, on_end)
         return self.answer
 
-    def _ended(self, turn: Turn) -> None:
+    def _replace(self, turn: Turn) -> None:
         if turn.conversation_id == self.conversation.id:
             self._turns[turn.id] = turn
 
@@ -430,7 +424,7 @@ class ChatSession:
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn.id)
         return turn
 
-    def _leave(self) -> None:
+    def _stop_all(self) -> None:
         if self.answer is not None and self.answer.done is None:
             self.answer.abandon()
         if self.tools is not None:
@@ -464,7 +458,7 @@ class ChatSession:
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="")
-        self._leave()
+        self._stop_all()
         title = f"{self.conversation.title} (fork)"
         self.conversation = self.store.create(
             msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
@@ -483,33 +477,10 @@ class ChatSession:
 
     # requests
 
-    def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Return the messages of a branch: system prompt with the summary of what was cut, turns.
-
-        Raises InvalidRequestError for a picture that cannot be decoded.
-        """
-        summary, sent = sent_part(list(turns))
-        system = self.conversation.system_prompt or (
-            self.engine.info.system_prompt if self.engine else ""
-        )
-        if summary:
-            system = "\n\n".join(
-                p for p in (system, f"Summary of the conversation so far:\n{summary}") if p
-            )
-        messages = [Message(role="system", content=system)] if system else []
-        for turn in sent:
-            if turn.role == "user":
-                messages.append(_question(turn))
-            elif turn.calls:
-                messages += call_messages(turn.content, turn.reasoning, turn.calls)
-            elif turn.content:
-                messages.append(Message(role="assistant", content=turn.content))
-        return tuple(messages)
-
-    def sampling(self) -> Sampling:
-        """Return the model's sampling with the user's changes."""
-        base = self.engine.info.sampling if self.engine else Sampling()
-        return presets.overlay(base, self.conversation.sampling)
+    @property
+    def prompt(self) -> PromptContext:
+        """What a request of this conversation depends on apart from its turns."""
+        return PromptContext(self.conversation, self.engine, self.tools)
 
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
@@ -526,41 +497,7 @@ class ChatSession:
         turns = branch_to(self._turns, parent_id)
         if text or attachments:
             turns.append(Turn(content=text, attachments=tuple(attachments)))
-        return self._request(turns) if turns else None
-
-    def _request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
-        limit = self.conversation.sampling.get("max_tokens")
-        request = GenerateRequest(
-            messages=self.messages(turns),
-            **(self.tools.fields(rounds_of(turns)) if self.tools is not None else {}),
-            sampling=self.sampling(),
-            continue_final=continue_final,
-            max_tokens=int(limit) if limit else None,
-            conversation=self.conversation.owner,
-        )
-        can_think = self.engine is not None and self.engine.info.can_think
-        return with_answer_limit(request, can_think=can_think)
-
-
-def memory_store() -> ConversationStore:
-    """Return a store in memory only; it is lost when the process ends."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(db, "memory")
-    return ConversationStore(db, "")
-
-
-def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:
-    """Return the calls of each answer since the last question."""
-    since = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
-    return [turn.calls for turn in since if turn.calls][::-1]
-
-
-def _question(turn: Turn) -> Message:
-    """Return a question as the model gets it: pictures, text files, the typed text."""
-    pictures = [a.data for a in turn.attachments if a.is_picture]
-    text = with_attachments(turn.content, turn.attachments)
-    content, pictured = join_parts([*pictures, text])
-    return Message(role="user", content=content, pictures=pictured)
+        return self.prompt.request(turns) if turns else None
 
 
 def title_of(text: str) -> str:
@@ -570,120 +507,3 @@ def title_of(text: str) -> str:
         return line
     words = line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:")
     return f"{words}…" if words else line[:_TITLE_CELLS]
-
-
-class Answer:
-    """One generation into one turn.
-
-    `turn` is the stored turn at the start, `done` the ended one; `cache_report` counts cached tokens.
-    """
-
-    def __init__(
-        self,
-        store: ConversationStore,
-        turn: Turn,
-        generation: Generation,
-        n_ctx: int,
-        ended: Callable[[Turn], None],
-    ) -> None:
-        self.turn = turn
-        self.generation = generation
-        self.done: Turn | None = None
-        self.cache_report: CacheReport | None = None
-        self.store_error: StoreError | None = None
-        self._store = store
-        self._n_ctx = n_ctx
-        self._ended = ended
-        self._calls: tuple[ToolUse, ...] = ()
-        self._all = Collected(turn.content, turn.reasoning)
-        self._new = Collected()
-        self._watch = RepetitionWatch()
-        self._repeats = False
-
-    @property
-    def text(self) -> str:
-        return self._all.text
-
-    @property
-    def reasoning(self) -> str:
-        return self._all.reasoning
-
-    @property
-    def progress(self) -> Progress | None:
-        """Return the progress of prefill, once reported."""
-        return self._all.progress
-
-    def add(self, event: Event) -> None:
-        """Add one event of the generation; `Finished` ends the answer."""
-        self._all.add(event)
-        self._new.add(event)
-        if isinstance(event, Finished):
-            self._finish(event)
-
-    def flush(self) -> Collected:
-        """Store what came since the last flush and return it.
-
-        A store that fails does not stop the answer: `store_error`. An answer that repeats itself is
-        stopped.
-        """
-        new, self._new = self._new, Collected()
-        if (new.text or new.reasoning) and self.done is None:
-            try:
-                self._store.append(self.turn.id, new.text, new.reasoning)
-            except StoreError as error:
-                self.store_error = error
-            if self._watch.add(new.reasoning + new.text) is not None:
-                self._repeats = True
-                self.stop()
-        return new
-
-    def stop(self) -> None:
-        """Ask the engine to stop; the partial answer is kept."""
-        self.generation.cancel()
-
-    def fail(self, error: EdgeInferError) -> Turn:
-        """End the answer with an error; its text is kept."""
-        return self._end("failed", error.message, self.turn.stats)
-
-    def abandon(self) -> Turn:
-        """End the answer because the front end leaves; it is kept as stopped."""
-        self.generation.cancel()
-        return self._end("stopped", "", self.turn.stats)
-
-    def _finish(self, end: Finished) -> None:
-        statuses: dict[str, Status]
-        statuses = {"length": "length", "cancelled": "stopped", "deadline": "stopped"}
-        stats = Stats(
-            prompt_tokens=end.usage.prompt_tokens,
-            cached_tokens=end.usage.cached_tokens,
-            completion_tokens=end.usage.completion_tokens,
-            reasoning_tokens=end.usage.reasoning_tokens,
-            ttft_ms=end.timings.ttft_ms,
-            tokens_per_s=end.timings.decode_tokens_per_s(end.usage.completion_tokens),
-            n_ctx=self._n_ctx,
-            seconds=end.timings.total_ms / 1000,
-            saved_s=end.timings.saved_ms / 1000,
-        )
-        if end.reason == "tool_calls":
-            self._calls = uses_of(self._all)
-        self.cache_report = CacheReport.of(self.turn.model, end)
-        repeated = "the answer repeated itself" if self._repeats and end.reason == "cancelled" else ""
-        self._end(statuses.get(end.reason, "complete"), repeated, stats)
-
-    def _end(self, status: Status, error: str, stats: Stats) -> Turn:
-        if self.done is None:
-            self.done = msgspec.structs.replace(
-                self.turn,
-                content=self.text,
-                reasoning=self.reasoning,
-                calls=self._calls,
-                status=status,
-                error=error,
-                stats=stats,
-            )
-            try:
-                self._store.finish(self.done)
-            except StoreError as failure:
-                self.store_error = failure
-            self._ended(self.done)
-        return self.done

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from textual.app import App, SuspendNotSupported
 
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commander import Commander, stats_text
 from edgeinfer.chat.commands import Names
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.presets import describe
-from edgeinfer.chat.session import Answer
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.answering import Answering

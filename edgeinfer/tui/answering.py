@@ -13,9 +13,9 @@ import msgspec
 from textual.message import Message
 
 from edgeinfer.chat import context
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.store import written_elsewhere
 from edgeinfer.chat.history.values import Turn
-from edgeinfer.chat.session import Answer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation

@@ -15,8 +15,8 @@ from textual import events
 from textual.cache import LRUCache
 from textual.pilot import Pilot
 
+from edgeinfer.chat.history.store import memory_store
 from edgeinfer.chat.launch import Launch
-from edgeinfer.chat.session import memory_store
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.events import CacheReport, Finished, TextDelta, Timings, Usage

@@ -22,9 +22,10 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.values import Stats, Turn
 from edgeinfer.chat.launch import Engines, Launch, started
-from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Progress

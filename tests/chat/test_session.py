@@ -223,7 +223,7 @@ class TestContext:
         assert "question 2" in request.messages[1].content
         assert len(request.messages[1].content) <= 600
         session.cut(kept.id, "They talked.")
-        system = session.messages(session.path)[0].content
+        system = session.prompt.messages(session.path)[0].content
         assert system == "Be kind.\n\nSummary of the conversation so far:\nThey talked."
         again = context.summary_request(session, engine, session.path[-2])
         assert "Summary of what was before: They talked." in again.messages[1].content

@@ -608,3 +608,10 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
             owners = (conversation.owner for conversation in overdue)
             forget_conversations(paths.blocks_dir(), *owners)
         store.purge(overdue)
+
+
+def memory_store() -> ConversationStore:
+    """Return a store in memory only; it is lost when the process ends."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db, "memory")
+    return ConversationStore(db, "")

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment, Conversation
-from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.generation import Collected

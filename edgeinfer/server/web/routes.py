@@ -16,9 +16,10 @@ from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
+from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Summary, branch_to
-from edgeinfer.chat.session import Answer, ChatSession
+from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 from edgeinfer.runtime import pictures
@@ -65,7 +66,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
         question = turn if turn.role == "user" else session.turn(turn.parent_id or 0)
     if question is None:
         raise UsageError("there is no request yet", hint="ask something first")
-    messages = session.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
+    messages = session.prompt.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
     options: dict[str, Any] = {
         name: value for name, value in session.conversation.sampling.items() if value is not None
     }

@@ -1,0 +1,133 @@
+"""One generation into one turn of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from edgeinfer.chat.history.store import ConversationStore
+from edgeinfer.chat.history.values import Stats, Status, Turn
+from edgeinfer.errors import EdgeInferError, StoreError
+from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
+from edgeinfer.runtime.generation import Collected, RepetitionWatch
+from edgeinfer.runtime.interface import Generation
+from edgeinfer.tools.uses import ToolUse, uses_of
+
+
+class Answer:
+    """The turn that grows, and the generation that it grows from.
+
+    `turn` is the stored turn at the start, `done` the ended one; `cache_report` counts cached tokens.
+    """
+
+    def __init__(
+        self,
+        store: ConversationStore,
+        turn: Turn,
+        generation: Generation,
+        n_ctx: int,
+        on_end: Callable[[Turn], None],
+    ) -> None:
+        self.turn = turn
+        self.generation = generation
+        self.done: Turn | None = None
+        self.cache_report: CacheReport | None = None
+        self.store_error: StoreError | None = None
+        self._store = store
+        self._n_ctx = n_ctx
+        self._on_end = on_end
+        self._calls: tuple[ToolUse, ...] = ()
+        self._all = Collected(turn.content, turn.reasoning)
+        self._new = Collected()
+        self._watch = RepetitionWatch()
+        self._repeats = False
+
+    @property
+    def text(self) -> str:
+        return self._all.text
+
+    @property
+    def reasoning(self) -> str:
+        return self._all.reasoning
+
+    @property
+    def progress(self) -> Progress | None:
+        """Return the progress of prefill, once reported."""
+        return self._all.progress
+
+    def add(self, event: Event) -> None:
+        """Add one event of the generation; `Finished` ends the answer."""
+        self._all.add(event)
+        self._new.add(event)
+        if isinstance(event, Finished):
+            self._finish(event)
+
+    def flush(self) -> Collected:
+        """Store what came since the last flush and return it.
+
+        A store that fails does not stop the answer: `store_error`. An answer that repeats itself is
+        stopped.
+        """
+        new, self._new = self._new, Collected()
+        if (new.text or new.reasoning) and self.done is None:
+            try:
+                self._store.append(self.turn.id, new.text, new.reasoning)
+            except StoreError as error:
+                self.store_error = error
+            if self._watch.add(new.reasoning + new.text) is not None:
+                self._repeats = True
+                self.stop()
+        return new
+
+    def stop(self) -> None:
+        """Ask the engine to stop; the partial answer is kept."""
+        self.generation.cancel()
+
+    def fail(self, error: EdgeInferError) -> Turn:
+        """End the answer with an error; its text is kept."""
+        return self._end("failed", error.message, self.turn.stats)
+
+    def abandon(self) -> Turn:
+        """End the answer because the front end leaves; it is kept as stopped."""
+        self.generation.cancel()
+        return self._end("stopped", "", self.turn.stats)
+
+    def _finish(self, finished: Finished) -> None:
+        statuses: dict[str, Status]
+        statuses = {"length": "length", "cancelled": "stopped", "deadline": "stopped"}
+        stats = Stats(
+            prompt_tokens=finished.usage.prompt_tokens,
+            cached_tokens=finished.usage.cached_tokens,
+            completion_tokens=finished.usage.completion_tokens,
+            reasoning_tokens=finished.usage.reasoning_tokens,
+            ttft_ms=finished.timings.ttft_ms,
+            tokens_per_s=finished.timings.decode_tokens_per_s(finished.usage.completion_tokens),
+            n_ctx=self._n_ctx,
+            seconds=finished.timings.total_ms / 1000,
+            saved_s=finished.timings.saved_ms / 1000,
+        )
+        if finished.reason == "tool_calls":
+            self._calls = uses_of(self._all)
+        self.cache_report = CacheReport.of(self.turn.model, finished)
+        is_repeated = self._repeats and finished.reason == "cancelled"
+        error = "the answer repeated itself" if is_repeated else ""
+        self._end(statuses.get(finished.reason, "complete"), error, stats)
+
+    def _end(self, status: Status, error: str, stats: Stats) -> Turn:
+        if self.done is None:
+            self.done = msgspec.structs.replace(
+                self.turn,
+                content=self.text,
+                reasoning=self.reasoning,
+                calls=self._calls,
+                status=status,
+                error=error,
+                stats=stats,
+            )
+            try:
+                self._store.finish(self.done)
+            except StoreError as failure:
+                self.store_error = failure
+            self._on_end(self.done)
+        return self.done

@@ -1,0 +1,83 @@
+"""The requests that a conversation sends: its turns as messages, with sampling and tools."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgeinfer.chat import presets
+from edgeinfer.chat.attachments import with_attachments
+from edgeinfer.chat.history.values import Conversation, Turn, sent_part
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.pictures import join_parts
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, with_answer_limit
+from edgeinfer.tools.uses import ToolUse, call_messages
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.loop import ChatTools
+
+
+@dataclass(frozen=True)
+class PromptContext:
+    """What a request depends on apart from its turns."""
+
+    conversation: Conversation
+    engine: Engine | None
+    tools: ChatTools | None
+
+    def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
+        """Return the messages of a branch: system prompt with the summary of what was cut, turns.
+
+        Raises InvalidRequestError for a picture that cannot be decoded.
+        """
+        summary, sent = sent_part(list(turns))
+        system = self.conversation.system_prompt or (
+            self.engine.info.system_prompt if self.engine else ""
+        )
+        if summary:
+            summary = f"Summary of the conversation so far:\n{summary}"
+            system = f"{system}\n\n{summary}" if system else summary
+        messages = [Message(role="system", content=system)] if system else []
+        for turn in sent:
+            if turn.role == "user":
+                messages.append(_question(turn))
+            elif turn.calls:
+                messages += call_messages(turn.content, turn.reasoning, turn.calls)
+            elif turn.content:
+                messages.append(Message(role="assistant", content=turn.content))
+        return tuple(messages)
+
+    def sampling(self) -> Sampling:
+        """Return the model's sampling with the user's changes."""
+        base = self.engine.info.sampling if self.engine else Sampling()
+        return presets.overlay(base, self.conversation.sampling)
+
+    def request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
+        """Build the request that answers a branch, or continues its last answer."""
+        limit = self.conversation.sampling.get("max_tokens")
+        request = GenerateRequest(
+            messages=self.messages(turns),
+            **(self.tools.fields(rounds_of(turns)) if self.tools is not None else {}),
+            sampling=self.sampling(),
+            continue_final=continue_final,
+            max_tokens=int(limit) if limit else None,
+            conversation=self.conversation.owner,
+        )
+        can_think = self.engine is not None and self.engine.info.can_think
+        return with_answer_limit(request, can_think=can_think)
+
+
+def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:
+    """Return the calls of each answer since the last question."""
+    since = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
+    return [turn.calls for turn in since if turn.calls][::-1]
+
+
+def _question(turn: Turn) -> Message:
+    """Return a question as the model gets it: pictures, text files, the typed text."""
+    pictures = [a.data for a in turn.attachments if a.is_picture]
+    text = with_attachments(turn.content, turn.attachments)
+    content, pictured = join_parts([*pictures, text])
+    return Message(role="user", content=content, pictures=pictured)
