@@ -134,9 +134,9 @@ def chat_commands() -> str:
 
 def chat_keys() -> str:
     """Every key of the chat with the id to rebind it by."""
-    from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
+    from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
 
-    rows = [f"| {HEADINGS[k.where]} | {shown(k.keys)} | `{k.id}` | {k.tooltip} |" for k in KEYS]
+    rows = [f"| {HEADINGS[k.where]} | {format_keys(k.keys)} | `{k.id}` | {k.tooltip} |" for k in KEYS]
     return "\n".join(["| where | key | id | |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.chat.formats import fenced
+from edgeinfer.chat.formats import fence
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.runtime import document_files, pictures
@@ -23,11 +23,11 @@ MAX_BYTES = 4 << 20
 #: Begins the names of pasted texts, which are numbered.
 PASTED = "pasted text"
 
-#: Files of a folder that is attached, and folders in it that are left out beside hidden ones.
+#: Files of a folder that is attached, and folders in it that are left out, as hidden ones are.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: `@name` at the start of a word, without a sentence's marks behind it, or `@"any name"`.
+#: `@name` at the start of a word, without a sentence's marks after it, or `@"any name"`.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 
@@ -40,7 +40,7 @@ def names_in(text: str) -> list[str]:
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
-def mentioned(text: str, cwd: Path | None = None) -> list[Path]:
+def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
     """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
     paths: dict[Path, None] = {}
     for named in names_in(text):
@@ -65,8 +65,8 @@ def missing_note(text: str) -> str:
 def dropped_picture(text: str) -> str:
     """Return a mention of the picture or PDF whose path a terminal pastes when it is dropped, or ""."""
     try:
-        words = shlex.split(text.strip().removeprefix("file://"))
-        path = Path(words[0]) if len(words) == 1 else None
+        paths = shlex.split(text.strip().removeprefix("file://"))
+        path = Path(paths[0]) if len(paths) == 1 else None
         if path is None or not path.is_absolute():
             return ""
         with open(path, "rb") as file:
@@ -90,21 +90,21 @@ def read(path: Path) -> Attachment:
         with open(path, "rb") as file:
             return from_bytes(path.name, file.read(pictures.MAX_FILE_BYTES + 1))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        raise UsageError(f"{path}: {why}", hint="check the path") from error
+        reason = getattr(error, "strerror", error)
+        raise UsageError(f"{path}: {reason}", hint="check the path") from error
 
 
 def _folder(folder: Path) -> Attachment:
     texts: list[str] = []
     left_out: list[str] = []
-    for at, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != "." and name not in _LEFT_OUT)
-        for path in (Path(at, name) for name in sorted(names) if name[0] != "."):
+        for path in (Path(parent, name) for name in sorted(names) if name[0] != "."):
             text, name = _plain_text(path), str(path.relative_to(folder))
             if text is None:
                 left_out.append(name)
             else:
-                texts.append(f"File `{name}`:\n{fenced(text)}")
+                texts.append(f"File `{name}`:\n{fence(text)}")
             if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
                 limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
                 raise UsageError(f"{folder} holds more than {limit}", hint="attach a folder in it")
@@ -150,20 +150,20 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     return Attachment(name=name, text=text)
 
 
-def merged(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
+def merge(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
     """Return the attachments of an edited question: a file that was read again replaces the old one."""
     names = {attachment.name for attachment in new if not attachment.name.startswith(PASTED)}
     return (*(attachment for attachment in old if attachment.name not in names), *new)
 
 
-def counted(attachment: Attachment, engine: Engine | None) -> Attachment:
+def count_tokens(attachment: Attachment, engine: Engine | None) -> Attachment:
     """Return the attachment with its tokens counted, if there is an engine."""
     if attachment.tokens or attachment.is_picture or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
-def described(attachment: Attachment) -> str:
+def describe(attachment: Attachment) -> str:
     """Return an attachment's name and size for people."""
     size = "a picture" if attachment.is_picture else f"{attachment.tokens} tokens"
     return f"{attachment.name}, {size}"
@@ -171,7 +171,7 @@ def described(attachment: Attachment) -> str:
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
     """Return the prompt text: the text files first, each named and fenced, then the typed text."""
-    parts = [f"File `{a.name}`:\n{fenced(a.text)}" for a in attachments if not a.is_picture]
+    parts = [f"File `{a.name}`:\n{fence(a.text)}" for a in attachments if not a.is_picture]
     return "\n\n".join([*parts, text] if text else parts)
 
 

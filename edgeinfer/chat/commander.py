@@ -47,7 +47,7 @@ class Front(Protocol):
     def attach(self, attachment: Attachment) -> None:
         """Attach to the next question."""
 
-    def copy(self, text: str, what: str) -> None:
+    def copy(self, text: str, label: str) -> None:
         """Copy to the clipboard, if there is one."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
@@ -55,7 +55,7 @@ class Front(Protocol):
 
     def pick_model(self) -> None: ...
 
-    def pick_session(self, words: str) -> None: ...
+    def pick_session(self, query: str) -> None: ...
 
     def show_help(self) -> None: ...
 
@@ -70,13 +70,13 @@ class Front(Protocol):
 
     def edit_outside(self) -> None: ...
 
-    def summarise(self, kept: Turn) -> None:
-        """Summarise the turns before `kept`, then cut there."""
+    def summarise(self, first_sent: Turn) -> None:
+        """Summarise the turns before `first_sent`, then cut there."""
 
     def leave(self) -> None: ...
 
 
-#: Commands that are the front end's alone, by its method.
+#: Commands that only the front end runs, by its method.
 _SHOWN = {
     "help": "show_help",
     "sessions": "pick_session",
@@ -158,7 +158,7 @@ class Commander:
             key = presets.option(name)
             if text.strip():
                 new = presets.value(key, text.strip())
-                self.session.set(sampling=presets.changed(self.session.conversation.sampling, key, new))
+                self.session.set(sampling=presets.change(self.session.conversation.sampling, key, new))
         now = presets.describe(self.session.conversation.sampling)
         self.front.show_text("\n".join([f"Sampling: {now}", *options]))
 
@@ -274,7 +274,7 @@ class Commander:
 
     def _prompt(self, line: str) -> None:
         """Ask what a server's prompt says: `/SERVER:PROMPT ARGUMENTS`."""
-        name, _, words = line[1:].strip().partition(" ")
+        name, _, argument_text = line[1:].strip().partition(" ")
         tools = self.session.tools
         if tools is None:
             raise UsageError(f"/{name} needs tools", hint="/tools on")
@@ -283,7 +283,7 @@ class Commander:
         def ask(text: str) -> None:
             self.front.answer_edited(self.session.ask(text))
 
-        self.front.wait_for(lambda: tools.prompt(name, words), ask)
+        self.front.wait_for(lambda: tools.prompt(name, argument_text), ask)
 
     # conversations
 
@@ -358,8 +358,8 @@ class Commander:
                 if self.session.page(turn.id, step):
                     self.front.show_changed()
                 else:
-                    end = "last" if step > 0 else "first"
-                    self.front.show_text(f"That is the {end} alternative.")
+                    position = "last" if step > 0 else "first"
+                    self.front.show_text(f"That is the {position} alternative.")
                 return
         raise UsageError("there are no alternatives", hint="make one: `/regen`")
 
@@ -378,19 +378,19 @@ class Commander:
         self.front.show_text("A copy of its own; the first conversation stays as it was.")
 
     def _drop(self, _: str) -> None:
-        kept = context.first_kept(self.session, self.session.idle_engine())
-        self.session.cut(kept.id, "")
+        turn = context.first_kept(self.session, self.session.idle_engine())
+        self.session.cut(turn.id, "")
         self.front.show_changed()
 
     def _summarise(self, _: str) -> None:
         self.front.summarise(context.first_kept(self.session, self.session.idle_engine()))
 
 
-def sessions_text(session: ChatSession, words: str) -> str:
+def sessions_text(session: ChatSession, query: str) -> str:
     """List conversations one a line: number, turns, title, snippet."""
-    summaries = session.store.search(words, 20)
+    summaries = session.store.search(query, 20)
     if not summaries:
-        return "No conversation holds these words." if words else "No conversations yet."
+        return "No conversation holds these words." if query else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)
     lines = [
         f"{s.id:>5}  {s.length:>13}  {s.title}"
@@ -428,4 +428,4 @@ def stats_text(session: ChatSession, started: str) -> str:
             if option.flag and option.field in chosen
         ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

@@ -47,7 +47,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ),
     ("save-system NAME", "save the system prompt under a name"),
     ("temp|temperature [NUMBER]", "temperature: 0 always picks the likeliest token"),
-    ("set [OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; alone shows all", "setting"),
+    ("set [OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; without one: show all", "setting"),
     ("preset [NAME]", "several sampling options at once", "preset"),
     ("ctx [TOKENS]", "context length; the model is loaded again"),
     (
@@ -57,7 +57,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ),
     (
         "tools [on|off|check]",
-        "let the model call tools; alone lists them, `check` asks servers",
+        "let the model call tools; without argument: list them; `check` asks servers",
         "tools",
     ),
     (
@@ -89,8 +89,8 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
 )
 
 
-def _slash(words: str, summary: str, kind: Kind = "") -> Slash:
-    names, _, argument = words.partition(" ")
+def _slash(usage: str, summary: str, kind: Kind = "") -> Slash:
+    names, _, argument = usage.partition(" ")
     name, *aliases = names.split("|")
     return Slash(name, argument, summary, kind, tuple(aliases))
 
@@ -173,8 +173,8 @@ def complete(before: str, names: Names, cwd: Path | None = None) -> list[Command
 
 
 def _name(word: str) -> list[CommandCompletion]:
-    found = complete_name(word)
-    if word[1:] in BY_NAME and len(found) == 1:
+    matches = complete_name(word)
+    if word[1:] in BY_NAME and len(matches) == 1:
         return []
     return [
         CommandCompletion(
@@ -184,7 +184,7 @@ def _name(word: str) -> list[CommandCompletion]:
             summary=c.summary,
             whole=not c.argument or (c.argument.startswith("[") and word[1:] == c.name),
         )
-        for c in found
+        for c in matches
     ]
 
 
@@ -194,11 +194,11 @@ def _argument(word: str, argument: str, names: Names, cwd: Path | None) -> list[
         return []
     if command.kind == "path":
         return [_path(p, len(argument)) for p in attachments.complete(argument, cwd, LIMIT)]
-    given = names.get(command.kind) or _BUILT_IN.get(command.kind)
-    found = given() if given else ()
+    list_names = names.get(command.kind) or _BUILT_IN.get(command.kind)
+    rows = list_names() if list_names else ()
     return [
         CommandCompletion(name, len(argument), name, summary, whole=True)
-        for name, summary in found
+        for name, summary in rows
         if name.lower().startswith(argument.lower()) and name != argument
     ][:LIMIT]
 
@@ -213,7 +213,7 @@ def _adapters() -> Sequence[tuple[str, str]]:
     except OSError:
         files = []
     names = [(file.removesuffix(".gguf"), "pulled") for file in files if file.endswith(".gguf")]
-    return [*names, ("none", "the model alone")]
+    return [*names, ("none", "no adapter")]
 
 
 _BUILT_IN: Names = {

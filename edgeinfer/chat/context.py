@@ -14,7 +14,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 #: After a cut, the turns that are kept take at most this share of the context.
 KEEP_SHARE = 0.5
 
-#: Tokens that are left to a question and its answer beside a text that fills the context.
+#: Tokens that are left to a question and its answer next to a text that fills the context.
 ANSWER_TOKENS = 1024
 
 _SUMMARISE = (
@@ -27,7 +27,7 @@ _SUMMARY_TOKENS = 300
 
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
     """Count the prompt tokens of these turns."""
-    shown = session.tools.shown() if session.tools is not None else ()
+    shown = session.tools.request_tools() if session.tools is not None else ()
     messages = session.prompt.messages(turns)
     return len(engine.tokenize_chat(GenerateRequest(messages=messages, tools=shown)))
 
@@ -39,19 +39,19 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
     too long.
     """
     path = session.path
-    _, kept = sent_part(path)
-    questions = [i for i, turn in enumerate(kept) if turn.role == "user"]
+    _, sent = sent_part(path)
+    questions = [i for i, turn in enumerate(sent) if turn.role == "user"]
     if len(questions) < 2:
         raise UsageError("there is nothing older to leave out", hint="begin a new conversation: `/new`")
     room = int(engine.info.n_ctx * KEEP_SHARE)
     for index in questions[1:]:
-        if prompt_tokens(session, engine, kept[index:]) <= room:
-            return kept[index]
-    last = kept[questions[-1]]
+        if prompt_tokens(session, engine, sent[index:]) <= room:
+            return sent[index]
+    last = sent[questions[-1]]
     if prompt_tokens(session, engine, [last]) < engine.info.n_ctx - 16:
         return last
     raise ContextLengthError(
-        f"the last question alone is longer than the context of {engine.info.n_ctx} tokens",
+        f"even the last question is longer than the context of {engine.info.n_ctx} tokens",
         param="messages",
         hint="shorten it, or load with a larger context: `/ctx N`",
     )
@@ -64,16 +64,16 @@ def larger_context(engine: Engine, n_tokens: int) -> int:
 
 
 def beginning(engine: Engine, text: str) -> str:
-    """Return as much of `text` as the context holds beside an answer."""
+    """Return as much of `text` as the context holds in addition to an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 
 
-def summary_request(session: ChatSession, engine: Engine, kept: Turn) -> GenerateRequest:
-    """Build the request that summarises the turns before `kept`, cut from the front until it fits."""
+def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
+    """Build the request that summarises the turns before `first_sent`; cut from the front to fit."""
     path = session.path
     summary, sent = sent_part(path)
-    before = sent[: [t.id for t in sent].index(kept.id)]
+    before = sent[: [t.id for t in sent].index(first_sent.id)]
     lines = [f"Summary of what was before: {summary}"] if summary else []
     lines += [
         f"{t.role}: {with_attachments(t.content, t.attachments)}"

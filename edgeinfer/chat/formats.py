@@ -32,7 +32,7 @@ def code_blocks(markdown: str) -> list[Code]:
     ]
 
 
-def fenced(text: str, info: str = "") -> str:
+def fence(text: str, info: str = "") -> str:
     """Return `text` between code fences longer than any in it; `info` names its language."""
     fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
     return f"{fence}{info}\n{text.rstrip()}\n{fence}"
@@ -58,9 +58,9 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
             )
         parts.append(turn.content.strip())
         for use in turn.calls:
-            parts += [fenced(use.arguments, f"json {use.name}"), fenced(use.result, use.status)]
+            parts += [fence(use.arguments, f"json {use.name}"), fence(use.result, use.status)]
         parts += [
-            f"*(picture: {a.name})*" if a.is_picture else fenced(a.text, _info(a.name))
+            f"*(picture: {a.name})*" if a.is_picture else fence(a.text, _info(a.name))
             for a in turn.attachments
         ]
         if turn.role == "assistant" and turn.status != "complete":

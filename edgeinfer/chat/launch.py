@@ -39,7 +39,7 @@ class Launch:
 
     def tools(self) -> ChatTools:
         """Make the configured tools. Raises ConfigError, UsageError if there are none."""
-        from edgeinfer.tools.loop import ChatTools  # imported by chats with tools alone
+        from edgeinfer.tools.loop import ChatTools  # imported only by chats with tools
 
         return ChatTools(self.host.config.tools, Path.cwd())
 
@@ -54,12 +54,12 @@ class Launch:
         return Engines(self.host, self.options)
 
 
-def started(start: Start) -> str:
+def describe_start(start: Start) -> str:
     """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; times once known."""
-    how = "resumed" if start.how == "resumed" else "cold start"
-    if how == "resumed" or "ready" in start.stages_ms:
-        how += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
-    return f"{how}: {start.reason}" if start.how == "cold" and start.reason else how
+    text = "resumed" if start.how == "resumed" else "cold start"
+    if text == "resumed" or "ready" in start.stages_ms:
+        text += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
+    return f"{text}: {start.reason}" if start.how == "cold" and start.reason else text
 
 
 class Engines:

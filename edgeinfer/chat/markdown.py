@@ -41,16 +41,16 @@ def parser() -> MarkdownIt:
     """Return a stateless parser, safe to share."""
     from markdown_it import MarkdownIt  # 35 ms, and `run` needs none of it
 
-    made = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
-    made.enable(["table", "strikethrough", "linkify"]).disable("reference")
-    made.validateLink = lambda url: bool(_LINK.match(url))  # type: ignore[method-assign]
-    if made.linkify is not None:
-        made.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
+    parser = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
+    parser.enable(["table", "strikethrough", "linkify"]).disable("reference")
+    parser.validateLink = lambda url: bool(_LINK.match(url))  # type: ignore[method-assign]
+    if parser.linkify is not None:
+        parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     interrupts: Any = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    made.block.ruler.before("fence", "formula_block", _formula_block, interrupts)
-    made.inline.ruler.before("escape", "formula", _formula)
-    made.core.ruler.push("tasks", _tasks)
-    return made
+    parser.block.ruler.before("fence", "formula_block", _formula_block, interrupts)
+    parser.inline.ruler.before("escape", "formula", _formula)
+    parser.core.ruler.push("tasks", _tasks)
+    return parser
 
 
 def _formula(state: Any, silent: bool) -> bool:
@@ -63,7 +63,7 @@ def _formula(state: Any, silent: bool) -> bool:
     return True
 
 
-def _formula_block(state: Any, first: int, end: int, silent: bool) -> bool:
+def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
     """Take lines from `\\[` or `$$` to its end, or to a blank line: its signs are no Markdown."""
     begin = state.bMarks[first] + state.tShift[first]
     opening = state.src[begin : begin + 2]
@@ -76,7 +76,7 @@ def _formula_block(state: Any, first: int, end: int, silent: bool) -> bool:
     if silent:
         return True
     line = first + 1
-    while line < end and not has_end and not state.isEmpty(line):
+    while line < last and not has_end and not state.isEmpty(line):
         if state.sCount[line] < state.blkIndent:
             break
         has_end = closing in state.src[state.bMarks[line] : state.eMarks[line]]
@@ -113,32 +113,32 @@ class GrowingMarkdown:
             if blank := _BLANK_LINES.match(self._open):
                 self._cut(blank.end())
             fence = _FENCE.match(self._open, 0, _MAX_BLOCK)
-            blocks, n_settled, end = self._code(fence) if fence else self._parse()
+            blocks, n_settled, n_read = self._code(fence) if fence else self._parse()
             settled += blocks[:n_settled]
-            self._cut(end)
-            if not end or not self._open:
+            self._cut(n_read)
+            if not n_read or not self._open:
                 return settled, blocks[n_settled:]
 
-    def _cut(self, end: int) -> None:
-        if end:
-            self._open, self._searched = self._open[end:], 0
+    def _cut(self, length: int) -> None:
+        if length:
+            self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
         """Read a fenced block. Only its new lines are searched for its end."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
-        end = closing.search(text, max(fence.end(), self._searched))
+        closing_line = closing.search(text, max(fence.end(), self._searched))
         self._searched = text.rfind("\n") + 1
-        if len(text) > _MAX_CODE and (end is None or end.end() >= _MAX_CODE):
+        if len(text) > _MAX_CODE and (closing_line is None or closing_line.end() >= _MAX_CODE):
             return [[_token("plain", text[:_MAX_CODE])]], 1, _MAX_CODE
         if fence[1]:  # the parser takes the indentation from each line
-            block = parser().parse(text[: end.end() if end else None])
+            block = parser().parse(text[: closing_line.end() if closing_line else None])
         else:
-            content = text[fence.end() : end.start() if end else None]
+            content = text[fence.end() : closing_line.start() if closing_line else None]
             block = [_token("fence", content, fence[3])]
-        if end is None or end.end() == len(text):
+        if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0
-        return [block], 1, end.end() + 1
+        return [block], 1, closing_line.end() + 1
 
     def _parse(self) -> tuple[list[Block], int, int]:
         """Parse the open text; a block is settled once a later one has certainly begun."""
@@ -153,8 +153,8 @@ class GrowingMarkdown:
             if line + (2 if first.type == "table_open" else 1) <= n_lines:
                 return blocks, index, sum(map(len, text.split("\n")[:line])) + line
         if len(self._open) > _MAX_BLOCK:
-            end = text.rfind("\n") + 1 or len(text)
-            return [[_token("plain", text[:end])]], 1, end
+            length = text.rfind("\n") + 1 or len(text)
+            return [[_token("plain", text[:length])]], 1, length
         return blocks, 0, 0
 
 

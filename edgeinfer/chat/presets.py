@@ -34,8 +34,8 @@ def option(name: str) -> str:
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
         near = difflib.get_close_matches(key, OPTIONS, n=1)
-        known = ", ".join(option.label for option in OPTIONS.values())
-        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"the options: {known}"
+        labels = ", ".join(option.label for option in OPTIONS.values())
+        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"the options: {labels}"
         raise UsageError(f"there is no sampling option {name!r}", hint=step)
     return key
 
@@ -54,10 +54,10 @@ def value(name: str, text: str) -> Value:
         ) from None
 
 
-def changed(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
+def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
     """Return `sampling` with one option set, or left to the model if `new` is None."""
-    rest = {k: v for k, v in sampling.items() if k != name}
-    return rest if new is None else {**rest, name: new}
+    others_set = {k: v for k, v in sampling.items() if k != name}
+    return others_set if new is None else {**others_set, name: new}
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:

@@ -1,6 +1,6 @@
 """Speculative prefill: the engine prefills a question while the user types or attaches files.
 
-Enter then waits for the last tokens alone. The prefix stays in the KV cache, so a changed text is
+Enter then waits only for the last tokens. The prefix stays in the KV cache, so a changed text is
 prefilled from where it differs. No unsent text reaches the prefix cache on disk.
 """
 
@@ -69,24 +69,24 @@ class ReadAhead:
         if session.conversation.id != self._conversation:
             self._conversation = session.conversation.id
             self.cached_tokens = 0
-        words = "" if commands.is_command(text.strip()) else whole_words(text)
+        complete = "" if commands.is_command(text.strip()) else whole_words(text)
         state = self._state_of(attachments, editing)
-        if (state, words) == (self._state, self._prefilled):
+        if (state, complete) == (self._state, self._prefilled):
             return False
-        if self._prefill is not None and state == self._state and words.startswith(self._prefilled):
+        if self._prefill is not None and state == self._state and complete.startswith(self._prefilled):
             return False
         self.stop()
-        self._state, self._prefilled = state, words
+        self._state, self._prefilled = state, complete
         if session.engine is None or session.busy:
             return False
         try:
-            request = session.request_if_sent(words, attachments, editing)
+            request = session.request_if_sent(complete, attachments, editing)
         except EdgeInferError:  # shown when it is sent
             return False
         if request is None:
             return False
         self._began_at = self._clock()
-        is_open = bool(words or attachments)
+        is_open = bool(complete or attachments)
         early = msgspec.structs.replace(
             request,
             max_tokens=0,
@@ -152,5 +152,5 @@ def whole_words(text: str) -> str:
     """Return `text` without the word that is being typed, which may be another one in a moment."""
     if text[-1:].isspace():
         return text.rstrip()
-    words = text.rsplit(maxsplit=1)
-    return words[0] if len(words) == 2 else ""
+    pieces = text.rsplit(maxsplit=1)
+    return pieces[0] if len(pieces) == 2 else ""

@@ -22,7 +22,7 @@ from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.launch import Launch, started
+from edgeinfer.chat.launch import Launch, describe_start
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.config.config_file import save
@@ -68,10 +68,8 @@ class Repl:
 
         A script's first error is raised at the end, for its exit code; at once if no model can be used.
         """
-        self.show_text(
-            f"edgeinfer, plain chat. {started(self.launch.host.start).capitalize()}. /help lists the "
-            f"commands, /quit leaves."
-        )
+        start = describe_start(self.launch.host.start).capitalize()
+        self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
         try:
             self._begin()
             while not self._leaving:
@@ -155,7 +153,7 @@ class Repl:
         except ImportError:  # the shipped file has none
             return None
         readline.set_auto_history(False)
-        for text in reversed(self.session.store.typed()):
+        for text in reversed(self.session.store.past_questions()):
             if "\n" not in text:
                 readline.add_history(text)
         return readline
@@ -178,23 +176,23 @@ class Repl:
 
     def _look(self) -> None:
         """Show the turns that another process has added."""
-        known = {turn.id for turn in self.session.path}
+        shown_ids = {turn.id for turn in self.session.path}
         if self.session.refresh():
             self.show_text("The conversation was changed elsewhere.")
-            self._show_turns([turn for turn in self.session.path if turn.id not in known])
+            self._show_turns([turn for turn in self.session.path if turn.id not in shown_ids])
 
     def _show_turns(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             self.show_text(f"{'You' if turn.role == 'user' else 'Answer'}: {turn.content}")
 
     def _ask(self, text: str) -> None:
-        named = map(attachments.read, attachments.mentioned(text))
+        named = map(attachments.read, attachments.mentioned_paths(text))
         tools = self.session.tools
         resources = []
         if tools is not None:
             names = filter(tools.has_resource, attachments.names_in(text))
             resources = [Attachment(name=name, text=tools.resource(name)) for name in names]
-        attached = [self._counted(a) for a in (*self._attachments, *named, *resources)]
+        attached = [self._count_tokens(a) for a in (*self._attachments, *named, *resources)]
         editing, self._editing = self._editing, None
         if editing is None:
             self.session.ask(text, attached)
@@ -202,7 +200,7 @@ class Repl:
             self.session.edit(editing, text, attached)
         self._attachments = []
         for attachment in attached:
-            self.show_text(f"With {attachments.described(attachment)}.")
+            self.show_text(f"With {attachments.describe(attachment)}.")
         if note := attachments.missing_note(text):
             self.show_text(note)
         self._answer()
@@ -212,8 +210,8 @@ class Repl:
             self.use_model(self.session.conversation.model or self.launch.model)
         self.show_answer(self.session.begin_answer())
 
-    def _counted(self, attachment: Attachment) -> Attachment:
-        return attachments.counted(attachment, self.session.engine)
+    def _count_tokens(self, attachment: Attachment) -> Attachment:
+        return attachments.count_tokens(attachment, self.session.engine)
 
     def _trouble(self, error: EdgeInferError) -> None:
         self._failure = self._failure or error
@@ -272,8 +270,8 @@ class Repl:
         assert tools is not None
         with _ctrl_c_stops(tools):
             calls = run()
-        for words in tools.notices():
-            self.show_text(f"Note: {words}")
+        for notice in tools.notices():
+            self.show_text(f"Note: {notice}")
         if self.session.note_calls(turn, calls):
             self.show_answer(self.session.begin_answer())
 
@@ -302,10 +300,10 @@ class Repl:
         line = self._source.readline()
         return line.rstrip("\n") if line else None
 
-    def show_use(self, use: ToolUse, words: str) -> None:
+    def show_use(self, use: ToolUse, progress: str) -> None:
         name, _, tool = use.name.partition("__")
-        if words:
-            self.show_text(f"Tool {name} · {tool}: {words}")
+        if progress:
+            self.show_text(f"Tool {name} · {tool}: {progress}")
         else:
             self.show_text(f"Tool {name} · {tool} {use.status}: {_first_line(use.result)}")
 
@@ -331,11 +329,11 @@ class Repl:
         self.show_text(f"It was: {text}\nType it anew.")
 
     def attach(self, attachment: Attachment) -> None:
-        counted = self._counted(attachment)
+        counted = self._count_tokens(attachment)
         self._attachments.append(counted)
-        self.show_text(f"Attached {attachments.described(counted)}.")
+        self.show_text(f"Attached {attachments.describe(counted)}.")
 
-    def copy(self, text: str, what: str) -> None:
+    def copy(self, text: str, label: str) -> None:
         self.show_text(text)
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
@@ -398,14 +396,14 @@ class Repl:
             self.show_text(f"{row.name}: {facts}")
         self.show_text("Take one: /model NAME")
 
-    def pick_session(self, words: str) -> None:
-        self.show_text(sessions_text(self.session, words))
+    def pick_session(self, query: str) -> None:
+        self.show_text(sessions_text(self.session, query))
 
     def show_help(self) -> None:
         self.show_text(commands.help_text())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self.session, started(self.launch.host.start)))
+        self.show_text(stats_text(self.session, describe_start(self.launch.host.start)))
 
     def fold_reasoning(self) -> None:
         self._unfolded = not self._unfolded
@@ -422,12 +420,12 @@ class Repl:
             "the plain chat has no editor", hint="end a line with a backslash to go on in the next"
         )
 
-    def summarise(self, kept: Turn) -> None:
+    def summarise(self, first_sent: Turn) -> None:
         engine = self.session.idle_engine()
         self.show_text("Summarising…")
-        generation = engine.submit(context.summary_request(self.session, engine, kept))
+        generation = engine.submit(context.summary_request(self.session, engine, first_sent))
         text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
-        self.session.cut(kept.id, text)
+        self.session.cut(first_sent.id, text)
         self.show_text(f"Summary: {text}")
         self.show_changed()
 
@@ -442,7 +440,7 @@ def _first_line(text: str) -> str:
 
 @contextlib.contextmanager
 def _ctrl_c_stops(running: Answer | ChatTools) -> Iterator[None]:
-    """Let Ctrl-C stop an answer or calls; signals are caught in the main thread alone."""
+    """Let Ctrl-C stop an answer or calls; only the main thread can catch signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None
     try:

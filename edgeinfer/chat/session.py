@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.attachments import merged
+from edgeinfer.chat.attachments import merge
 from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.store import ConversationStore, memory_store, written_elsewhere
 from edgeinfer.chat.history.values import (
@@ -104,7 +104,7 @@ class ChatSession:
         return self.answer is not None and self.answer.done is None
 
     @property
-    def followed(self) -> Turn | None:
+    def answer_elsewhere(self) -> Turn | None:
         """Return the answer that another process writes, as of the last `refresh`."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
@@ -113,14 +113,14 @@ class ChatSession:
     @property
     def busy(self) -> bool:
         """Return True while an answer to this conversation is written, by any process."""
-        return self.answers or self.followed is not None
+        return self.answers or self.answer_elsewhere is not None
 
     def refuse_busy(self) -> None:
         """Raise UsageError while an answer is written."""
         if self.answers:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         owner = self.conversation.id
-        if self.followed is not None or (owner and self.store.is_answering(owner)):
+        if self.answer_elsewhere is not None or (owner and self.store.is_answering(owner)):
             raise written_elsewhere()
 
     def all_turns(self) -> list[Turn]:
@@ -157,10 +157,10 @@ class ChatSession:
         A look at an unchanged one takes 0.05 ms. A deleted conversation is left for a new one. Raises
         StoreError.
         """
-        own = self.conversation
-        if not own.id or self.answers:
+        before = self.conversation
+        if not before.id or self.answers:
             return False
-        seen = own.id, self.store.glance(own.id)
+        seen = before.id, self.store.glance(before.id)
         if seen == self._seen:
             return False
         self._seen = seen
@@ -168,10 +168,10 @@ class ChatSession:
             self.new()
             return True
         with self.store.reading():
-            stored, turns = self.store.conversation(own.id), self.store.turns(own.id)
+            stored, turns = self.store.conversation(before.id), self.store.turns(before.id)
             rows = self.store.pieces(stored.head_id or 0, 0)
-        stored = msgspec.structs.replace(stored, draft=own.draft, updated_ms=own.updated_ms)
-        is_new = (stored, turns) != (own, self._turns)
+        stored = msgspec.structs.replace(stored, draft=before.draft, updated_ms=before.updated_ms)
+        is_new = (stored, turns) != (before, self._turns)
         self.conversation, self._turns = stored, turns
         self._journal_id = rows[-1][0] if rows else 0
         return is_new
@@ -181,7 +181,7 @@ class ChatSession:
 
         It stands in its turn already.
         """
-        turn = self.followed
+        turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = Collected("".join(row[1] for row in rows), "".join(row[2] for row in rows))
         if turn is not None and rows:
@@ -254,14 +254,14 @@ class ChatSession:
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
         """Store `text` as an alternative of a question, whose old branch stays.
 
-        It keeps the question's attachments beside the new ones.
+        It keeps the question's attachments and adds the new ones.
         """
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError(
                 "only a question can be edited", hint="regenerate an answer instead: `/regen`"
             )
-        return self._add_user(text, merged(turn.attachments, attachments), turn.parent_id)
+        return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
         """Answer the question, or the results of calls, at the end of the branch.
@@ -493,7 +493,7 @@ class ChatSession:
         parent_id = self._parent_of_next()
         if edited is not None:
             parent_id = edited.parent_id
-            attachments = merged(edited.attachments, attachments)
+            attachments = merge(edited.attachments, attachments)
         turns = branch_to(self._turns, parent_id)
         if text or attachments:
             turns.append(Turn(content=text, attachments=tuple(attachments)))
@@ -505,5 +505,5 @@ def title_of(text: str) -> str:
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line
-    words = line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:")
-    return f"{words}…" if words else line[:_TITLE_CELLS]
+    start = line[:_TITLE_CELLS].rpartition(" ")[0].rstrip(",.;:")
+    return f"{start}…" if start else line[:_TITLE_CELLS]

@@ -141,7 +141,7 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return False
     if name.lower() not in _PATHS and _OPERATORS.search(text):
         return False
-    hidden = {part for part in text.split("/") if part.startswith(".")}
+    hidden = {piece for piece in text.split("/") if piece.startswith(".")}
     if name.lower() in _PATHS and hidden - set(_unescape(pattern).split("/")):
         return False
     return _glob(pattern.removeprefix("./"), text) and ".." not in text.split("/")
@@ -164,7 +164,7 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
         return
     text = argument_text(value)
     yield text
-    yield from (part.strip() for part in re.split(r"[;&|<>`(){}\r\n]|\$\(", text))
+    yield from (piece.strip() for piece in re.split(r"[;&|<>`(){}\r\n]|\$\(", text))
     if len(text) > _LONGEST_PATH or "\0" in text:
         return
     if ":" in text:
@@ -185,8 +185,8 @@ def _spellings_of_address(text: str) -> Iterator[str]:
         return
     host = (parts.hostname or "").rstrip(".")
     for path in (parts.path, os.path.normpath(unquote(parts.path or "/"))):
-        for at in (host, host + port):
-            yield f"{parts.scheme}://{at}{path.replace('//', '/')}"
+        for address in (host, host + port):
+            yield f"{parts.scheme}://{address}{path.replace('//', '/')}"
 
 
 def argument_text(value: Any) -> str:
@@ -236,7 +236,7 @@ class Approvals:
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]
         self._deny = [parse(text) for text in config.deny]
-        self._here: dict[Hashable, list[Pattern]] = {}
+        self._by_conversation: dict[Hashable, list[Pattern]] = {}
         self._folder = folder.resolve()
 
     def level(
@@ -253,7 +253,7 @@ class Approvals:
         call = (server, tool, arguments)
         if any(pattern.denies(*call, self._folder) for pattern in self._deny):
             return "deny"
-        if any(pattern.allows(*call) for pattern in self._here.get(conversation, ())):
+        if any(pattern.allows(*call) for pattern in self._by_conversation.get(conversation, ())):
             return "allow"
         allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
         if destructive:  # `server.*` was written without this tool in mind
@@ -262,7 +262,9 @@ class Approvals:
 
     def allow_here(self, conversation: Hashable, server: str, tool: str) -> None:
         """Allow the tool in this conversation."""
-        self._here.setdefault(conversation, []).append(Pattern(_escape(server), _escape(tool)))
+        self._by_conversation.setdefault(conversation, []).append(
+            Pattern(_escape(server), _escape(tool))
+        )
 
     def allow_always(self, text: str) -> None:
         """Allow calls of a pattern from now on, in the configuration too. Raises ConfigError."""

@@ -115,9 +115,9 @@ class Builtin:
 
 def wrong_names(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
     """Return which arguments are missing or unknown by a tool's schema, or "". Any server's schema."""
-    required, known = schema.get("required"), schema.get("properties", {})
+    required, properties = schema.get("required"), schema.get("properties", {})
     required = required if isinstance(required, list) else []
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    unknown = [name for name in arguments if is_closed and name not in known]
+    unknown = [name for name in arguments if is_closed and name not in properties]
     said = [f"missing argument: {name}" for name in required if name not in arguments]
     return "; ".join([*said, *(f"unknown argument: {name}" for name in unknown)])

@@ -89,8 +89,8 @@ class BuiltinFiles(Builtin):
     def __init__(self, folder: Path, enabled: Sequence[str]) -> None:
         super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
         self._folder = folder.resolve()
-        own = (paths.config_dir(), paths.data_dir(), paths.cache_dir(), paths.state_dir())
-        self._own = [path.resolve() for path in own]
+        own_folders = (paths.config_dir(), paths.data_dir(), paths.cache_dir(), paths.state_dir())
+        self._own_folders = [path.resolve() for path in own_folders]
 
     def unavailable(self) -> str:
         return holds_home(self._folder)
@@ -114,7 +114,9 @@ class BuiltinFiles(Builtin):
         try:
             with suppress(FileNotFoundError):
                 before = self._text(str(arguments.get("path", "")))
-            after = str(arguments.get("content", "")) if name == "write" else _edited(before, arguments)
+            after = (
+                str(arguments.get("content", "")) if name == "write" else _edit_text(before, arguments)
+            )
         except (RefusedError, OSError, UnicodeError, ValueError):
             return ""  # the card has the arguments instead
         old_rows, new_rows = _rows(before), _rows(after)
@@ -147,7 +149,7 @@ class BuiltinFiles(Builtin):
             os.close(holder)
 
     def _is_own(self, path: str) -> bool:
-        return any((self._folder / path).is_relative_to(own) for own in self._own)
+        return any((self._folder / path).is_relative_to(folder) for folder in self._own_folders)
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
@@ -213,7 +215,7 @@ class BuiltinFiles(Builtin):
         return f"wrote {len(content.encode()):,} bytes"
 
     def _edit(self, stop: Stop, path: str, old: str, new: str) -> str:
-        return self._write(stop, path, _edited(self._text(path), {"old": old, "new": new}))
+        return self._write(stop, path, _edit_text(self._text(path), {"old": old, "new": new}))
 
     def _names(self, stop: Stop) -> Iterator[str]:
         """Yield the files' paths; hidden folders and links to folders are left out."""
@@ -279,8 +281,8 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop)
 
 
 def _named_line(line: str, opened: dict[int, str]) -> str:
-    file, _, rest = line.partition("\0")
-    number, _, text = rest.partition(":")
+    file, _, numbered = line.partition("\0")
+    number, _, text = numbered.partition(":")
     return f"{opened[int(os.path.basename(file))]}:{number}: {text[:_LINE_CHARACTERS]}"
 
 
@@ -296,7 +298,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))
 
 
-def _edited(text: str, arguments: dict[str, Any]) -> str:
+def _edit_text(text: str, arguments: dict[str, Any]) -> str:
     old, new = str(arguments.get("old", "")), str(arguments.get("new", ""))
     times = text.count(old) if old else 0
     if times != 1:

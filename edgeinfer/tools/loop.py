@@ -129,8 +129,8 @@ class CallFront(Protocol):
     def decide(self, card: Card) -> Decision:
         """Ask the user; wait for the decision."""
 
-    def show_use(self, use: ToolUse, words: str) -> None:
-        """Show the progress of a call as text, or its end (`words` is "" then)."""
+    def show_use(self, use: ToolUse, progress: str) -> None:
+        """Show the progress of a call as text, or its end (`progress` is "" then)."""
 
 
 class ChatTools:
@@ -157,7 +157,7 @@ class ChatTools:
         self._tools = self.toolbox.tools()
         return self.notices()
 
-    def shown(self) -> tuple[Tool, ...]:
+    def request_tools(self) -> tuple[Tool, ...]:
         """Return the tools as requests have them; none before `prepare` has ended.
 
         They stay as they are until a server's list has changed: a conversation's prefix is cached.
@@ -165,7 +165,7 @@ class ChatTools:
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
-        """Return tools and choice for a request behind `past` rounds of calls since its question.
+        """Return tools and choice for a request after `past` rounds of calls since its question.
 
         After the last round, or one that only repeats calls, the answer is text: without tools.
         """
@@ -174,9 +174,9 @@ class ChatTools:
             mode = self.toolbox.config.choice
         elif past and all(use.result in (_NO_MORE, _REPEATED) for use in past[-1]):
             mode = "none"
-        return {"tools": self.shown(), "tool_choice": ToolChoice(mode=mode)}
+        return {"tools": self.request_tools(), "tool_choice": ToolChoice(mode=mode)}
 
-    def prompt(self, name: str, words: str) -> str:
+    def prompt(self, name: str, argument_text: str) -> str:
         """Return the text of the prompt `SERVER:PROMPT`; several arguments are `NAME=VALUE` words.
 
         Raises UsageError for other arguments, ToolServerError.
@@ -189,10 +189,10 @@ class ChatTools:
                 f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(prompts) or 'none'}"
             )
         names = prompts[prompt]
-        arguments = dict(word.split("=", 1) for word in words.split() if "=" in word)
+        arguments = dict(word.split("=", 1) for word in argument_text.split() if "=" in word)
         if len(names) == 1 and names[0] not in arguments:
-            arguments = {names[0]: words}
-        if set(arguments) != set(names) or (words and not names):
+            arguments = {names[0]: argument_text}
+        if set(arguments) != set(names) or (argument_text and not names):
             usage = " ".join([f"/{name}", *(f"{argument}=…" for argument in names)])
             raise UsageError(f"/{name} has other arguments", hint=usage)
         return self._short(client.prompt(prompt, arguments))
@@ -209,10 +209,10 @@ class ChatTools:
     def _short(self, text: str) -> str:
         return safe_text(text, _MOST_RESULT_BYTES)
 
-    def offered(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
+    def tools_by_server(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools by server, each with the level of a call without arguments."""
         offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
-        for tool in self.toolbox.bound().values():
+        for tool in self.toolbox.bound_tools().values():
             level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
             offered.setdefault(tool.server, []).append((tool.info, level))
         return offered
@@ -221,7 +221,7 @@ class ChatTools:
         """List the tools by server, one server a line."""
         lines = [
             f"{server}: {', '.join(info.name for info, _ in offered)}"
-            for server, offered in self.offered().items()
+            for server, offered in self.tools_by_server().items()
         ]
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server has a tool."
 
@@ -281,67 +281,67 @@ class ChatTools:
     def _run(
         self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object
     ) -> tuple[ToolUse, ...]:
-        ended = list(uses)
+        results = list(uses)
         if len(past) >= _MOST_ROUNDS:
-            return tuple(use.ended("refused", _NO_MORE) for use in uses)
+            return tuple(use.end("refused", _NO_MORE) for use in uses)
         # small models repeat a call for ever; polling goes on while results differ
-        repeated = {call[:2] for call in _made(past[-1:]) & _made(past[-2:-1])}
+        repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
             if (use.name, use.arguments) in repeated:
-                begun: ToolUse | _Call = use.ended("refused", _REPEATED)
+                call_or_end: ToolUse | _Call = use.end("refused", _REPEATED)
             else:
-                begun = self._approved(use, front, stop, conversation)
-            if isinstance(begun, ToolUse):
-                ended[index] = begun
-                front.show_use(begun, "")
+                call_or_end = self._approve(use, front, stop, conversation)
+            if isinstance(call_or_end, ToolUse):
+                results[index] = call_or_end
+                front.show_use(call_or_end, "")
                 continue
 
-            def call(index: int = index, begun: _Call = begun) -> None:
-                ended[index] = self._call(uses[index], *begun, front, stop)
-                front.show_use(ended[index], "")
+            def call(index: int = index, call_or_end: _Call = call_or_end) -> None:
+                results[index] = self._call(uses[index], *call_or_end, front, stop)
+                front.show_use(results[index], "")
 
             threads.append(threading.Thread(target=call, name=f"tool {use.name}", daemon=True))
             threads[-1].start()
         for thread in threads:
             thread.join()
-        return tuple(ended)
+        return tuple(results)
 
-    def _approved(
+    def _approve(
         self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
         """Return the tool and its arguments, or the use that has ended without a call."""
         if stop.is_set:
-            return use.ended("stopped", "the user stopped the calls")
+            return use.end("stopped", "the user stopped the calls")
         try:
             arguments = msgspec.json.decode(use.arguments or "{}", type=dict[str, Any])
             return self._judge(use, arguments, front, stop, conversation)
         except (msgspec.MsgspecError, RecursionError) as error:
-            return use.ended("failed", f"the arguments are not a JSON object: {error}")
+            return use.end("failed", f"the arguments are not a JSON object: {error}")
         except StoppedError:
-            return use.ended("stopped", "the user stopped the call")
+            return use.end("stopped", "the user stopped the call")
         except EdgeInferError as error:
-            return use.ended("failed", safe_text(error.message, 2000))
+            return use.end("failed", safe_text(error.message, 2000))
 
     def _judge(
         self, use: ToolUse, arguments: _Arguments, front: CallFront, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
-        bound = self.toolbox.bound().get(use.name)
+        bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
-            return use.ended("failed", "there is no such tool")
+            return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         self.toolbox.start(bound.server, stop)
-        bound = self.toolbox.bound().get(use.name)  # the list may have changed with the start
+        bound = self.toolbox.bound_tools().get(use.name)  # the list may have changed with the start
         if bound is None:
-            return use.ended("failed", "its server has this tool no longer")
+            return use.end("failed", "its server has this tool no longer")
         builtin = self.toolbox.builtin.get(bound.server)
         schema, tool = bound.info.parameters, bound.info.name
         if wrong := builtin.wrong(tool, arguments) if builtin else wrong_names(schema, arguments):
-            return use.ended("failed", safe_text(f"wrong arguments: {wrong}", 2000))
+            return use.end("failed", safe_text(f"wrong arguments: {wrong}", 2000))
         arguments = builtin.canonical(tool, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)
         if level == "deny":
-            return use.ended("refused", "the configuration denies it")
+            return use.end("refused", "the configuration denies it")
         warning = builtin.warning(tool, arguments) if builtin else ""
         if level == "allow" and not bound.is_new and not warning:
             return bound, arguments
@@ -350,10 +350,10 @@ class ChatTools:
         if decision.choice != "no":
             self._note_decision(decision, bound, card, conversation)
         if stop.is_set:
-            return use.ended("stopped", "the user stopped the calls")
+            return use.end("stopped", "the user stopped the calls")
         if decision.choice == "no":
             reason = f": {decision.reason}" if decision.reason else ""
-            return use.ended("refused", f"the user said no{reason}")
+            return use.end("refused", f"the user said no{reason}")
         return bound, arguments
 
     def _card(self, use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str) -> Card:
@@ -402,22 +402,22 @@ class ChatTools:
     ) -> ToolUse:
         start_s = time.monotonic()
 
-        def progress(words: str) -> None:
-            front.show_use(use, safe_text(words, 200))
+        def progress(progress_text: str) -> None:
+            front.show_use(use, safe_text(progress_text, 200))
 
         try:
             session = self.toolbox.start(bound.server, stop)
             result = session.call(bound.info.name, arguments, stop, progress)
         except StoppedError:
-            return use.ended("stopped", "the user stopped the call")
+            return use.end("stopped", "the user stopped the call")
         except EdgeInferError as error:
-            return use.ended("failed", safe_text(error.message, 2000))
+            return use.end("failed", safe_text(error.message, 2000))
         took_ms = (time.monotonic() - start_s) * 1000
         text = self._short(result.text)
-        return use.ended("failed" if result.is_error else "done", text or "(empty)", took_ms)
+        return use.end("failed" if result.is_error else "done", text or "(empty)", took_ms)
 
 
-def _made(rounds: Rounds) -> set[tuple[str, str, str]]:
+def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
     """Return name, arguments and result of the calls of the rounds that were made."""
     return {(u.name, u.arguments, u.result) for uses in rounds for u in uses if u.status == "done"}
 
@@ -433,8 +433,8 @@ class NoFront:
         self.refused.append(card.pattern or f"{card.server}.{card.tool}")
         return Decision("no", "no user is here to allow it")
 
-    def show_use(self, use: ToolUse, words: str) -> None:
-        if not words:
+    def show_use(self, use: ToolUse, progress: str) -> None:
+        if not progress:
             arguments = " ".join(use.arguments.split())
             self.say([f"{use.name} {arguments}: {use.status}, {len(use.result.encode()):,} bytes"])
 

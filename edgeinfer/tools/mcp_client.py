@@ -253,15 +253,15 @@ class McpClient:
         if on_progress is not None:
             params = {**params, "_meta": {"progressToken": number}}
 
-        end = partial(pending.answer.put, StoppedError("stopped"))
-        stop.add(end)
+        on_stop = partial(pending.answer.put, StoppedError("stopped"))
+        stop.add(on_stop)
         message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
         sent = self._transport.send(message)
         sent.add_done_callback(pending.note_sent)
         try:
             answer = pending.wait(timeout_s)
         finally:
-            stop.remove(end)
+            stop.remove(on_stop)
             with self._lock:
                 self._pending.pop(number, None)
         if answer is None or isinstance(answer, StoppedError):

@@ -237,7 +237,7 @@ class HttpTransport:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
-        import httpx2  # 75 to 120 ms, only for servers behind a URL
+        import httpx2  # 75 to 120 ms, only for servers with a URL
 
         from edgeinfer.models.fetching.http_client import is_loopback
 

@@ -9,12 +9,14 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
-def prefill_request(engine: Engine, asked: Callable[[str], GenerateRequest]) -> GenerateRequest:
-    """Return the request that prefills what `asked` begins with, whatever the question.
+def prefill_request(
+    engine: Engine, question_request: Callable[[str], GenerateRequest]
+) -> GenerateRequest:
+    """Return the request that prefills what `question_request` begins with, whatever the question.
 
     It is the common prefix of two questions: a template may put tools where it likes.
     """
-    a, b = (_tokens(engine, asked(text)) for text in ("Why?", "0 or 1"))
+    a, b = (_tokens(engine, question_request(text)) for text in ("Why?", "0 or 1"))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     prompt = tuple(pair[0] for pair in shared)
     return GenerateRequest(prompt=prompt, max_tokens=0)
@@ -24,10 +26,10 @@ def with_tools(tools: tuple[Tool, ...], system: str) -> Callable[[str], Generate
     """Return what asks a question in a conversation with tools and a system prompt."""
     first = [Message(role="system", content=system)] if system else []
 
-    def asked(text: str) -> GenerateRequest:
+    def question_request(text: str) -> GenerateRequest:
         return GenerateRequest(messages=(*first, Message(role="user", content=text)), tools=tools)
 
-    return asked
+    return question_request
 
 
 def _tokens(engine: Engine, request: GenerateRequest) -> list[int]:

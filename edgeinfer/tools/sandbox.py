@@ -54,17 +54,17 @@ class Sandbox(Builtin):
     def unavailable(self) -> str:
         if sys.platform != "linux":
             return "it needs Linux"
-        if why := holds_home(self._folder):
-            return why
-        if own := self._own_program():
+        if reason := holds_home(self._folder):
+            return reason
+        if own_path := self._own_program():
             return (
-                f"a command in {self._folder} could change edgeinfer itself ({own}): "
+                f"a command in {self._folder} could change edgeinfer itself ({own_path}): "
                 "install it elsewhere, or start in another folder"
             )
         if self._interpreter is None and "python" in (tool.name for tool in self._tools):
             return "there is no python3 in /usr/bin"
-        if why := self.refused():
-            return why
+        if reason := self.missing_support():
+            return reason
         # from now on no program of the folder is started: a command may have put it there
         os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), self._folder)
         return ""
@@ -73,13 +73,13 @@ class Sandbox(Builtin):
         """Return a path of edgeinfer's own code that a sandboxed command could change, or None."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-        own = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
-        own += [path.resolve() for path in own]
-        inside = [path for path in own if path.is_relative_to(self._folder)]
+        paths = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
+        paths += [path.resolve() for path in paths]
+        inside = [path for path in paths if path.is_relative_to(self._folder)]
         inside += [path for path in code if self._folder.is_relative_to(path.resolve())]
         return inside[0] if inside else None
 
-    def refused(self) -> str:
+    def missing_support(self) -> str:
         """Return why this machine has no sandbox, or ""."""
         result = self._shell(Stop(), ":")
         return result.text.partition("\n")[0] if result.is_error else ""

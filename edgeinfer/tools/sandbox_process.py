@@ -65,7 +65,7 @@ def main() -> int:
     try:
         init = linux.clone(linux.SANDBOX_NAMESPACES)
     except OSError as error:
-        return _refused(f"user namespaces: {os.strerror(error.errno or 0)}")
+        return _report_refusal(f"user namespaces: {os.strerror(error.errno or 0)}")
     if init:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -78,12 +78,12 @@ def main() -> int:
         die_with_parent()
         status = _run(job, files.paths(), user, group)
     except OSError as error:
-        _refused(error.strerror or str(error))
+        _report_refusal(error.strerror or str(error))
     finally:
         os._exit(status)
 
 
-def _refused(reason: str) -> int:
+def _report_refusal(reason: str) -> int:
     print(f"no sandbox: {reason}", flush=True)  # noqa: T201  it is the answer
     return 125
 
@@ -109,10 +109,10 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
             _confine(job)
             os.execve(job.command[0], job.command, os.environ)
         except OSError as error:
-            _refused(error.strerror or str(error))
+            _report_refusal(error.strerror or str(error))
         finally:
             os._exit(125)
-    return _watched(job, child, before, files)
+    return _watch(job, child, before, files)
 
 
 def _change_root(job: Job, read_only: set[str]) -> None:
@@ -159,23 +159,23 @@ def _confine(job: Job) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGTERM])
 
 
-def _watched(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
+def _watch(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
     """Wait for the command; return its status, or 124 with the limit that it broke."""
     end_s = time.monotonic() + job.timeout_s
-    status, why = None, ""
-    while status is None and not why and not files.changed():
+    status, reason = None, ""
+    while status is None and not reason and not files.changed_names():
         signal.sigtimedwait([signal.SIGCHLD], _WATCH_S)
-        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                status = os.waitstatus_to_exitcode(ended[1]) & 255
-        why = _passed_limit(free, _free(job.folder))
+        while status is None and (waited := os.waitpid(-1, os.WNOHANG))[0]:
+            if waited[0] == child:
+                status = os.waitstatus_to_exitcode(waited[1]) & 255
+        reason = _passed_limit(free, _free(job.folder))
         if time.monotonic() > end_s:
-            why = f"it took more than {job.timeout_s:g} s"
+            reason = f"it took more than {job.timeout_s:g} s"
     _end_all()
-    if why:
-        print(f"\nended: {why}", flush=True)  # noqa: T201
+    if reason:
+        print(f"\nended: {reason}", flush=True)  # noqa: T201
         return _AT_LIMIT
-    return _AT_LIMIT if status is None or files.changed() else status
+    return _AT_LIMIT if status is None or files.changed_names() else status
 
 
 def _passed_limit(before: _Free, now: _Free) -> str:

@@ -16,10 +16,10 @@ NAMES = """
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
 #: Most names that are looked at below the folder, the nearest to its top first (30 ms).
 MAX_NAMES = 20_000
-#: Most files that one command may create, so that it can hide none behind others.
+#: Most files that one command may create, so that no file hides among others.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: A file's times may lag behind the clock by a tick of the kernel (ns).
+#: A file's times may be older than the clock by a tick of the kernel (ns).
 _TICK_NS = 50_000_000
 
 
@@ -45,7 +45,7 @@ class SelfRunning:
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Return the names at the top that have come, gone or lead elsewhere."""
         return [name for name, before in self._before.items() if self._identity(name) != before]
 
@@ -67,7 +67,7 @@ class SelfRunning:
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
         failed: list[str] = []
-        for name in [*self.changed(), *self._new_below()]:
+        for name in [*self.changed_names(), *self._new_below()]:
             try:
                 os.rename(name, name + ending, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
                 renamed.append(name)
@@ -115,7 +115,7 @@ def _find_below(
 
     Follows no link. `opens`: makes folders readable that a command has closed.
     """
-    found: dict[str, os.stat_result] = {}
+    infos: dict[str, os.stat_result] = {}
     folders = deque([""])
     n_names = 0
     while folders:
@@ -123,16 +123,16 @@ def _find_below(
         entries = _entries(f"{folder}/{parent}", opens=opens)
         n_names += len(entries)
         if n_names > max_names:
-            return found, False
+            return infos, False
         is_bare = {"HEAD", "objects", "refs"} <= entries.keys()
         names = {*NAMES, *_OF_BARE_REPOSITORY} if is_bare else {*NAMES} - {"HEAD"}
         for name, entry in entries.items():
             with suppress(OSError):
                 if name in names and parent:
-                    found[parent + name] = entry.stat(follow_symlinks=False)
+                    infos[parent + name] = entry.stat(follow_symlinks=False)
                 elif name not in NAMES and entry.is_dir(follow_symlinks=False):
                     folders.append(f"{parent}{name}/")
-    return found, True
+    return infos, True
 
 
 def _entries(path: str, *, opens: bool) -> dict[str, os.DirEntry[str]]:

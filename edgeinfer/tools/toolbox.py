@@ -81,7 +81,7 @@ class Toolbox:
         self._lock = threading.RLock()
         #: Set by `close`: it ends every start.
         self._closing = Stop()
-        self._known = _read_records()
+        self._records = _read_records()
 
     def __enter__(self) -> Toolbox:
         return self
@@ -91,7 +91,7 @@ class Toolbox:
 
     def servers(self) -> list[str]:
         """Return the enabled servers, in the order in which they were first seen."""
-        first = [name for name in tuple(self._known) if name in self._specs]
+        first = [name for name in tuple(self._records) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
@@ -120,24 +120,24 @@ class Toolbox:
 
         _in_threads([functools.partial(start, name) for name in names])
         self.notices += [failures[name] for name in names if name in failures]
-        if excess := list(self.bound())[_MOST_TOOLS:]:
+        if excess := list(self.bound_tools())[_MOST_TOOLS:]:
             cut = safe_text(", ".join(excess), _MOST_DESCRIPTION)
             self.notices.append(f"more than {_MOST_TOOLS} tools: left out: {cut}")
 
     def _is_known(self, name: str) -> bool:
-        known = self._known.get(name)
-        return known is not None and known.digest == self._specs[name].digest
+        record = self._records.get(name)
+        return record is not None and record.digest == self._specs[name].digest
 
-    def bound(self) -> dict[str, BoundTool]:
+    def bound_tools(self) -> dict[str, BoundTool]:
         """Return the tools by the name that the model sees, in their order."""
         bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
                 bound[shown_name(name, info.name)] = BoundTool(name, info)
         for name in self.servers():
-            if (known := self._known.get(name)) is not None:
-                for info in known.tools:
-                    tool = BoundTool(name, info, info.name in known.unapproved)
+            if (record := self._records.get(name)) is not None:
+                for info in record.tools:
+                    tool = BoundTool(name, info, info.name in record.unapproved)
                     bound.setdefault(shown_name(name, info.name), tool)
         return bound
 
@@ -149,7 +149,7 @@ class Toolbox:
                 description=safe_text(tool.info.description, _MOST_DESCRIPTION),
                 parameters=tool.info.parameters,
             )
-            for name, tool in islice(self.bound().items(), _MOST_TOOLS)
+            for name, tool in islice(self.bound_tools().items(), _MOST_TOOLS)
         )
 
     def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
@@ -161,15 +161,15 @@ class Toolbox:
             return self.builtin[name]
         if name not in self._specs:
             raise ToolServerError(f"there is no tool server {name}")
-        end, stop = Stop(), stop or Stop()
-        stop.add(end.set)
-        self._closing.add(end.set)
+        any_stop, stop = Stop(), stop or Stop()
+        stop.add(any_stop.set)
+        self._closing.add(any_stop.set)
         try:
-            with end.holding(self._starting[name]):
-                return self._start(name, end)
+            with any_stop.holding(self._starting[name]):
+                return self._start(name, any_stop)
         finally:
-            stop.remove(end.set)
-            self._closing.remove(end.set)
+            stop.remove(any_stop.set)
+            self._closing.remove(any_stop.set)
 
     def _start(self, name: str, stop: Stop) -> McpClient:
         client = self._started.get(name)
@@ -198,17 +198,17 @@ class Toolbox:
         return client
 
     def _note_list(self, name: str, tools: list[ToolInfo]) -> None:
-        """Keep a server's list: known tools first, in their order, new ones behind them."""
+        """Keep a server's list: known tools first, in their order, new ones after them."""
         digest = self._specs[name].digest
-        known = self._known.get(name)
+        record = self._records.get(name)
         by_name = {tool.name: tool for tool in tools}
-        if known is None or known.digest != digest:
-            self._known[name] = KnownServer(digest=digest, tools=list(by_name.values()))
-        elif by_name != (before := {tool.name: tool for tool in known.tools}):
+        if record is None or record.digest != digest:
+            self._records[name] = KnownServer(digest=digest, tools=list(by_name.values()))
+        elif by_name != (before := {tool.name: tool for tool in record.tools}):
             ordered = [by_name[n] for n in before | by_name if n in by_name]
             changed = [tool.name for tool in ordered if before.get(tool.name) != tool]
-            unapproved = sorted({*known.unapproved, *changed} & by_name.keys())
-            self._known[name] = KnownServer(digest=digest, tools=ordered, unapproved=unapproved)
+            unapproved = sorted({*record.unapproved, *changed} & by_name.keys())
+            self._records[name] = KnownServer(digest=digest, tools=ordered, unapproved=unapproved)
             lists = {"new or changed": changed, "gone": [n for n in before if n not in by_name]}
             text = "; ".join(f"{label}: {', '.join(names)}" for label, names in lists.items() if names)
             self.notices.append(f"the tools of {name} have changed. {text}".rstrip())
@@ -219,15 +219,15 @@ class Toolbox:
     def approve(self, tool: BoundTool) -> None:
         """Note that the user allowed a tool as it is now."""
         with self._lock:
-            known = self._known.get(tool.server)
-            if known is not None and tool.info.name in known.unapproved:
-                known.unapproved.remove(tool.info.name)
+            record = self._records.get(tool.server)
+            if record is not None and tool.info.name in record.unapproved:
+                record.unapproved.remove(tool.info.name)
                 self._write_records()
 
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):
             paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(records_path(), msgspec.json.encode(self._known), 0o600)
+            write_whole(records_path(), msgspec.json.encode(self._records), 0o600)
 
     def client(self, name: str) -> McpClient:
         """Return the session of an MCP server. Raises ToolServerError."""

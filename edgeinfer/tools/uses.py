@@ -37,7 +37,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     result: str = ""
     duration_ms: float = 0.0
 
-    def ended(self, status: UseStatus, result: str, duration_ms: float = 0.0) -> ToolUse:
+    def end(self, status: UseStatus, result: str, duration_ms: float = 0.0) -> ToolUse:
         return msgspec.structs.replace(
             self, status=status, result=result, duration_ms=round(duration_ms, 1)
         )

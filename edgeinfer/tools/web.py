@@ -1,4 +1,4 @@
-"""A built-in tool that fetches pages as text, from listed hosts alone.
+"""A built-in tool that fetches pages as text, only from listed hosts.
 
 A name is resolved once, its addresses are checked, and the connection goes to one of those. Each
 redirect is checked like the first address.
@@ -47,7 +47,7 @@ class Web(Builtin):
         return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"
 
     def _fetch(self, stop: Stop, url: str) -> str:
-        import httpx2  # 75 to 120 ms, for this tool alone
+        import httpx2  # 75 to 120 ms, only for this tool
 
         from edgeinfer.models.fetching.http_client import refuse_downgrade
 
@@ -143,7 +143,7 @@ def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
     if response.status_code != 200:
         raise RefusedError(f"the server answers {response.status_code}")
     if not _TEXTS.match(kind):
-        raise RefusedError(f"the server sends {kind or 'something'}, and text is read alone")
+        raise RefusedError(f"the server sends {kind or 'something'}, and only text is read")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RefusedError("the server sends the page in an encoding that was not asked for")
     data = bytearray()

@@ -74,9 +74,9 @@ class AppFront:
     def attach(self, attachment: Attachment) -> None:
         self.attachments.add(attachment)
 
-    def copy(self, text: str, what: str) -> None:
+    def copy(self, text: str, label: str) -> None:
         _copy(self.app, text)
-        self.app.notify(f"Copied {what}.", timeout=2)
+        self.app.notify(f"Copied {label}.", timeout=2)
 
     def fold_reasoning(self) -> None:
         entries = self.view.transcript.entries
@@ -95,13 +95,13 @@ class AppFront:
         self.session.refuse_busy()
         self._load(name, n_ctx)
 
-    def pick_model(self, wanted: str = "", *, first: bool = False) -> None:
-        """Show the models; `first`: none is here yet, and `wanted` was asked for."""
+    def pick_model(self, model: str = "", *, first: bool = False) -> None:
+        """Show the models; `first`: none is here yet, and `model` was asked for."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
             return  # a question was typed before the picker was painted
-        screen = ModelScreen(self.launch, wanted or self.session.conversation.model, first=first)
+        screen = ModelScreen(self.launch, model or self.session.conversation.model, first=first)
         self.app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:
@@ -117,10 +117,10 @@ class AppFront:
 
     # conversations
 
-    def pick_session(self, words: str) -> None:
+    def pick_session(self, query: str) -> None:
         from edgeinfer.tui.screens.sessions import SessionScreen
 
-        screen = SessionScreen(self.session, self.commander, words)
+        screen = SessionScreen(self.session, self.commander, query)
         self.app.push_screen(screen, self._session_picked)
 
     def _session_picked(self, conversation_id: int | None) -> None:
@@ -135,8 +135,8 @@ class AppFront:
                 self.view.composer.fill(self.session.conversation.draft)
         self.view.show_session()
 
-    def summarise(self, kept: Turn) -> None:
-        self.answering.summarise(kept)
+    def summarise(self, first_sent: Turn) -> None:
+        self.answering.summarise(first_sent)
 
     # the program
 
@@ -146,7 +146,7 @@ class AppFront:
         self.app.push_screen(HelpScreen())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self.session, self.view.started))
+        self.show_text(stats_text(self.session, self.view.start_text))
 
     def use_theme(self, name: str) -> None:
         themes = self.app.available_themes
@@ -222,10 +222,10 @@ def _edit(app: App[Any], text: str) -> str:
         with os.fdopen(fd, "w", encoding="utf-8") as out:
             out.write(text)
         with app.suspend():
-            ended = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
-        if ended:
+            status = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
+        if status:
             raise UsageError(
-                f"{command[0]} ended with {ended}; the text is as it was",
+                f"{command[0]} ended with {status}; the text is as it was",
                 hint="set EDITOR to an editor",
             )
         return path.read_text("utf-8").rstrip("\n")
@@ -262,18 +262,18 @@ class TurnActions:
         self._view.composer.focus()
         self._view.refresh_status()
 
-    def act(self, what: str) -> None:
-        """Do `what` to the chosen turn; errors are shown."""
-        entry = self._transcript.chosen
+    def act(self, action: str) -> None:
+        """Do `action` to the chosen turn; errors are shown."""
+        entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
             try:
-                self._act(what, entry)
+                self._act(action, entry)
             except EdgeInferError as error:
                 self._view.show_error(error)
 
-    def _act(self, what: str, entry: TurnEntry) -> None:
+    def _act(self, action: str, entry: TurnEntry) -> None:
         turn = entry.turn
-        match what:
+        match action:
             case "copy":
                 self._front.copy(turn.content, "the turn")
             case "code":
@@ -281,7 +281,7 @@ class TurnActions:
             case "fold":
                 self._transcript.toggle_fold(entry)
             case "prev" | "next":
-                self._page(turn.id, 1 if what == "next" else -1)
+                self._page(turn.id, 1 if action == "next" else -1)
             case "edit":
                 if turn.role != "user":
                     raise UsageError("only a question can be edited", hint="Ctrl+R answers once more")
@@ -296,10 +296,10 @@ class TurnActions:
 
     def _page(self, turn_id: int, step: int) -> None:
         if not self._session.busy and self._session.page(turn_id, step):
-            at = self._transcript.cursor
+            cursor = self._transcript.cursor
             self._view.show_session()
-            if at is not None:
-                self._transcript.cursor = min(at, len(self._transcript.entries) - 1)
+            if cursor is not None:
+                self._transcript.cursor = min(cursor, len(self._transcript.entries) - 1)
 
     def _copy_next_code(self, turn: Turn) -> None:
         blocks = code_blocks(turn.content)
@@ -312,7 +312,7 @@ class TurnActions:
     def click(self, message: Transcript.Clicked) -> None:
         """Fold, copy or page, by the clicked mark."""
         entry = message.entry
-        kind, _, number = message.what.partition(":")
+        kind, _, number = message.mark.partition(":")
         if kind == "fold":
             self._transcript.toggle_fold(entry)
         elif kind == "copy" and isinstance(entry, AnswerEntry):

@@ -59,7 +59,7 @@ class Answering:
         """A call of a turn goes on, in words, or has ended."""
 
         use: ToolUse
-        words: str
+        progress: str
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -138,7 +138,7 @@ class Answering:
 
     def look(self) -> None:
         """Show what another process has changed, and its answer as it streams."""
-        before = self._session.followed
+        before = self._session.answer_elsewhere
         with contextlib.suppress(StoreError):  # the next look may succeed
             if self._session.refresh():
                 self._show_changed(before)
@@ -149,7 +149,7 @@ class Answering:
         self._view.show_session(stays=True)
         if not self._session.conversation.id:
             self._view.add_remark(Remark("The conversation was deleted elsewhere."))
-        if before is not None and self._session.followed is None:
+        if before is not None and self._session.answer_elsewhere is None:
             self._view.transcript.post_message(self.Ended(self._session.head or before))
 
     # calls of tools
@@ -217,9 +217,9 @@ class Answering:
         self._view.transcript.post_message(self.CardShown(text, typed, stop))
         return typed.get()
 
-    def show_use(self, use: ToolUse, words: str) -> None:
+    def show_use(self, use: ToolUse, progress: str) -> None:
         """Show how a call goes on. Any thread."""
-        self._view.transcript.post_message(self.UseShown(use, words))
+        self._view.transcript.post_message(self.UseShown(use, progress))
 
     def show_card(self, message: CardShown) -> None:
         if message.running.is_set:
@@ -232,9 +232,9 @@ class Answering:
     def show_progress(self, message: UseShown) -> None:
         tools = self._session.tools
         if tools is not None and tools.running is not None:  # else the calls have ended meanwhile
-            words = f"{call_name(message.use)} {message.words}"
-            self._view.calling = words if message.words else "calling…"
-        if not message.words:
+            progress = f"{call_name(message.use)} {message.progress}"
+            self._view.calling = progress if message.progress else "calling…"
+        if not message.progress:
             self._view.show_use(message.use)
         self._view.refresh_status()
 
@@ -249,22 +249,22 @@ class Answering:
     def want_room(self, error: EdgeInferError) -> None:
         self._view.transcript.post_message(self.RoomWanted(error))
 
-    def summarise(self, kept: Turn) -> None:
-        """Summarise the turns before `kept`, cut there, and answer the question that did not fit."""
+    def summarise(self, first_sent: Turn) -> None:
+        """Summarise the turns before `first_sent`, and answer the question that did not fit."""
         if self._view.summarising is not None:
             return
         engine = self._session.idle_engine()
-        generation = engine.submit(context.summary_request(self._session, engine, kept))
+        generation = engine.submit(context.summary_request(self._session, engine, first_sent))
         self._view.summarising = generation
-        self._view.transcript.run_worker(self._summarise(generation, kept), group="answer")
+        self._view.transcript.run_worker(self._summarise(generation, first_sent), group="answer")
 
-    async def _summarise(self, generation: Generation, kept: Turn) -> None:
+    async def _summarise(self, generation: Generation, first_sent: Turn) -> None:
         conversation = self._session.conversation.id
         try:
             pieces = [event.text async for event in generation if isinstance(event, TextDelta)]
             text = "".join(pieces).strip()
             if text and self._session.conversation.id == conversation:
-                self._session.cut(kept.id, text)
+                self._session.cut(first_sent.id, text)
                 self.answer_after_cut()
         except EdgeInferError as error:
             self._view.show_error(error)
@@ -280,7 +280,7 @@ class Answering:
         if self._view.summarising is not None:
             self._view.summarising.cancel()
             return True
-        if self._session.followed is not None:
+        if self._session.answer_elsewhere is not None:
             self._view.show_error(written_elsewhere())
             return True
         return self._session.tools is not None and self._session.tools.stop()

@@ -99,7 +99,7 @@ def bindings(where: Where) -> list[Binding]:
     ]
 
 
-def shown(keys: str) -> str:
+def format_keys(keys: str) -> str:
     """Format keys for people: `ctrl+j,shift+enter` → `Ctrl+J, Shift+Enter`."""
     names = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "underscore": "_"}
     return ", ".join(

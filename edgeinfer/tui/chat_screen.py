@@ -94,7 +94,7 @@ class ChatScreen(Screen[None]):
 
     def _open(self) -> None:
         note = self.session.open_last() if self.launch.continue_last else ""
-        self.composer.set_past(self.session.store.typed())
+        self.composer.set_past(self.session.store.past_questions())
         if self.session.path:
             self.view.show_session()
         for text in filter(None, (note, self.session.unstored)):
@@ -114,7 +114,7 @@ class ChatScreen(Screen[None]):
         if self.streaming is not None or self.loader.progress or is_new:
             self.refresh_status()
         self._save_draft()
-        looked_at = (self.composer.text, self.attachments.found, self.composer.editing)
+        looked_at = (self.composer.text, self.attachments.current, self.composer.editing)
         if self.launch.config.read_ahead and self.read_ahead.look(*looked_at):
             self.read_ahead.begin()
 
@@ -160,7 +160,7 @@ class ChatScreen(Screen[None]):
     # sending
 
     @on(Composer.Sent)
-    def _sent(self, message: Composer.Sent) -> None:
+    def _send_typed(self, message: Composer.Sent) -> None:
         self.completions.offer([])
         self.answering.look()
         line = message.text.strip()
@@ -180,9 +180,12 @@ class ChatScreen(Screen[None]):
 
     def _send_with_resources(self, text: str, editing: int | None) -> None:
         """Send a question once the resources that it names are here; put it back if that fails."""
-        tools, here = self.session.tools, {attachment.name for attachment in self.attachments.kept}
+        tools, attached_names = (
+            self.session.tools,
+            {attachment.name for attachment in self.attachments.unnamed},
+        )
         named = filter(tools.has_resource, names_in(text)) if tools is not None else ()
-        names = [name for name in named if name not in here]
+        names = [name for name in named if name not in attached_names]
         conversation = self.session.conversation.id
 
         def read() -> list[Attachment] | EdgeInferError:
@@ -192,13 +195,13 @@ class ChatScreen(Screen[None]):
             except EdgeInferError as error:
                 return error
 
-        def send(found: list[Attachment] | EdgeInferError) -> None:
+        def send(resources: list[Attachment] | EdgeInferError) -> None:
             self._reading = False
             is_here = self.session.conversation.id == conversation
-            if isinstance(found, EdgeInferError):
-                self.view.show_error(found)
+            if isinstance(resources, EdgeInferError):
+                self.view.show_error(resources)
             elif is_here:
-                for attachment in found:
+                for attachment in resources:
                     self.attachments.add(attachment)
                 if self.send(text, editing):
                     return
@@ -238,7 +241,7 @@ class ChatScreen(Screen[None]):
         self.attachments.remove_last()
 
     @on(Composer.Pasted)
-    def _pasted(self, message: Composer.Pasted) -> None:
+    def _attach_paste(self, message: Composer.Pasted) -> None:
         """Attach a long paste; offer ways out at once if the context cannot hold it."""
         pasted = self.attachments.paste(message.text)
         engine = self.session.engine
@@ -246,7 +249,7 @@ class ChatScreen(Screen[None]):
             return
         text = f"The text has {pasted.tokens:,} tokens, the context {engine.info.n_ctx:,}."
         choices = [
-            ("beginning", "Attach its beginning", "as much as the context holds beside an answer"),
+            ("beginning", "Attach its beginning", "as much as fits into the context with an answer"),
             *self._larger_context(pasted.tokens),
             ("leave", "Leave it out", "Backspace in the empty composer removes what is attached, too"),
         ]
@@ -265,11 +268,11 @@ class ChatScreen(Screen[None]):
     def send(self, text: str, editing: int | None) -> bool:
         """Store, show and answer a question; return False if it could not be stored."""
         try:
-            found = self.attachments.collect(text)
+            attached = self.attachments.collect(text)
             if editing is None:
-                self.session.ask(text, found)
+                self.session.ask(text, attached)
             else:
-                self.session.edit(editing, text, found)
+                self.session.edit(editing, text, attached)
         except EdgeInferError as error:
             self.view.show_error(error)
             return False
@@ -305,14 +308,14 @@ class ChatScreen(Screen[None]):
     def _choose_way(self, title: str, text: str, choices: list[tuple[str, str, str]]) -> None:
         from edgeinfer.tui.screens.dialogs import ChoiceScreen
 
-        self.app.push_screen(ChoiceScreen(title, text, choices), self._make_room)
+        self.app.push_screen(ChoiceScreen(title, text, choices), self._apply_choice)
 
-    def _make_room(self, choice: str | None) -> None:
+    def _apply_choice(self, choice: str | None) -> None:
         engine = self.session.engine
         if choice == "leave":
             self.attachments.remove_last()
         elif choice == "beginning" and engine is not None:
-            text = self.attachments.kept[-1].text
+            text = self.attachments.unnamed[-1].text
             self.attachments.remove_last()
             self.attachments.paste(context.beginning(engine, text))
         elif choice:
@@ -324,16 +327,16 @@ class ChatScreen(Screen[None]):
     # completion
 
     @on(TextArea.Changed, "#composer")
-    def _typed(self) -> None:
+    def _complete_typed(self) -> None:
         before = self.composer.before_cursor
-        found = complete(before, self.front.names())
-        self.completions.offer(found)
-        self.composer.completing = bool(found)
+        completions = complete(before, self.front.names())
+        self.completions.offer(completions)
+        self.composer.completing = bool(completions)
         choice = self.completions.choice
         self.composer.can_take = (
             choice is not None and not choice.whole and before[-choice.length :] != choice.text.rstrip()
         )
-        self.attachments.typed(self.composer.text)
+        self.attachments.read_mentioned(self.composer.text)
 
     @on(Composer.Choosing)
     def _choose(self, message: Composer.Choosing) -> None:
@@ -355,7 +358,7 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Send typed characters to the composer, wherever the focus is."""
-        reading = self.focused is self.transcript and self.transcript.chosen is None
+        reading = self.focused is self.transcript and self.transcript.selection is None
         if reading and event.is_printable and event.character:
             event.stop()
             self.composer.focus()
@@ -365,10 +368,10 @@ class ChatScreen(Screen[None]):
         self.run_command(f"/{line}")
 
     def action_stop(self) -> None:
-        if self.completions.found:
+        if self.completions.offered:
             self.completions.offer([])
             self.composer.completing = False
-        elif self.transcript.chosen is not None:
+        elif self.transcript.selection is not None:
             self.turns.leave()
         elif self.composer.editing is not None:
             self.composer.clear()
@@ -403,14 +406,14 @@ class ChatScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "turn":
-            return self.focused is self.transcript and self.transcript.chosen is not None
+            return self.focused is self.transcript and self.transcript.selection is not None
         return True
 
     def action_walk(self, step: int) -> None:
         self.turns.walk(step)
 
-    def action_turn(self, what: str) -> None:
-        self.turns.act(what)
+    def action_turn(self, action: str) -> None:
+        self.turns.act(action)
 
     @on(Transcript.Clicked)
     def _mark_clicked(self, message: Transcript.Clicked) -> None:

@@ -17,7 +17,14 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.attachments import PASTED, counted, dropped_picture, mentioned, missing_files, read
+from edgeinfer.chat.attachments import (
+    PASTED,
+    count_tokens,
+    dropped_picture,
+    mentioned_paths,
+    missing_files,
+    read,
+)
 from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -77,7 +84,7 @@ class Composer(TextArea):
         self.can_take = False
         self.has_queue = False
         self._past: list[str] = []
-        self._at = 0
+        self._past_index = 0
         self._unsent = ""
 
     def watch_editing(self, editing: int | None) -> None:
@@ -95,13 +102,13 @@ class Composer(TextArea):
 
     def set_past(self, typed: list[str]) -> None:
         """Set the texts that Up brings back, newest first."""
-        self._past, self._at = list(typed), 0
+        self._past, self._past_index = list(typed), 0
 
     def remember(self, text: str) -> None:
         """Add a sent text, which Up brings back first."""
         if text.strip() and (not self._past or self._past[0] != text):
             self._past.insert(0, text)
-        self._at = 0
+        self._past_index = 0
 
     def fill(self, text: str) -> None:
         """Replace what is typed and go to its end."""
@@ -113,11 +120,11 @@ class Composer(TextArea):
             self.post_message(self.Choosing(-1))
         elif self.has_queue and not select and not self.text:
             self.post_message(self.TakenBack())
-        elif not select and self._at < len(self._past) and self._at_edge(-1):
-            if self._at == 0:
+        elif not select and self._past_index < len(self._past) and self._at_edge(-1):
+            if self._past_index == 0:
                 self._unsent = self.text
-            self._at += 1
-            self.fill(self._past[self._at - 1])
+            self._past_index += 1
+            self.fill(self._past[self._past_index - 1])
             self.move_cursor((0, 0))
         else:
             super().action_cursor_up(select)
@@ -125,16 +132,18 @@ class Composer(TextArea):
     def action_cursor_down(self, select: bool = False) -> None:
         if self.completing and not select:
             self.post_message(self.Choosing(1))
-        elif not select and self._at > 0 and self._at_edge(1):
-            self._at -= 1
-            self.fill(self._past[self._at - 1] if self._at else self._unsent)
+        elif not select and self._past_index > 0 and self._at_edge(1):
+            self._past_index -= 1
+            self.fill(self._past[self._past_index - 1] if self._past_index else self._unsent)
         else:
             super().action_cursor_down(select)
 
     def _at_edge(self, step: int) -> bool:
-        here = self.cursor_location
-        there = self.get_cursor_up_location() if step < 0 else self.get_cursor_down_location()
-        return there[0] == here[0] and (here[0] == (0 if step < 0 else self.document.line_count - 1))
+        cursor = self.cursor_location
+        target = self.get_cursor_up_location() if step < 0 else self.get_cursor_down_location()
+        return target[0] == cursor[0] and (
+            cursor[0] == (0 if step < 0 else self.document.line_count - 1)
+        )
 
     # sending
 
@@ -144,7 +153,7 @@ class Composer(TextArea):
             return
         text, editing = self.text, self.editing
         if text.strip():
-            self._at = 0
+            self._past_index = 0
             self.post_message(self.Sent(text, editing))
 
     def action_newline(self) -> None:
@@ -174,7 +183,7 @@ class Composer(TextArea):
         if event.key == "enter":  # a binding sends; TextArea would insert a line
             event.prevent_default()
             return
-        # joiners (U+200C, U+200D) and tags spell words and emoji; Textual takes printable keys alone
+        # joiners (U+200C, U+200D) and tags spell words and emoji; Textual takes only printable keys
         if event.character and unicodedata.category(event.character[0]) == "Cf":
             event.stop()
             event.prevent_default()
@@ -233,30 +242,30 @@ class Completions(OptionList, can_focus=False):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
-        self.found: list[CommandCompletion] = []
+        self.offered: list[CommandCompletion] = []
 
     def offer(self, completions: Sequence[CommandCompletion]) -> None:
         """Show these, the first one chosen; none hides the list."""
-        if list(completions) == self.found:
+        if list(completions) == self.offered:
             return
-        self.found = list(completions)
+        self.offered = list(completions)
         self.clear_options()
-        width = max((len(c.label) for c in self.found), default=0)
+        width = max((len(c.label) for c in self.offered), default=0)
         self.add_options(
-            Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.found
+            Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.offered
         )
-        self.display = bool(self.found)
-        if self.found:
+        self.display = bool(self.offered)
+        if self.offered:
             self.highlighted = 0
 
     def step(self, by: int) -> None:
         """Choose the next or the one before, around the ends."""
-        if self.found:
-            self.highlighted = ((self.highlighted or 0) + by) % len(self.found)
+        if self.offered:
+            self.highlighted = ((self.highlighted or 0) + by) % len(self.offered)
 
     @property
     def choice(self) -> CommandCompletion | None:
-        return self.found[self.highlighted] if self.found and self.highlighted is not None else None
+        return self.offered[self.highlighted] if self.offered and self.highlighted is not None else None
 
 
 #: Of English text; an estimate until a model counts.
@@ -266,71 +275,73 @@ _BYTES_PER_TOKEN = 4
 class AttachmentList:
     """Files and pastes for the next question: counts their tokens, shows them in `line`.
 
-    `kept` are the attachments that the composer's text does not name.
+    `unnamed` are the attachments that the composer's text does not name.
     """
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
         self._session = session
         self._line = line
-        self.kept = list(attachments)
+        self.unnamed = list(attachments)
         self._named: dict[Path, Attachment] = {}
         self._missing: list[str] = []
 
     def add(self, attachment: Attachment) -> None:
         """Keep a file for the next question."""
-        self.kept.append(self._counted(attachment))
+        self.unnamed.append(self._count_tokens(attachment))
         self.show()
 
     def paste(self, text: str) -> Attachment:
         """Attach a pasted text. Return it, with its tokens once a model counts."""
-        names = {attachment.name for attachment in self.kept}
+        names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)
         name = next(name for n in numbers if (name := f"{PASTED} {n}") not in names)
         self.add(Attachment(name=name, text=text))
-        return self.kept[-1]
+        return self.unnamed[-1]
 
     def remove_last(self) -> None:
-        self.kept = self.kept[:-1]
+        self.unnamed = self.unnamed[:-1]
         self.show()
 
-    def typed(self, text: str) -> None:
+    def read_mentioned(self, text: str) -> None:
         """Read and count the files that the composer's text names."""
-        paths, missing = (mentioned(text), missing_files(text)) if "@" in text else ([], [])
+        paths, missing = (mentioned_paths(text), missing_files(text)) if "@" in text else ([], [])
         if (list(self._named), self._missing) != (paths, missing):
             self._missing = missing
-            known, self._named = self._named, {}
+            before, self._named = self._named, {}
             for path in paths:
                 with contextlib.suppress(EdgeInferError):  # reported when it is sent
-                    self._named[path] = known.get(path) or self._counted(read(path))
+                    self._named[path] = before.get(path) or self._count_tokens(read(path))
             self.show()
 
     @property
-    def found(self) -> list[Attachment]:
+    def current(self) -> list[Attachment]:
         """Return the attachments, as last read."""
-        return [*self.kept, *self._named.values()]
+        return [*self.unnamed, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
         """Return the attachments of `text`, read now. Raises UsageError."""
-        named = [read(path) for path in mentioned(text)]
-        return [self._counted(a) for a in (*self.kept, *named)]
+        named = [read(path) for path in mentioned_paths(text)]
+        return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
     def clear(self) -> None:
         """Remove all: they were sent."""
-        self.kept, self._named = [], {}
+        self.unnamed, self._named = [], {}
         self._missing = []
         self.show()
 
     def show(self) -> None:
         """Show them in one line, hidden if there are none."""
-        self.kept = [self._counted(a) for a in self.kept]
+        self.unnamed = [self._count_tokens(a) for a in self.unnamed]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0
-        labels = [_label(a, n_ctx) for a in self.found] + [f"no file {name}" for name in self._missing]
+        labels = [_label(a, n_ctx) for a in self.current] + [
+            f"no file {name}" for name in self._missing
+        ]
         self._line.update("  ".join(labels))
         self._line.display = bool(labels)
 
-    def _counted(self, attachment: Attachment) -> Attachment:
-        return counted(attachment, self._session.engine)
+    def _count_tokens(self, attachment: Attachment) -> Attachment:
+        return count_tokens(attachment, self._session.engine)
 
 
 def _label(attachment: Attachment, n_ctx: int) -> str:

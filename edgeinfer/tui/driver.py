@@ -123,7 +123,7 @@ class TerminalDriver(LinuxDriver):
         if self._auto_restart:
             self.suspend_application_mode()
             self._must_signal_resume = True
-        if os.getsid(0) == os.getpid():  # behind a launcher, which sees this stop and stops too
+        if os.getsid(0) == os.getpid():  # started by a launcher, which sees this stop and stops too
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             os.killpg(0, signal.SIGSTOP)  # the job: the shell may wait for another process of it

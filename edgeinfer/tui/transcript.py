@@ -39,10 +39,10 @@ class Transcript(ScrollView, can_focus=True):
 
     @dataclass
     class Clicked(Message):
-        """A mark in an entry was clicked: `what` is "copy:N", "fold" or "page"."""
+        """A mark in an entry was clicked: `mark` is "copy:N", "fold" or "page"."""
 
         entry: Entry
-        what: str
+        mark: str
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -116,7 +116,7 @@ class Transcript(ScrollView, can_focus=True):
             first = bisect_right(self._bottoms, top)
             last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
             near = range(first, min(last + 1, len(self.entries)))
-            pending = [i for i in near if not self.entries[i].drawn(width)]
+            pending = [i for i in near if not self.entries[i].is_drawn(width)]
             if not pending:
                 return
             shift = 0
@@ -147,8 +147,8 @@ class Transcript(ScrollView, can_focus=True):
     def move_cursor(self, step: int) -> bool:
         """Choose the turn before (-1) or after (1) the chosen one; return False if there is none."""
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
-        at = len(self.entries) if self.cursor is None else self.cursor
-        ahead = [i for i in turns if (i - at) * step > 0]
+        cursor = len(self.entries) if self.cursor is None else self.cursor
+        ahead = [i for i in turns if (i - cursor) * step > 0]
         if not ahead:
             return False
         self._choose(ahead[-1] if step < 0 else ahead[0])
@@ -158,7 +158,7 @@ class Transcript(ScrollView, can_focus=True):
         self._choose(None)
 
     @property
-    def chosen(self) -> Entry | None:
+    def selection(self) -> Entry | None:
         return (
             self.entries[self.cursor]
             if self.cursor is not None and self.cursor < len(self.entries)
@@ -202,7 +202,7 @@ class Transcript(ScrollView, can_focus=True):
             strip = self._strips[key] = self._strip(*key, width)
         selection = self.text_selection
         if selection is not None and (span := selection.get_span(row)) is not None:
-            strip = self._selected(strip, span, len(lines[local].text) + 1)
+            strip = self._mark_selected(strip, span, len(lines[local].text) + 1)
         return strip.apply_offsets(0, row)
 
     def _strip(self, line: Line, chosen: bool, width: int) -> Strip:
@@ -214,7 +214,7 @@ class Transcript(ScrollView, can_focus=True):
         strip = strip.extend_cell_length(min(self.text_width + 1, width), fill) if line.fill else strip
         return strip.adjust_cell_length(width, base)
 
-    def _selected(self, strip: Strip, span: tuple[int, int], length: int) -> Strip:
+    def _mark_selected(self, strip: Strip, span: tuple[int, int], length: int) -> Strip:
         start, stop = span[0], length if span[1] == -1 else span[1]
         style = self.screen.get_component_rich_style("screen--selection")
         parts = strip.divide([max(0, start), max(start, stop), strip.cell_length])
@@ -226,29 +226,29 @@ class Transcript(ScrollView, can_focus=True):
             base = base + self._style(fill)
         if not spans:
             return [Segment(text, base)]
-        edges = sorted({0, len(text), *(e for s in spans for e in (s.start, s.end) if e <= len(text))})
+        edges = sorted({0, len(text), *(e for s in spans for e in (s.start, s.stop) if e <= len(text))})
         segments = []
-        for start, end in pairwise(edges):
+        for start, stop in pairwise(edges):
             style = base
             for span in spans:
-                if span.start <= start and span.end >= end:
+                if span.start <= start and span.stop >= stop:
                     style = style + self._style(span.style)
-            segments.append(Segment(text[start:end], style))
+            segments.append(Segment(text[start:stop], style))
         return segments
 
     def _style(self, name: str) -> Style:
         style = self._styles.get(name)
         if style is None:
-            kind, _, rest = name.partition(":")
-            style = self._blended(f"transcript--{kind}")
+            kind, _, target = name.partition(":")
+            style = self._blend(f"transcript--{kind}")
             if kind == "link":
-                style = style + Style(link=rest)
+                style = style + Style(link=target)
             elif kind in ("copy", "fold", "page"):
                 style = style + Style.from_meta({"mark": name})
             self._styles[name] = style
         return style
 
-    def _blended(self, name: str) -> Style:
+    def _blend(self, name: str) -> Style:
         """Return a component's style, translucent colours mixed with ours, which Rich cannot do."""
         partial = self.get_component_rich_style(name, partial=True)
         color = self.get_component_rich_style(name).color if partial.color else None

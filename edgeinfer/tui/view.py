@@ -24,7 +24,7 @@ from textual.widgets import Static
 
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.values import Stats, Turn
-from edgeinfer.chat.launch import Engines, Launch, started
+from edgeinfer.chat.launch import Engines, Launch, describe_start
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
@@ -73,11 +73,12 @@ class Status(Widget):
         shown = [p for p in self._parts if p.text]
         while len(shown) > 1 and (over := _length(shown) + len(hint) + 2 - width) > 0:
             least = min(shown, key=lambda p: p.weight)
-            at = shown.index(least)
+            index = shown.index(least)
             shown.remove(least)
             if least.shortens and len(least.text) - over >= _SHORTEST:
                 shown.insert(
-                    at, least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99)
+                    index,
+                    least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99),
                 )
         line = Content(" · ").join(
             [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in shown]
@@ -122,9 +123,9 @@ class Loader:
             target=self._load, args=(model, n_ctx, self._serial), name=f"load {model}", daemon=True
         ).start()
 
-    def finish(self, ended: Ended) -> bool:
+    def finish(self, message: Ended) -> bool:
         """Return True if the ended load is the latest one; then nothing is loading."""
-        if ended.serial != self._serial:
+        if message.serial != self._serial:
             return False
         self.progress = ""
         return True
@@ -250,9 +251,9 @@ class View:
         self._launch = launch
 
     @property
-    def started(self) -> str:
+    def start_text(self) -> str:
         """Describe the start of the chat; its time is known once the model can compute."""
-        return started(self._launch.host.start)
+        return describe_start(self._launch.host.start)
 
     @property
     def model(self) -> str:
@@ -266,15 +267,15 @@ class View:
     def show_session(self, *, stays: bool = False) -> None:
         """Show the branch and its end; the place that is read, if it `stays`."""
         transcript = self.transcript
-        place = None if not stays or transcript.following else transcript.scroll_y
+        scroll_y = None if not stays or transcript.following else transcript.scroll_y
         entries = [self.entry(turn) for turn in self.session.path]
         if not entries:
             self.show_welcome()
             return
         transcript.show(entries)
-        if place is not None:
+        if scroll_y is not None:
             transcript.following = False
-            transcript.scroll_to(y=place, animate=False, force=True)
+            transcript.scroll_to(y=scroll_y, animate=False, force=True)
         self.refresh_status()
 
     def entry(self, turn: Turn) -> Entry:
@@ -340,7 +341,7 @@ class View:
             rate = self.streaming.tokens_per_s
             text = f"writing {rate:.0f} tok/s" if rate else "writing"
             return [Part(text, 10, "$accent")], "Esc stops"
-        if self.session.followed is not None:
+        if self.session.answer_elsewhere is not None:
             return [Part("another program is writing", 10, "$accent")], "F1 help"
         if self.summarising is not None:
             return [Part("summarising…", 10, "$accent")], "Esc stops"
@@ -348,9 +349,9 @@ class View:
             return [Part(self.calling, 10, "$accent", shortens=True)], "Esc stops"
         if self.loader.progress:
             return [Part(self.loader.progress, 10, "$accent")], "F1 help"
-        if self.transcript.chosen is not None:
+        if self.transcript.selection is not None:
             return [], "e edit · c copy · y code · f fork · Esc"
-        return [Part(self.started, 6, shortens=True)], "F1 help"
+        return [Part(self.start_text, 6, shortens=True)], "F1 help"
 
 
 def numbers(session: ChatSession, *, writing: bool, cached_tokens: int = 0) -> list[Part]:

@@ -64,8 +64,13 @@ class TestComplete:
 
     def test_arguments(self):
         names = {"model": lambda: [("smollm2", "135M"), ("qwen3", "8B")]}
-        (found,) = complete("/model sm", names)
-        assert (found.text, found.length, found.summary, found.whole) == ("smollm2", 2, "135M", True)
+        (completion,) = complete("/model sm", names)
+        assert (completion.text, completion.length, completion.summary, completion.whole) == (
+            "smollm2",
+            2,
+            "135M",
+            True,
+        )
         assert complete("/model smollm2", names) == []
         assert self.labels("/set temp") == ["temperature "]
         assert self.labels("/copy ") == ["code", "all"]
@@ -93,7 +98,7 @@ class TestAttachments:
 
     @pytest.mark.parametrize("name", ["~nobody-of-that-name/a.txt", f"{'a' * 300}.txt", "a\0.txt"])
     def test_a_mention_that_no_file_can_have_is_missing(self, name):
-        assert attachments.mentioned(f"@{name}") == []
+        assert attachments.mentioned_paths(f"@{name}") == []
         assert attachments.missing_files(f"@{name}") == [name]
         assert attachments.complete(name) == []
 
@@ -103,7 +108,7 @@ class TestAttachments:
         (tmp_path / "home").mkdir()
         text = 'see @a.txt and @"b c.txt", (or @a.txt), not me@a.txt nor @home but @home/'
         names = ("a.txt", "b c.txt", "home")
-        assert attachments.mentioned(text, tmp_path) == [tmp_path / name for name in names]
+        assert attachments.mentioned_paths(text, tmp_path) == [tmp_path / name for name in names]
 
     @pytest.mark.parametrize(
         ("text", "names"),

@@ -27,16 +27,16 @@ sys.stdin.read()
 def open_store(tmp_path):
     stores = []
 
-    def opened():
+    def open_chat():
         stores.append(ConversationStore.open(tmp_path / "conversations.db"))
         return stores[-1]
 
-    yield opened
+    yield open_chat
     for store in stores:
         store.close()
 
 
-def asked(open_store, engine):
+def ask(open_store, engine):
     session = ChatSession(open_store, engine=engine)
     session.ask("hi")
     return session
@@ -44,7 +44,7 @@ def asked(open_store, engine):
 
 def test_a_refused_request_leaves_no_lease(open_store):
     engine = FakeEngine()
-    session = asked(open_store, engine)
+    session = ask(open_store, engine)
     engine.close()
     with pytest.raises(Exception, match="closed"):
         session.begin_answer()
@@ -53,7 +53,7 @@ def test_a_refused_request_leaves_no_lease(open_store):
 
 def test_a_killed_writer_holds_nothing(open_store, tmp_path):
     store = open_store()
-    conversation = asked(open_store, None).conversation
+    conversation = ask(open_store, None).conversation
     command = [sys.executable, "-c", HOLDER, tmp_path / "conversations.leases", str(conversation.id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"

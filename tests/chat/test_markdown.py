@@ -23,7 +23,7 @@ def whole(text):
     return flat([*settled, *last])
 
 
-def grown(text, dice):
+def grow(text, dice):
     document = GrowingMarkdown()
     done, last = [], []
     for piece in split(text, dice):
@@ -35,7 +35,7 @@ def grown(text, dice):
 @settings(max_examples=500, deadline=None)
 @given(MARKDOWN, st.randoms(use_true_random=False))
 def test_any_split_gives_the_blocks_of_the_whole(text, dice):
-    assert grown(text, dice) == whole(text)
+    assert grow(text, dice) == whole(text)
 
 
 LONG = st.sampled_from(["word " * 15, "x" * 150, "```\n", "~~~\n"])
@@ -48,7 +48,7 @@ def test_blocks_beyond_the_limits_are_cut_alike(parts, dice):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(markdown, "_MAX_BLOCK", 60)
         patch.setattr(markdown, "_MAX_CODE", 200)
-        assert grown(text, dice) == whole(text)
+        assert grow(text, dice) == whole(text)
 
 
 @settings(max_examples=500, deadline=None)

@@ -8,7 +8,7 @@ from fake_engine import FakeEngine
 from made_documents import make_docx, make_pdf
 
 from edgeinfer.chat import formats
-from edgeinfer.chat.attachments import described, dropped_picture, mentioned, read
+from edgeinfer.chat.attachments import describe, dropped_picture, mentioned_paths, read
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
@@ -25,7 +25,7 @@ def red(tmp_path):
 def test_file_that_begins_as_a_picture_is_attached_as_one(red, tmp_path):
     attached = read(red)
     assert (attached.is_picture, attached.data) == (True, red.read_bytes())
-    assert described(attached) == "a red one.png, a picture"
+    assert describe(attached) == "a red one.png, a picture"
     (tmp_path / "b.png").write_text("text")
     assert read(tmp_path / "b.png").text == "text"
     (tmp_path / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(33 << 20))
@@ -66,7 +66,7 @@ def test_dropped_path_becomes_a_mention(red, form):
     if form == "{}":
         assert dropped_picture(pasted) == ""  # two words: a terminal quotes it
         return
-    assert mentioned(f"look {dropped_picture(pasted)}") == [red]
+    assert mentioned_paths(f"look {dropped_picture(pasted)}") == [red]
 
 
 @pytest.mark.parametrize("pasted", ["a red one.png", "/nosuch.png", "two words", "'open", "", "/"])

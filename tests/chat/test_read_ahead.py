@@ -25,15 +25,15 @@ class Composer:
         self.reading = None  # the last one, which the engine has not ended yet as far as it is known
 
     def look(self, text, attachments=(), editing=None):
-        if found := self.ahead.look(text, attachments, editing):
+        if begins := self.ahead.look(text, attachments, editing):
             self.reading = self.ahead.submit()
-        return found
+        return begins
 
     def finish(self):
         self.ahead.follow(self.reading)
 
-    def stand_still(self, text, *rest):
-        return self.look(text, *rest) or self.look(text, *rest)
+    def stand_still(self, text, *arguments):
+        return self.look(text, *arguments) or self.look(text, *arguments)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def composer(store, engine):
     return Composer(ChatSession(lambda: store, "fake", engine))
 
 
-def asked(request):
+def questions_of(request):
     return [m.content for m in request.messages]
 
 
@@ -72,9 +72,9 @@ def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(compos
     assert read.max_tokens == 0
     assert not read.cache_on_disk  # it may be deleted again
     answer(composer.session, "Why is the sky blue?", [NOTES])
-    whole, part = (engine.apply_template(r) for r in (engine.requests[0], read))
-    assert whole.startswith(part.removesuffix("\nassistant:"))
-    assert asked(read)[1].endswith("swordfish\n```\n\nWhy is the")
+    whole, prefix = (engine.apply_template(r) for r in (engine.requests[0], read))
+    assert whole.startswith(prefix.removesuffix("\nassistant:"))
+    assert questions_of(read)[1].endswith("swordfish\n```\n\nWhy is the")
     assert read.continue_final  # the words are not at their end
     assert read.background
 
@@ -83,13 +83,13 @@ def test_text_typed_without_a_pause_is_prefilled_now_and_then(composer, engine):
     composer.look("One ")
     for text in ("One two ", "One two three ", "One two three four "):
         composer.look(text)
-    assert [asked(r) for r in engine.read] == [["One"]]
+    assert [questions_of(r) for r in engine.read] == [["One"]]
     composer.now += ALONG_S
     composer.look("One two three four five ")
     assert len(engine.read) == 1  # the first is not done, and what it has computed is not thrown away
     composer.finish()
     composer.look("One two three four five ")
-    assert asked(engine.read[-1]) == ["One two three four five"]
+    assert questions_of(engine.read[-1]) == ["One two three four five"]
 
 
 def test_changed_text_cancels_the_prefill(composer, engine):
@@ -97,13 +97,13 @@ def test_changed_text_cancels_the_prefill(composer, engine):
     first = composer.reading.generation
     composer.stand_still("Another one ")
     assert [event.reason for event in first if hasattr(event, "reason")]
-    assert asked(engine.read[-1]) == ["Another one"]
+    assert questions_of(engine.read[-1]) == ["Another one"]
 
 
 def test_file_alone_is_prefilled_and_a_command_is_not(composer, engine):
     assert not composer.stand_still("/model other ")
     assert composer.stand_still("", [NOTES])
-    assert asked(engine.read[0]) == ["File `notes.txt`:\n```\nthe word is swordfish\n```"]
+    assert questions_of(engine.read[0]) == ["File `notes.txt`:\n```\nthe word is swordfish\n```"]
 
 
 def test_opened_conversation_is_prefilled_before_typing(composer, engine):
@@ -113,7 +113,7 @@ def test_opened_conversation_is_prefilled_before_typing(composer, engine):
     assert not composer.stand_still("")
     composer.session.open(number)
     assert composer.stand_still("")
-    assert asked(engine.read[-1]) == ["first", "one"]
+    assert questions_of(engine.read[-1]) == ["first", "one"]
     assert not engine.read[-1].continue_final
 
 
@@ -122,7 +122,7 @@ def test_edited_question_is_prefilled_in_its_own_branch(composer, engine):
     answer(composer.session, "second")
     composer.stand_still("anew and ", (), composer.session.path[0].id)
     assert len(engine.read[-1].messages) == 1
-    assert asked(engine.read[-1])[0].endswith("swordfish\n```\n\nanew and")
+    assert questions_of(engine.read[-1])[0].endswith("swordfish\n```\n\nanew and")
 
 
 def test_prefill_waits_for_an_engine_and_the_end_of_an_answer(composer, engine):

@@ -382,4 +382,4 @@ def test_lines_are_edited_and_remembered_on_a_terminal(tmp_path):
                     pass
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     with contextlib.closing(ConversationStore.open(tmp_path / "conversations.db")) as store:
-        assert store.typed() == ["Hello!", "Hella", "Hello"]
+        assert store.past_questions() == ["Hello!", "Hella", "Hello"]

@@ -111,10 +111,10 @@ def test_continue_takes_the_newest_conversation_that_no_window_has_open(store):
 
 
 def test_chat_goes_on_without_a_store_that_cannot_be_opened():
-    def closed():
+    def refuse_to_open():
         raise StoreError("conversations.db: Read-only file system")
 
-    session = ChatSession(closed, "fake", FakeEngine([["Because"]]))
+    session = ChatSession(refuse_to_open, "fake", FakeEngine([["Because"]]))
     assert ask(session, "Why?").content == "Because"
     assert session.unstored == "conversations.db: Read-only file system. This chat is not stored."
     assert [turn.role for turn in session.path] == ["user", "assistant"]
@@ -218,11 +218,11 @@ class TestContext:
 
     def test_summary_stands_for_what_was_cut(self, store):
         session, engine = self.long(store, system_prompt="Be kind.")
-        kept = context.first_kept(session, engine)
-        request = context.summary_request(session, engine, kept)
+        turn = context.first_kept(session, engine)
+        request = context.summary_request(session, engine, turn)
         assert "question 2" in request.messages[1].content
         assert len(request.messages[1].content) <= 600
-        session.cut(kept.id, "They talked.")
+        session.cut(turn.id, "They talked.")
         system = session.prompt.messages(session.path)[0].content
         assert system == "Be kind.\n\nSummary of the conversation so far:\nThey talked."
         again = context.summary_request(session, engine, session.path[-2])

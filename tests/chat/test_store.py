@@ -157,7 +157,7 @@ def test_deleted_conversation_can_be_restored_until_it_is_purged(store, clock):
     assert [s.id for s in store.listing()] == [conversation]
     store.delete(conversation)
     clock.now += UNDO_MS + 10
-    assert [found.id for found in store.overdue()] == [conversation]
+    assert [c.id for c in store.overdue()] == [conversation]
     store.purge(store.overdue())
     assert store.overdue() == []
     with pytest.raises(StoreError):
@@ -200,9 +200,9 @@ def test_list_is_newest_first_and_leaves_out_the_empty(store):
     assert [s.turns for s in store.listing()] == [1, 1]
 
 
-def test_typed_is_newest_first_without_repeats(store):
+def test_past_questions_are_newest_first_without_repeats(store):
     talk(store, "a", "x", "b", "y", "a")
-    assert store.typed() == ["a", "b"]
+    assert store.past_questions() == ["a", "b"]
 
 
 def test_two_processes_may_write(store, tmp_path, clock):
@@ -220,9 +220,9 @@ def test_process_that_closes_the_store_leaves_the_log_of_another(store, tmp_path
     script = f"import sqlite3; db = sqlite3.connect({str(path)!r}); db.execute('PRAGMA user_version'); db.close()"
     subprocess.run([sys.executable, "-c", script], check=True)
     again.close()
-    made = store.create(Conversation(title="kept"))
+    conversation = store.create(Conversation(title="kept"))
     other = ConversationStore.open(path)
-    assert other.conversation(made.id).title == "kept"
+    assert other.conversation(conversation.id).title == "kept"
     other.close()
 
 
@@ -262,8 +262,8 @@ def test_every_migration_step_leads_to_the_same_schema(tmp_path):
         )
     schema = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     assert stepped.execute(schema).fetchall() == whole.execute(schema).fetchall()
-    found = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'")
-    assert found.fetchone() == (len(scripts),)
+    matches = stepped.execute("SELECT count(*) FROM turn_search WHERE turn_search MATCH 'w'")
+    assert matches.fetchone() == (len(scripts),)
     whole.close()
     stepped.close()
 
@@ -407,27 +407,27 @@ def test_a_copy_of_a_file_that_another_process_migrated_is_dropped(tmp_path, mon
 
 @pytest.mark.skipif(os.getuid() != 0, reason="not root")
 def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(tmp_path):
-    place = tmp_path / "home"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place]
+    folder = tmp_path / "home"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
     if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     try:
-        store_of_schema(place / "c.db", 2)
-        before = (place / "c.db").read_bytes()
-        with open(place / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
+        store_of_schema(folder / "c.db", 2)
+        before = (folder / "c.db").read_bytes()
+        with open(folder / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
             while fill.write(bytes(4096)):
                 continue
         with pytest.raises(StoreError) as refused:
-            ConversationStore.open(place / "c.db")
+            ConversationStore.open(folder / "c.db")
         assert refused.value.hint.startswith("free some disk space")
-        assert (place / "c.db").read_bytes() == before
-        (place / "fill").unlink()
-        assert {path.name for path in place.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
-        with contextlib.closing(ConversationStore.open(place / "c.db")) as store:
+        assert (folder / "c.db").read_bytes() == before
+        (folder / "fill").unlink()
+        assert {path.name for path in folder.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
+        with contextlib.closing(ConversationStore.open(folder / "c.db")) as store:
             assert store.turns(3)[30].content == "about zebras"
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_conversations_id_is_never_given_again(store, tmp_path):
@@ -510,34 +510,34 @@ class Deleted:
 
 
 @pytest.fixture
-def deleted():
-    found = Deleted()
-    assert not found.is_gone()
-    yield found
-    found.store.close()
+def deleted_conversation():
+    conversation = Deleted()
+    assert not conversation.is_gone()
+    yield conversation
+    conversation.store.close()
 
 
-def test_plain_chat_purges_deleted_conversations(tmp_path, deleted):
+def test_plain_chat_purges_deleted_conversations(tmp_path, deleted_conversation):
     launch = make_launch(tmp_path, FixedHost(FakeEngine([words("Hello")])))
     launch.open_store = ConversationStore.open
     Repl(launch, io.StringIO("/quit\n"), io.StringIO()).run()
-    assert deleted.is_gone()
+    assert deleted_conversation.is_gone()
 
 
-async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted):
+async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted_conversation):
     app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
     app.chat.launch.open_store = ConversationStore.open
     async with app.run_test() as pilot:
-        await wait_shown(pilot, deleted.is_gone)
+        await wait_shown(pilot, deleted_conversation.is_gone)
 
 
-def test_run_purges_deleted_conversations(deleted, monkeypatch):
+def test_run_purges_deleted_conversations(deleted_conversation, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
-    wait_until(deleted.is_gone, "the conversation to be purged")
+    wait_until(deleted_conversation.is_gone, "the conversation to be purged")
 
 
-def test_run_does_not_wait_for_the_purge(deleted, monkeypatch):
+def test_run_does_not_wait_for_the_purge(deleted_conversation, monkeypatch):
     answered = threading.Event()
     forget = blocks_module.forget_conversations
 
@@ -548,38 +548,38 @@ def test_run_does_not_wait_for_the_purge(deleted, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(store_module, "forget_conversations", forget_late)
     assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
-    assert not deleted.is_gone()
+    assert not deleted_conversation.is_gone()
     answered.set()
-    wait_until(deleted.is_gone, "the conversation to be purged")
+    wait_until(deleted_conversation.is_gone, "the conversation to be purged")
 
 
-def test_purging_erases_the_answers_kept_for_drafts(deleted):
-    gone, others = [*range(100, 140)], [*range(200, 240)]
+def test_purging_erases_the_answers_kept_for_drafts(deleted_conversation):
+    gone, kept_ids = [*range(100, 140)], [*range(200, 240)]
     answers = BlockStore(paths.blocks_dir()).model("sha", {}).answers
     answers.add("", "chat-1", gone)
-    answers.add("", "chat-99", others)
+    answers.add("", "chat-99", kept_ids)
     purge_deleted()
     ring = answers.of("").ring.tolist()
     assert not set(gone) & set(ring)
-    assert set(others) <= set(ring)
+    assert set(kept_ids) <= set(ring)
 
 
-def test_run_migrates_no_store_of_an_older_version(deleted, monkeypatch):
+def test_run_migrates_no_store_of_an_older_version(deleted_conversation, monkeypatch):
     """`update` tries a new version in the user's home, and the installed one may stay."""
     monkeypatch.setattr(sys, "stdin", None)
     with contextlib.closing(sqlite3.connect(store_path())) as db:
         db.execute("PRAGMA user_version = 1")
         assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
-    assert not deleted.is_gone()
+    assert not deleted_conversation.is_gone()
 
 
-def test_endpoint_purges_deleted_conversations(tmp_path, deleted):
+def test_endpoint_purges_deleted_conversations(tmp_path, deleted_conversation):
     model = make_llama(tmp_path / "tiny.gguf")
     arguments = ["serve", str(model), "--port", "0", "--resume", "never"]
     command = [sys.executable, "-m", "edgeinfer", *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until(deleted.is_gone, "the conversation to be purged")
+            wait_until(deleted_conversation.is_gone, "the conversation to be purged")
         finally:
             process.terminate()

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from tools_here import tools_config
 
 from edgeinfer import requesting
-from edgeinfer.chat.launch import started
+from edgeinfer.chat.launch import describe_start
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
@@ -165,7 +165,7 @@ def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch
         Host, "_load", lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready"))
     )
     host.engine("tiny", LoadOptions())
-    assert started(host.start) == "cold start in 1.5 s: no snapshot yet"
+    assert describe_start(host.start) == "cold start in 1.5 s: no snapshot yet"
 
 
 LENGTH = msgspec.structs.replace(
@@ -230,7 +230,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         said = out.err.partition(";")[0] or said
     startup = json.loads(out.out)["result"]["startup"]
     assert startup == {"ready_ms": 7500.0, "start_ms": 500.0, "load_ms": 7000.0, "prefill_ms": 0.0}
-    assert started(host.start) == "cold start in 7.5 s: no snapshot yet"
+    assert describe_start(host.start) == "cold start in 7.5 s: no snapshot yet"
     assert said == "tiny: cold in 7.5 s (start 500 ms, load 7.0 s)"
 
 

@@ -117,7 +117,7 @@ def test_proposed_patterns_match_their_call_and_no_other():
         n_proposed += 1
         pattern = parse(text)
         assert pattern.allows(server, tool, {kind: value}), (text, value)
-        others = {
+        other_values = {
             "url": [
                 value.replace("://", "://evil."),
                 value.replace("://", "://evil.example/?"),
@@ -133,10 +133,10 @@ def test_proposed_patterns_match_their_call_and_no_other():
                 f"{value}/../../y",
                 f"/{value}",
             ],
-            "command": [f"{value}{end}" for end in ("; x", "\nx", "&&x", "|x", " $(x)", " x")],
+            "command": [f"{value}{suffix}" for suffix in ("; x", "\nx", "&&x", "|x", " $(x)", " x")],
             "text": [f"{value}x", f"x{value}", value.swapcase() + "z"],
         }[kind]
-        for other in others:
+        for other in other_values:
             assert not pattern.allows(server, tool, {kind: other}), (text, other)
         assert not pattern.allows(server, f"{tool}x", {kind: value})
         assert not pattern.allows(f"x{server}", tool, {kind: value})

@@ -29,8 +29,8 @@ def files(tmp_path):
 
 
 def call(files, name, **arguments):
-    found = files.call(name, files.canonical(name, arguments))
-    return found.text if not found.is_error else f"error: {found.text}"
+    result = files.call(name, files.canonical(name, arguments))
+    return result.text if not result.is_error else f"error: {result.text}"
 
 
 def test_read_numbers_lines(files):
@@ -159,9 +159,9 @@ def test_nothing_escapes_by_a_race(files, tmp_path):
     calls = [*calls, ("write", {"path": "a/planted", "content": "x"})] * 50
     calls.append(("grep", {"pattern": "outside|^a$"}))
     texts = []
-    end = time.monotonic() + float(os.environ.get("RACE_S", "1.5"))
+    deadline = time.monotonic() + float(os.environ.get("RACE_S", "1.5"))
     with subprocess.Popen([sys.executable, "-c", swap], cwd=project) as swapping:
-        while time.monotonic() < end:
+        while time.monotonic() < deadline:
             for name, arguments in calls:
                 for judged in (files.canonical(name, arguments), arguments):
                     answer = files.call(name, judged)

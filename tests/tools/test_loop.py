@@ -30,8 +30,8 @@ class Front:
         self.cards.append(card)
         return self._decisions.pop(0) if self._decisions else Decision("once")
 
-    def show_use(self, use, words):
-        self.shown.append((use.name, words or use.status))
+    def show_use(self, use, progress):
+        self.shown.append((use.name, progress or use.status))
 
 
 @pytest.fixture
@@ -41,16 +41,16 @@ def said():
 
 
 @pytest.fixture
-def opened(tmp_path, said):
-    made = []
+def open_tools(tmp_path, said):
+    toolsets = []
 
-    def opened(*kinds, **fields):
-        made.append(ChatTools(tools_config(*kinds, **fields), tmp_path))
-        said.extend(made[-1].prepare())
-        return made[-1]
+    def open_tools(*kinds, **fields):
+        toolsets.append(ChatTools(tools_config(*kinds, **fields), tmp_path))
+        said.extend(toolsets[-1].prepare())
+        return toolsets[-1]
 
-    yield opened
-    for tools in made:
+    yield open_tools
+    for tools in toolsets:
         tools.close()
 
 
@@ -71,37 +71,37 @@ def test_without_configuration_there_are_no_tools(tmp_path):
         ChatTools(ToolsConfig(), tmp_path)
 
 
-def test_a_builtin_tool_that_failed_once_comes_back(opened, monkeypatch):
-    why = ["busy"]
-    monkeypatch.setattr(Sandbox, "unavailable", lambda self: why[0])
-    tools = opened(builtin=("read", "shell"))
-    assert set(tools.toolbox.bound()) == {"files__read"}
+def test_a_builtin_tool_that_failed_once_comes_back(open_tools, monkeypatch):
+    reasons = ["busy"]
+    monkeypatch.setattr(Sandbox, "unavailable", lambda self: reasons[0])
+    tools = open_tools(builtin=("read", "shell"))
+    assert set(tools.toolbox.bound_tools()) == {"files__read"}
     assert tools.prepare() == []  # it was said once
-    why[0] = ""
+    reasons[0] = ""
     tools.prepare()
-    assert set(tools.toolbox.bound()) == {"files__read", "sandbox__shell"}
+    assert set(tools.toolbox.bound_tools()) == {"files__read", "sandbox__shell"}
 
 
-def test_calls_run_at_once_and_come_back_in_order(opened):
-    tools = opened("plain")
+def test_calls_run_at_once_and_come_back_in_order(open_tools):
+    tools = open_tools("plain")
     calls = [("plain__add", {"a": i, "b": 1}) for i in range(4)]
     front = Front()
     assert outcomes(run(tools, *calls, front=front)) == [("done", str(i + 1)) for i in range(4)]
     assert [card.pattern for card in front.cards] == [f"plain.add(a={i}, b=1)" for i in range(4)]
 
 
-def test_slow_call_does_not_delay_others(opened, tmp_path):
-    tools = opened("plain", "slow")
-    ended = threading.Event()
+def test_slow_call_does_not_delay_others(open_tools, tmp_path):
+    tools = open_tools("plain", "slow")
+    has_ended = threading.Event()
 
     class Waiting(Front):
-        def show_use(self, use, words):
-            if use.name == "plain__add" and not words:
-                ended.set()
+        def show_use(self, use, progress):
+            if use.name == "plain__add" and not progress:
+                has_ended.set()
                 tools.stop()
 
     uses = run(tools, ("slow__go", {}), ("plain__add", {"a": 1, "b": 1}), front=Waiting())
-    assert ended.is_set()
+    assert has_ended.is_set()
     assert outcomes(uses) == [("stopped", "the user stopped the call"), ("done", "2")]
 
 
@@ -115,8 +115,8 @@ def test_slow_call_does_not_delay_others(opened, tmp_path):
         ("huge", "done", "… cut: 32,768 of 10,000,000 bytes"),
     ],
 )
-def test_server_that_misbehaves_costs_its_call_alone(opened, kind, status, result):
-    tools = opened(kind, "plain", timeout_s=1.0 if kind == "slow" else 60.0)
+def test_server_that_misbehaves_costs_its_call_alone(open_tools, kind, status, result):
+    tools = open_tools(kind, "plain", timeout_s=1.0 if kind == "slow" else 60.0)
     uses = run(tools, (f"{kind}__go", {}), ("plain__weather", {"city": "Rome"}))
     assert uses[0].status == status
     assert result in uses[0].result
@@ -124,8 +124,8 @@ def test_server_that_misbehaves_costs_its_call_alone(opened, kind, status, resul
     assert outcomes(uses[1:]) == [("done", "It rains in Rome.")]
 
 
-def test_error_of_a_start_is_told_without_escapes(opened, monkeypatch):
-    tools = opened("plain")
+def test_error_of_a_start_is_told_without_escapes(open_tools, monkeypatch):
+    tools = open_tools("plain")
 
     def fail(name, *_):
         raise ToolServerError("no \x1b]0;PWNED\x07\x1b[2Jstart")
@@ -134,21 +134,21 @@ def test_error_of_a_start_is_told_without_escapes(opened, monkeypatch):
     assert outcomes(run(tools, ("plain__add", {"a": 1, "b": 1}))) == [("failed", "no start")]
 
 
-def test_server_that_cannot_start_is_said_and_the_others_stay(opened, said):
-    tools = opened("old", "plain")
+def test_server_that_cannot_start_is_said_and_the_others_stay(open_tools, said):
+    tools = open_tools("old", "plain")
     assert "version '1999-01-01'" in said[0]
-    assert tools.shown()[0].name == "plain__add"
+    assert tools.request_tools()[0].name == "plain__add"
 
 
-def test_allowed_in_the_conversation_asks_no_more_there(opened):
-    tools, front = opened("plain"), Front(Decision("conversation"))
+def test_allowed_in_the_conversation_asks_no_more_there(open_tools):
+    tools, front = open_tools("plain"), Front(Decision("conversation"))
     for conversation in (1, 1, 2):
         run(tools, ("plain__add", {"a": 1, "b": 1}), front=front, conversation=conversation)
     assert len(front.cards) == 2
 
 
-def test_list_that_changes_after_approval_asks_again(opened):
-    tools, front = opened("changing", allow=("changing.go",)), Front()
+def test_list_that_changes_after_approval_asks_again(open_tools):
+    tools, front = open_tools("changing", allow=("changing.go",)), Front()
     run(tools, ("changing__go", {}), front=front)
     assert not front.cards
     uses = run(tools, ("changing__go", {}), front=front)
@@ -159,47 +159,47 @@ def test_list_that_changes_after_approval_asks_again(opened):
     assert len(front.cards) == 1  # approved as it is now
 
 
-def test_list_that_changed_while_nothing_ran_asks_too(opened, tmp_path):
-    opened("changing").close()
+def test_list_that_changed_while_nothing_ran_asks_too(open_tools, tmp_path):
+    open_tools("changing").close()
     (tmp_path / "changed").touch()
-    tools, front = opened("changing", allow=("changing.*",)), Front(Decision("no"))
+    tools, front = open_tools("changing", allow=("changing.*",)), Front(Decision("no"))
     assert outcomes(run(tools, ("changing__go", {}), front=front))[0][0] == "refused"
     assert len(front.cards) == 1
 
 
-def test_known_tools_are_shown_without_starting_a_server(opened):
-    first = opened("plain").shown()
-    tools = opened("plain")
-    assert tools.shown() == first
+def test_known_tools_are_shown_without_starting_a_server(open_tools):
+    first = open_tools("plain").request_tools()
+    tools = open_tools("plain")
+    assert tools.request_tools() == first
     assert not tools.toolbox._started
 
 
-def test_new_servers_and_tools_stand_behind_known_ones(opened, tmp_path):
-    opened("plain")
-    names = [tool.name for tool in opened("hostile", "plain").shown()]
+def test_new_servers_and_tools_stand_behind_known_ones(open_tools, tmp_path):
+    open_tools("plain")
+    names = [tool.name for tool in open_tools("hostile", "plain").request_tools()]
     assert names[-1] == "hostile__go"
-    known = json.loads(records_path().read_bytes())
-    known["plain"]["tools"] = known["plain"]["tools"][1:]
-    records_path().write_text(json.dumps(known))
-    tools = opened("hostile", "plain")
+    records = json.loads(records_path().read_bytes())
+    records["plain"]["tools"] = records["plain"]["tools"][1:]
+    records_path().write_text(json.dumps(records))
+    tools = open_tools("hostile", "plain")
     tools.prepare(refresh=True)
-    names = [tool.name.partition("__")[2] for tool in tools.shown()]
+    names = [tool.name.partition("__")[2] for tool in tools.request_tools()]
     assert names == ["weather", "fail", "add", "go"]
 
 
-def test_calls_that_cannot_be_made_are_told(opened):
-    tools = opened("plain", deny=("plain.fail",))
+def test_calls_that_cannot_be_made_are_told(open_tools):
+    tools = open_tools("plain", deny=("plain.fail",))
     broken = ToolUse(id="c", name="plain__add", arguments="[1")
     assert "not a JSON object" in tools.start([broken], Front())()[0].result
     uses = run(tools, ("plain__nothing", {}), ("plain__fail", {}), ("plain__add", {"a": [], "b": 1}))
     assert [use.status for use in uses] == ["failed", "refused", "failed"]
 
 
-def test_arguments_nested_too_deeply_fail_the_call(opened, monkeypatch):
+def test_arguments_nested_too_deeply_fail_the_call(open_tools, monkeypatch):
     def judge(*args, **kwargs):
         raise RecursionError("maximum recursion depth exceeded")
 
-    tools = opened("plain")
+    tools = open_tools("plain")
     monkeypatch.setattr(tools._approvals, "level", judge)
     (use,) = run(tools, ("plain__add", {"a": [[]], "b": 1}))
     assert (use.status, "maximum recursion" in use.result) == ("failed", True)
@@ -214,8 +214,8 @@ def test_arguments_nested_too_deeply_fail_the_call(opened, monkeypatch):
         ({"path": "a", "content": 3}, "content must be of type string"),
     ],
 )
-def test_call_with_wrong_arguments_asks_for_nothing(opened, arguments, wrong):
-    tools, front = opened(builtin=("write",)), Front()
+def test_call_with_wrong_arguments_asks_for_nothing(open_tools, arguments, wrong):
+    tools, front = open_tools(builtin=("write",)), Front()
     uses = run(tools, ("files__write", arguments), front=front)
     assert outcomes(uses) == [("failed", f"wrong arguments: {wrong}")]
     assert front.cards == []
@@ -237,9 +237,9 @@ def test_a_servers_schema_names_missing_and_unknown_arguments(schema, said):
     assert wrong_names(schema, {"a": 1}) == said
 
 
-def test_rounds_are_limited(opened, monkeypatch):
+def test_rounds_are_limited(open_tools, monkeypatch):
     monkeypatch.setattr(loop, "_MOST_ROUNDS", 2)
-    tools = opened("plain")
+    tools = open_tools("plain")
     past = []
     for a in (1, 2, 3):
         assert tools.fields(past)["tool_choice"].mode == "auto"
@@ -248,8 +248,8 @@ def test_rounds_are_limited(opened, monkeypatch):
     assert tools.fields(past)["tool_choice"].mode == "none"
 
 
-def test_third_repeat_of_a_call_is_answered_without_tools(opened):
-    tools, past = opened("plain", choice="required"), []
+def test_third_repeat_of_a_call_is_answered_without_tools(open_tools):
+    tools, past = open_tools("plain", choice="required"), []
     for mode in ("required", "auto", "auto"):
         assert tools.fields(past)["tool_choice"].mode == mode
         past.append(run(tools, ("plain__add", {"a": 1, "b": 1}), past=past))
@@ -264,16 +264,16 @@ def test_third_repeat_of_a_call_is_answered_without_tools(opened):
         ("changing", [("changing__go", {})] * 5),  # polls: each result is another
     ],
 )
-def test_calls_go_on_while_they_or_their_results_differ(opened, kind, calls):
-    tools, past = opened(kind), []
+def test_calls_go_on_while_they_or_their_results_differ(open_tools, kind, calls):
+    tools, past = open_tools(kind), []
     for call in calls:
         past.append(run(tools, call, past=past))
     assert [uses[0].status for uses in past] == ["done"] * 5
 
 
-def test_built_in_reads_do_not_ask_and_writes_show_a_diff(opened, tmp_path):
+def test_built_in_reads_do_not_ask_and_writes_show_a_diff(open_tools, tmp_path):
     (tmp_path / "a.txt").write_text("one\n")
-    tools, front = opened(builtin=("read", "edit")), Front()
+    tools, front = open_tools(builtin=("read", "edit")), Front()
     change = {"path": "a.txt", "old": "one", "new": "two"}
     uses = run(tools, ("files__read", {"path": "a.txt"}), ("files__edit", change), front=front)
     assert [use.status for use in uses] == ["done", "done"]
@@ -281,9 +281,9 @@ def test_built_in_reads_do_not_ask_and_writes_show_a_diff(opened, tmp_path):
     assert "-one\n+two" in front.cards[0].text()
 
 
-def test_what_other_programs_run_by_themselves_asks_and_warns(opened, tmp_path):
+def test_what_other_programs_run_by_themselves_asks_and_warns(open_tools, tmp_path):
     tools, front = (
-        opened(builtin=("write",), allow=("files.write",)),
+        open_tools(builtin=("write",), allow=("files.write",)),
         Front(Decision("no"), Decision("no")),
     )
     for path in (".git/hooks/pre-commit", "./sub/../.envrc", "notes.txt"):
@@ -293,17 +293,17 @@ def test_what_other_programs_run_by_themselves_asks_and_warns(opened, tmp_path):
     assert [path.name for path in tmp_path.glob("*.txt")] == ["notes.txt"]
 
 
-def test_the_call_that_is_judged_is_the_call_that_is_made(opened, tmp_path):
+def test_the_call_that_is_judged_is_the_call_that_is_made(open_tools, tmp_path):
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").write_text("secret")
     (tmp_path / "open").symlink_to("private")
-    tools = opened(builtin=("read",), deny=("files.read(path=private/*)",))
+    tools = open_tools(builtin=("read",), deny=("files.read(path=private/*)",))
     for path in ("open/key", "./private/key", f"{tmp_path}/open/key"):
         assert outcomes(run(tools, ("files__read", {"path": path})))[0][0] == "refused"
 
 
-def test_card_shows_what_is_hidden(opened):
-    tools, front = opened("plain"), Front()
+def test_card_shows_what_is_hidden(open_tools):
+    tools, front = open_tools("plain"), Front()
     run(tools, ("plain__weather", {"city": "\x1b[2JRome\x07"}), front=front)
     text = front.cards[0].text()
     assert r"city: \x1b[2JRome\x07" in text

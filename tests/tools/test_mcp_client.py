@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow  # starts programs
 
 
 def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         threading.Event().wait(0.01)
 
 
@@ -40,8 +40,8 @@ def is_alive(pid):
 @pytest.fixture(scope="module")
 def http_url():
     """The SDK's server on a port of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, str(SERVERS), "http", str(port)],
         stdout=subprocess.PIPE,
@@ -200,7 +200,7 @@ def test_addresses_elsewhere_ask_the_offline_switch(tmp_path, monkeypatch):
 
 
 def test_address_without_a_server_is_reported(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/mcp"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
     with pytest.raises(ToolServerError, match=r"127\.0\.0\.1"):
         McpClient(ServerSpec(name="none", url=url), tmp_path, 1.0)

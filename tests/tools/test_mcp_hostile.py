@@ -115,18 +115,18 @@ def test_a_stop_ends_a_call(open_hostile):
 
 
 def test_a_close_ends_a_call(open_hostile):
-    client, ended = open_hostile(600.0), threading.Event()
+    client, has_ended = open_hostile(600.0), threading.Event()
 
     def call():
         with pytest.raises((ToolServerError, StoppedError)):
             client.call("go", LONG)
-        ended.set()
+        has_ended.set()
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     time.sleep(0.3)
     assert took_s(client.close) < BOUND_S
-    assert ended.wait(BOUND_S)
+    assert has_ended.wait(BOUND_S)
 
 
 def test_a_server_that_read_nothing_is_started_anew(tmp_path):
@@ -151,7 +151,7 @@ def test_a_start_ends_with_its_time_a_stop_or_a_close(tmp_path, monkeypatch):
     with Toolbox(config, tmp_path) as toolbox:
         assert took_s(toolbox.prepare) < BOUND_S
         assert toolbox.notices == ["tool server mute: initialize: no answer within 1 s"]
-        assert {tool.server for tool in toolbox.bound().values()} == {"plain"}
+        assert {tool.server for tool in toolbox.bound_tools().values()} == {"plain"}
 
 
 def test_a_start_that_hangs_delays_no_other_server(tmp_path):
@@ -178,7 +178,7 @@ def test_an_endless_list_is_cut_and_said(connect):
 
 def test_progress_extends_a_call_up_to_a_limit(connect, monkeypatch):
     client = connect("progressing", timeout_s=1.0)
-    assert client.call("go", {}, on_progress=lambda words: None).text == "done"
+    assert client.call("go", {}, on_progress=lambda progress: None).text == "done"
     monkeypatch.setattr(mcp_client, "MAX_ANSWER_S", 2.0)
     with pytest.raises(ToolServerError, match="no answer"):
-        client.call("go", {"forever": True}, on_progress=lambda words: None)
+        client.call("go", {"forever": True}, on_progress=lambda progress: None)

@@ -129,8 +129,8 @@ def test_a_bad_file_leaves_only_itself_out(tmp_path, text):
 def test_disabled_servers_stay_out_and_config_toml_goes_first(tmp_path):
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({"mcpServers": {"one": SERVER, "off": {**SERVER, "disabled": True}}}))
-    own = ToolServerConfig(command=("own",))
-    specs, _ = load_servers(ToolsConfig(mcp_files=(str(file),), servers={"one": own}), tmp_path)
+    configured = ToolServerConfig(command=("own",))
+    specs, _ = load_servers(ToolsConfig(mcp_files=(str(file),), servers={"one": configured}), tmp_path)
     assert [(spec.name, spec.command) for spec in specs] == [("one", ("own",))]
 
 
@@ -221,15 +221,15 @@ def test_folders_and_data_as_arguments_stay(folder):
     )
 
 
-@pytest.mark.parametrize("place", ["mcp.json", "sub/mcp.json", "../link.json"])
+@pytest.mark.parametrize("path", ["mcp.json", "sub/mcp.json", "../link.json"])
 @pytest.mark.parametrize("builtin", [("shell",), ("python", "read"), ("read",)])
-def test_a_file_that_commands_can_change_is_left_out(tmp_path, place, builtin):
+def test_a_file_that_commands_can_change_is_left_out(tmp_path, path, builtin):
     folder = tmp_path / "project"
     (folder / "sub").mkdir(parents=True)
     for name in "mcp.json", "sub/mcp.json":
         (folder / name).write_text('{"mcpServers": {"a": {"command": "x"}}}')
     (tmp_path / "link.json").symlink_to("project/mcp.json")
-    config = ToolsConfig(mcp_files=(str(folder / place),), builtin=builtin)
+    config = ToolsConfig(mcp_files=(str(folder / path),), builtin=builtin)
     specs, left_out = load_servers(config, folder)
     is_read = builtin == ("read",)
     assert [spec.name for spec in specs] == (["a"] if is_read else [])

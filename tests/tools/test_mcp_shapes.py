@@ -32,8 +32,8 @@ def over_http(tmp_path):
         return opened[-2:]
 
     yield start
-    for one in opened:
-        one.__exit__() if isinstance(one, HttpToolServer) else one.close()
+    for client in opened:
+        client.__exit__() if isinstance(client, HttpToolServer) else client.close()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -163,7 +163,7 @@ def test_an_error_keeps_its_data_and_a_refusal_its_message(connect, over_http):
 
 
 @pytest.mark.parametrize(
-    ("part", "text"),
+    ("content", "text"),
     [
         ({"type": "text", "text": None}, ""),
         ({"type": "text"}, ""),
@@ -188,8 +188,8 @@ def test_an_error_keeps_its_data_and_a_refusal_its_message(connect, over_http):
         ({"type": []}, "[[], of no type: not shown]"),
     ],
 )
-def test_parts_of_results_become_text(connect, part, text):
-    assert connect("parts").call("go", {"content": [part, 7, None]}).text == text
+def test_parts_of_results_become_text(connect, content, text):
+    assert connect("parts").call("go", {"content": [content, 7, None]}).text == text
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_server_that_speaks_first_is_answered(connect):
 
 
 def test_a_front_end_that_fails_to_show_progress_costs_no_call(connect):
-    def fail(words):
+    def fail(progress):
         raise RuntimeError("the screen is gone")
 
     assert connect("progressing").call("go", {}, on_progress=fail).text == "done"

@@ -34,10 +34,10 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def patient(folder):
     """Return a sandbox whose time does not end before another limit is passed, however busy it is here."""
-    made = Sandbox(folder, ("shell", "python"), 300.0)
-    if why := made.unavailable():
-        pytest.skip(f"no sandbox: {why}")
-    return made
+    sandbox = Sandbox(folder, ("shell", "python"), 300.0)
+    if reason := sandbox.unavailable():
+        pytest.skip(f"no sandbox: {reason}")
+    return sandbox
 
 
 @pytest.fixture
@@ -55,34 +55,34 @@ def py(sandbox, code):
 
 def sleepers():
     """Return the processes of this machine that have the mark."""
-    found = []
+    pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[:2] == [b"sleep", MARK.encode()]:
-            found.append(int(pid))
-    return found
+        if arguments[:2] == [b"sleep", MARK.encode()]:
+            pids.append(int(pid))
+    return pids
 
 
 def wait_for(condition):
-    end = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_it_works_in_the_folder(sandbox, folder):
     (folder / "data.txt").write_text("3 4")
-    found = sh(sandbox, "cat data.txt; echo five > out.txt; echo tmp > /tmp/x && cat /tmp/x; exit 3")
-    assert found.text == "3 4tmp\n\n(exit status 3)"
-    assert found.is_error
+    result = sh(sandbox, "cat data.txt; echo five > out.txt; echo tmp > /tmp/x && cat /tmp/x; exit 3")
+    assert result.text == "3 4tmp\n\n(exit status 3)"
+    assert result.is_error
     assert (folder / "out.txt").read_text() == "five\n"
-    found = py(
+    result = py(
         sandbox, "import numpy, os; print(sum(map(int, open('data.txt').read().split())), os.getcwd())"
     )
-    assert found.text == f"7 {folder}\n"
+    assert result.text == f"7 {folder}\n"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_it_works_in_the_folder(sandbox, folder):
 )
 def test_reads_nothing_outside(sandbox, folder, command):
     (folder.parent / "secret").write_text("secret")
-    found = sh(sandbox, command.format(home=folder.parent))
-    assert "secret" not in found.text.replace("secret: No such", "")
-    assert "\nroot:" not in f"\n{found.text}"
+    result = sh(sandbox, command.format(home=folder.parent))
+    assert "secret" not in result.text.replace("secret: No such", "")
+    assert "\nroot:" not in f"\n{result.text}"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_reaches_no_socket(sandbox, folder):
         with socket.socket(socket.AF_UNIX) as abstract:
             abstract.bind(f"\0edgeinfer-{os.getpid()}")
             abstract.listen()
-            found = py(
+            result = py(
                 sandbox,
                 "import socket as s\n"
                 f"for kind, to in (s.AF_INET, {tcp.getsockname()!r}), (s.AF_INET, ('1.1.1.1', 53)), "
@@ -141,8 +141,8 @@ def test_reaches_no_socket(sandbox, folder):
                 "    try: s.socket(kind).connect(to); print('connected')\n"
                 "    except OSError as e: print(e.strerror)",
             )
-    assert len(found.text.splitlines()) == 4
-    assert "connected" not in found.text
+    assert len(result.text.splitlines()) == 4
+    assert "connected" not in result.text
 
 
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
@@ -172,7 +172,7 @@ def test_reaches_no_program_that_listens_in_the_folder(sandbox, folder, kind):
 
 
 @pytest.fixture
-def trusted(folder):
+def self_running_files(folder):
     """Return the folder, with files that other programs run by themselves."""
     (folder / ".git" / "hooks").mkdir(parents=True)
     (folder / ".git" / "config").write_text("[core]\n")
@@ -204,16 +204,16 @@ def tree(folder):
         "python3 -c \"import os; os.open('.git', os.O_PATH); os.rename('.git', 'x')\"",
     ],
 )
-def test_what_other_programs_run_by_themselves_is_read_only(sandbox, trusted, command):
-    before = tree(trusted)
+def test_what_other_programs_run_by_themselves_is_read_only(sandbox, self_running_files, command):
+    before = tree(self_running_files)
     sh(sandbox, command)
-    after = tree(trusted)
+    after = tree(self_running_files)
     assert {name: after.get(name) for name in before} == before
     assert not [name for name in after if name.startswith(".") and name not in before]
 
 
 @pytest.mark.parametrize(
-    ("command", "made"),
+    ("command", "name"),
     [
         ("echo x > .envrc", ".envrc"),
         ("mkdir -p .idea; echo x > .idea/x; sleep 9", ".idea"),
@@ -223,12 +223,12 @@ def test_what_other_programs_run_by_themselves_is_read_only(sandbox, trusted, co
         ("ln -s settings .claude; sleep 9", ".claude"),
     ],
 )
-def test_what_other_programs_would_run_is_renamed(sandbox, trusted, command, made):
+def test_what_other_programs_would_run_is_renamed(sandbox, self_running_files, command, name):
     said = sh(sandbox, command)
-    assert f"{made} would be executed by other programs; renamed to *.from-sandbox-" in said.text
+    assert f"{name} would be executed by other programs; renamed to *.from-sandbox-" in said.text
     assert said.is_error
-    assert not os.path.lexists(trusted / made)
-    assert len(list(trusted.glob(f"{made}.from-sandbox-*"))) == 1
+    assert not os.path.lexists(self_running_files / name)
+    assert len(list(self_running_files.glob(f"{name}.from-sandbox-*"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ def test_files_of_a_huge_tree_that_were_not_looked_at_are_not_renamed(sandbox, f
 
 
 @pytest.mark.parametrize("name", [".git", "HEAD", ".envrc"])
-@pytest.mark.parametrize("end", ["output", "stop", "closed output", "folder without permissions"])
-def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, end):
+@pytest.mark.parametrize("ending", ["output", "stop", "closed output", "folder without permissions"])
+def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, ending):
     make = f"mkdir {name}; echo x > {name}/config"
     stop = Stop()
 
@@ -309,7 +309,7 @@ def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox,
         wait_for((folder / "go").exists)
         stop.set()
 
-    if end == "stop":
+    if ending == "stop":
         threading.Thread(target=stop_once_it_runs).start()
     says = {
         "output": f"head -c 1048570 /dev/zero; {make}; yes",
@@ -318,7 +318,7 @@ def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox,
         "folder without permissions": f"{make}; chmod 0 .",
     }
     with contextlib.suppress(StoppedError):
-        sh(sandbox, says[end], stop)
+        sh(sandbox, says[ending], stop)
     assert not os.path.lexists(folder / name)
     assert stop.is_set or list(folder.glob(f"{name}.from-sandbox-*"))
 
@@ -339,7 +339,7 @@ def test_what_other_programs_would_run_is_renamed_after_edgeinfer_was_killed(san
 
 
 @pytest.mark.parametrize(
-    ("files", "command", "kept"),
+    ("files", "command", "unchanged"),
     [
         ({".git -> meta/git": "", "meta/git/config": "mine"}, "mv meta old; mkdir -p meta/git", ".git"),
         (
@@ -350,7 +350,7 @@ def test_what_other_programs_would_run_is_renamed_after_edgeinfer_was_killed(san
         ({".envrc -> conf/envrc": "", "conf/envrc": "mine"}, "mv conf a; mkdir conf", ".envrc"),
     ],
 )
-def test_where_a_link_leads_is_not_exchanged(sandbox, folder, files, command, kept):
+def test_where_a_link_leads_is_not_exchanged(sandbox, folder, files, command, unchanged):
     for name, content in files.items():
         link, _, target = name.partition(" -> ")
         (folder / link).parent.mkdir(parents=True, exist_ok=True)
@@ -361,7 +361,7 @@ def test_where_a_link_leads_is_not_exchanged(sandbox, folder, files, command, ke
     last = list(files)[-1]
     said = sh(sandbox, f"echo evil > {last}; {command}; echo evil > {last}; sleep 9")
     assert "renamed to *.from-sandbox-" in said.text
-    assert not os.path.lexists(folder / kept)
+    assert not os.path.lexists(folder / unchanged)
     assert "mine" in {path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -486,15 +486,15 @@ def test_calls_are_refused(sandbox, call):
 
 def test_has_no_capability_and_no_open_file(sandbox, folder):
     (folder.parent / "kept").write_text("secret")
-    with open(folder.parent / "kept") as kept:
-        os.set_inheritable(kept.fileno(), True)
-        found = sh(
+    with open(folder.parent / "kept") as file:
+        os.set_inheritable(file.fileno(), True)
+        result = sh(
             sandbox, "grep -E 'Cap(Prm|Eff|Inh|Amb)|NoNewPrivs' /proc/self/status; ls /proc/self/fd"
         )
-    rows = dict(line.split(":\t") for line in found.text.splitlines() if ":" in line)
+    rows = dict(line.split(":\t") for line in result.text.splitlines() if ":" in line)
     assert {rows[f"Cap{name}"] for name in ("Prm", "Eff", "Inh", "Amb")} == {"0" * 16}
     assert rows["NoNewPrivs"] == "1"
-    assert found.text.splitlines()[-4:] == ["0", "1", "2", "3"]  # the last is the listing's own
+    assert result.text.splitlines()[-4:] == ["0", "1", "2", "3"]  # the last is the listing's own
 
 
 @pytest.mark.parametrize(
@@ -514,22 +514,22 @@ def test_has_no_capability_and_no_open_file(sandbox, folder):
 )
 def test_limits_end_it(folder, sandbox, command, said):
     timeout_s = 2.0 if "more than 2 s" in said else 300.0
-    found = sh(Sandbox(folder, ("shell",), timeout_s), command)
-    assert any(words in found.text for words in said.split("|"))
-    assert found.is_error
+    result = sh(Sandbox(folder, ("shell",), timeout_s), command)
+    assert any(text in result.text for text in said.split("|"))
+    assert result.is_error
     assert not sleepers()
 
 
 @pytest.mark.parametrize("processes", [1, 6])
 def test_memory_is_limited_over_all_processes(patient, processes):
-    found = py(
+    result = py(
         patient,
         f"import os\nfor _ in range({processes} - 1):\n    os.fork() or 0\n    break\n"
         f"pids = [os.fork() for _ in range({processes})] if {processes} > 1 else [0]\n"
         f"if 0 in pids: x = [bytearray(b'x' * (64 << 20)) for _ in range(60 // {processes})]\n"
         "import time; time.sleep(300)",
     )
-    assert "more than 2 GiB of memory" in found.text
+    assert "more than 2 GiB of memory" in result.text
 
 
 @pytest.mark.parametrize(
@@ -569,10 +569,10 @@ def test_the_number_of_files_is_limited(patient, folder):
 
 
 def test_nothing_outlives_the_call(sandbox, folder):
-    found = sh(
+    result = sh(
         sandbox, f"setsid -f sleep {MARK}; (setsid nohup sleep {MARK} >/dev/null 2>&1 &) ; echo done"
     )
-    assert found.text == "done\n"
+    assert result.text == "done\n"
     assert not sleepers()
 
 
@@ -646,4 +646,4 @@ def test_an_interpreter_behind_a_link_is_found(folder, monkeypatch):
 
 def test_a_folder_of_another_user_can_be_worked_in():
     sandbox = Sandbox(Path("/usr"), ["shell"], 20.0)
-    assert sandbox.refused() == ""
+    assert sandbox.missing_support() == ""

@@ -142,16 +142,16 @@ confinement._install(refusing)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
-@pytest.mark.parametrize("why", WITHOUT)
-def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, why):
-    if "as root" in why and os.getuid() != 0:
+@pytest.mark.parametrize("reason", WITHOUT)
+def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, reason):
+    if "as root" in reason and os.getuid() != 0:
         pytest.skip("not root")
     configure('builtin = ["read", "shell"]')
     code = f"""
 import os, sys
 from edgeinfer.platform import linux, confinement
 user, group = os.getuid(), os.getgid()
-{WITHOUT[why]}
+{WITHOUT[reason]}
 from edgeinfer.cli.main import main
 from edgeinfer.host import Host
 status = main(["tools", "--check"], Host())
@@ -160,6 +160,6 @@ os._exit(status)
 """
     command = [sys.executable, "-Pc", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert f"shell: not offered: no sandbox: {why}" in done.stdout, done.stderr
+    assert f"shell: not offered: no sandbox: {reason}" in done.stdout, done.stderr
     assert "allowed  read" in done.stdout
     assert "asks" not in done.stdout

@@ -44,8 +44,8 @@ def pages():
 
 
 def fetch(url, hosts=HERE, stop=None):
-    found = Web(hosts, ("fetch",)).call("fetch", {"url": url}, stop)
-    return f"error: {found.text}" if found.is_error else found.text
+    result = Web(hosts, ("fetch",)).call("fetch", {"url": url}, stop)
+    return f"error: {result.text}" if result.is_error else result.text
 
 
 TEXT = (200, {"Content-Type": "text/plain; charset=latin-1"}, "Grüße".encode("latin-1"))
@@ -104,12 +104,12 @@ def test_each_redirect_is_checked(pages):
     answers["/away"] = (302, {"Location": f"http://127.0.0.2:{port}/page"}, b"")
     answers["/file"] = (302, {"Location": "file:///etc/passwd"}, b"")
     answers["/loop"] = (302, {"Location": "/loop"}, b"")
-    at = f"http://127.0.0.1:{port}"
-    assert fetch(f"{at}/here") == "Grüße"
-    assert "127.0.0.2 is not listed" in fetch(f"{at}/away")
+    address = f"http://127.0.0.1:{port}"
+    assert fetch(f"{address}/here") == "Grüße"
+    assert "127.0.0.2 is not listed" in fetch(f"{address}/away")
     with pytest.raises(Exception, match="redirects to a file: address"):
-        fetch(f"{at}/file")
-    assert "more than 5 redirects" in fetch(f"{at}/loop")
+        fetch(f"{address}/file")
+    assert "more than 5 redirects" in fetch(f"{address}/loop")
     assert {path for path, _ in asked} == set(answers)
 
 

@@ -38,7 +38,7 @@ def words(text):
     return [*(w + " " for w in text.split(" ")), end()]
 
 
-def shelved(name, title, parameters, context, size, **state):
+def make_choice(name, title, parameters, context, size, **state):
     return ModelChoice(
         name=name,
         title=title,
@@ -52,18 +52,18 @@ def shelved(name, title, parameters, context, size, **state):
 
 
 SHELF = [
-    shelved(MODEL, "SmolLM2 135M Instruct", "135M", 8192, 98_362_432, pulled=True, warm=True),
-    shelved("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, size_is_estimate=True),
-    shelved("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000),
+    make_choice(MODEL, "SmolLM2 135M Instruct", "135M", 8192, 98_362_432, pulled=True, warm=True),
+    make_choice("qwen3-0.6b", "Qwen3 0.6B", "0.6B", 32768, 484_000_000, size_is_estimate=True),
+    make_choice("mistral-7b-instruct", "Mistral 7B", "7B", 32768, 4_370_000_000),
 ]
 
 
-def offered(role, name, why, size, rate):
+def make_offer(role, name, reason, size, rate):
     return FirstRunChoice(
         role=role,
         name=name,
         title=name,
-        why=why,
+        why=reason,
         size_bytes=size,
         licence="Apache-2.0",
         tokens_per_s=rate,
@@ -72,8 +72,8 @@ def offered(role, name, why, size, rate):
 
 #: What a first run offers.
 OFFERED = [
-    offered("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
-    offered("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
+    make_offer("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
+    make_offer("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
 ]
 EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
 
@@ -125,12 +125,12 @@ def make_app(path, host=None, **fields):
 async def wait_until(pilot, condition, seconds=10.0):
     """Let the app work until `condition()` holds; its value."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (outcome := condition()):
         assert time.monotonic() < deadline, "the condition did not come true"
         await pilot.pause()
         await asyncio.sleep(0)
     await pilot.pause()
-    return found
+    return outcome
 
 
 class Driven:
@@ -165,7 +165,7 @@ class Driven:
 
     async def click(self, mark):
         """Click on the first line of the transcript that has `mark`, three cells into it."""
-        rows = self.shown().splitlines()
+        rows = self.screen_text().splitlines()
         y = next(i for i, text in enumerate(rows) if mark in text)
         await self.pilot.click("#transcript", offset=(rows[y].index(mark) + 3, y))
         await self.pilot.pause()
@@ -173,7 +173,7 @@ class Driven:
     def idle(self):
         return self.chat.streaming is None and not self.session.busy
 
-    def shown(self):
+    def screen_text(self):
         """The transcript as text."""
         transcript = self.chat.transcript
         return "\n".join(

@@ -114,7 +114,7 @@ async def searching(d):
         await d.press("ctrl+n")
     await d.press("f3")
     d.app.screen.query_one("#words").value = "egg whites"
-    await d.until(lambda: d.app.screen.found and d.app.screen.found[0].snippet)
+    await d.until(lambda: d.app.screen.summaries and d.app.screen.summaries[0].snippet)
 
 
 @scene(quicksort)

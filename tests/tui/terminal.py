@@ -40,8 +40,8 @@ class Terminal:
         self._tmux("set-option", "-g", "escape-time", "0")
         self.until(lambda: "ready$" in self.screen())
 
-    def _tmux(self, *words):
-        return run("tmux", "-S", self._socket, "-f", "/dev/null", *words).stdout
+    def _tmux(self, *arguments):
+        return run("tmux", "-S", self._socket, "-f", "/dev/null", *arguments).stdout
 
     def close(self):
         with contextlib.suppress(AssertionError):
@@ -67,10 +67,10 @@ class Terminal:
     def until(self, condition, seconds=60.0):
         """Wait for a condition; its value. The screen is in the message when it does not come true."""
         deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (outcome := condition()):
             assert time.monotonic() < deadline, f"it did not come true; the screen:\n{self.screen()}"
             time.sleep(0.02)  # looking takes processes of its own
-        return found
+        return outcome
 
     def until_shown(self, text, seconds=60.0):
         return self.until(lambda: text in self.screen(), seconds)
@@ -93,9 +93,9 @@ class Terminal:
 
     def children(self, pid=None):
         """Processes below the shell, depth first: (pid, name, command)."""
-        found = []
+        processes = []
         for child in descendants(pid or self.shell_pid()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append((child, command_name(child), command))
-        return found
+                processes.append((child, command_name(child), command))
+        return processes

@@ -34,7 +34,7 @@ from edgeinfer.tui.screens.dialogs import ChoiceScreen
 from edgeinfer.tui.screens.model_picker import ModelScreen
 
 
-def gated(*before, after=("done",)):
+def gated_engine(*before, after=("done",)):
     """A script that stops at a gate; (engine, gate)."""
     gate = StepGate(threading.Event())
     return FakeEngine([[*before, gate, *after]]), gate
@@ -80,10 +80,10 @@ async def test_a_notice_that_quotes_markup_is_shown_as_it_is(drive):
 
 
 async def test_partial_answer_is_kept_on_leaving_and_continued_later(drive):
-    engine, _ = gated("half an ", "answer")
+    engine, _ = gated_engine("half an ", "answer")
     async with drive(engine) as d:
         await d.type("q", "enter")
-        await d.until(lambda: "half an answer" in d.shown())
+        await d.until(lambda: "half an answer" in d.screen_text())
         await d.press("ctrl+q")
     async with drive(FakeEngine([[" and the rest"]]), continue_last=True, ready=False) as d:
         await d.until(lambda: d.turns() == ["q", "half an answer"])
@@ -101,7 +101,7 @@ async def test_regenerated_answers_are_paged_through(drive):
         await d.ask("q")
         await d.press("ctrl+r")
         await d.until(lambda: d.turns() == ["q", "second"] and d.idle())
-        assert "‹ 2/2 ›" in d.shown()
+        assert "‹ 2/2 ›" in d.screen_text()
         await d.press("alt+left")
         assert d.turns() == ["q", "first"]
         await d.press("alt+right")
@@ -113,7 +113,7 @@ async def test_earlier_question_is_chosen_edited_and_forks(drive):
         await d.ask("q1")
         await d.ask("q2")
         await d.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up")
-        assert d.chat.transcript.chosen.turn.content == "q1"
+        assert d.chat.transcript.selection.turn.content == "q1"
         await d.press("e")
         assert d.chat.composer.text == "q1"
         assert d.chat.composer.has_focus
@@ -156,24 +156,24 @@ async def test_clicked_marks_copy_and_unfold(drive):
         await d.click("copy 1")
         assert d.app.clipboard == "code"
         await d.click("Thought")
-        assert "│ hm, hm" in d.shown()
+        assert "│ hm, hm" in d.screen_text()
 
 
 async def test_reasoning_is_folded_while_it_streams_and_unfolds(drive):
-    engine, gate = gated(ReasoningDelta("let me think"), after=("answer",))
+    engine, gate = gated_engine(ReasoningDelta("let me think"), after=("answer",))
     async with drive(engine) as d:
         await d.type("q", "enter")
-        await d.until(lambda: "Thinking · 3 words" in d.shown())
+        await d.until(lambda: "Thinking · 3 words" in d.screen_text())
         await d.press("ctrl+t")
-        assert "│ let me think" in d.shown()
+        assert "│ let me think" in d.screen_text()
         gate.opened.set()
         await d.until(d.idle)
-        assert "Thought · 3 words" in d.shown()
+        assert "Thought · 3 words" in d.screen_text()
 
 
 async def test_transcript_follows_its_end_only_when_already_there(drive):
     lines = "".join(f"line {n}\n\n" for n in range(60))
-    engine, gate = gated(lines, after=(lines,))
+    engine, gate = gated_engine(lines, after=(lines,))
     async with drive(engine) as d:
         await d.type("q", "enter")
         transcript = d.chat.transcript
@@ -181,11 +181,11 @@ async def test_transcript_follows_its_end_only_when_already_there(drive):
             lambda: transcript.max_scroll_y > 60 and transcript.scroll_y == transcript.max_scroll_y
         )
         await d.press("pageup")
-        place = transcript.scroll_y
+        scroll_y = transcript.scroll_y
         gate.opened.set()
         await d.until(d.idle)
         assert transcript.max_scroll_y > 180
-        assert transcript.scroll_y == place
+        assert transcript.scroll_y == scroll_y
         await d.press("ctrl+end")
         assert transcript.scroll_y == transcript.max_scroll_y
         assert transcript.following
@@ -228,7 +228,7 @@ async def test_commands_are_completed(drive):
         assert d.chat.composer.text == "/temp "
         await d.press("0", "enter")
         assert d.session.conversation.sampling == {"temperature": 0.0}
-        assert "temperature 0" in d.shown()
+        assert "temperature 0" in d.screen_text()
 
 
 async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
@@ -250,12 +250,12 @@ async def test_attached_files_are_shown_with_their_tokens(drive, tmp_path, monke
         line = d.chat.query_one("#attachments")
         await d.until(lambda: "stdin · 5 tokens" in str(line.render()))
         await d.press("@", "n")
-        assert [c.label for c in d.chat.completions.found] == ["notes.txt"]
+        assert [c.label for c in d.chat.completions.offered] == ["notes.txt"]
         await d.press("tab", "enter")
         await d.until(lambda: d.idle() and len(d.turns()) == 2)
         sent = engine.requests[0].messages[0].content
         assert sent.startswith("File `stdin`:\n```\npiped\n```\n\nFile `notes.txt`:\n```\n12345\n```")
-        assert "+ notes.txt · 5 tokens" in d.shown()
+        assert "+ notes.txt · 5 tokens" in d.screen_text()
         assert not line.display
 
 
@@ -263,7 +263,7 @@ async def test_binary_file_is_refused_and_the_input_stays(drive, tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\0\1")
     async with drive() as d:
         await d.type(f"look @{tmp_path}/x.bin", "enter")
-        assert "x.bin is a binary file" in d.shown()
+        assert "x.bin is a binary file" in d.screen_text()
         assert d.chat.composer.text.startswith("look @")
         assert d.turns() == []
 
@@ -272,8 +272,8 @@ async def test_engine_error_is_shown_with_its_hint_and_the_input_restored(drive)
     async with drive(FakeEngine([[DecodeError("llama_decode failed")], ["fine"]])) as d:
         await d.type("my question", "enter")
         await d.until(lambda: d.chat.composer.text == "my question")
-        assert "llama_decode failed" in d.shown()
-        assert "edgeinfer doctor" in d.shown()
+        assert "llama_decode failed" in d.screen_text()
+        assert "edgeinfer doctor" in d.screen_text()
         await d.press("enter")
         await d.until(lambda: d.idle() and d.turns() == ["my question", "fine"])
 
@@ -281,10 +281,10 @@ async def test_engine_error_is_shown_with_its_hint_and_the_input_restored(drive)
 async def test_failed_load_is_reported_and_the_question_kept(drive):
     host = FixedHost(errors=[OutOfMemoryError("needs 8 GB"), OutOfMemoryError("needs 9 GB")])
     async with drive(host=host, ready=False) as d:
-        await d.until(lambda: "needs 8 GB" in d.shown())
+        await d.until(lambda: "needs 8 GB" in d.screen_text())
         await d.type("q", "enter")
-        await d.until(lambda: "needs 9 GB" in d.shown())
-        assert "--ctx 2048" in d.shown()
+        await d.until(lambda: "needs 9 GB" in d.screen_text())
+        assert "--ctx 2048" in d.screen_text()
         assert d.chat.composer.text == "q"
         await d.press("enter")
         await d.until(lambda: d.idle() and d.turns() == ["q", "Hello world"])
@@ -329,7 +329,7 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
     missing = [ModelNotPulledError(f"{MODEL} is not on this machine yet") for _ in range(2)]
     host, gate = FixedHost(errors=missing[: 1 if way == "before" else 2]), threading.Event()
     load = host.engine
-    host.engine = lambda *given: gate.wait(10) and load(*given)
+    host.engine = lambda *arguments: gate.wait(10) and load(*arguments)
     async with drive(host=host, ready=False) as d:
         if way == "before":
             await d.type("Why is the sky blue?", "enter")
@@ -344,7 +344,7 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
             await picker_of(d)
         if way == "later":
             await d.press("escape")
-            await d.until(lambda: "answered once a model is here" in d.shown())
+            await d.until(lambda: "answered once a model is here" in d.screen_text())
             d.chat.run_command("/model")
             await picker_of(d)
         await d.press("enter")
@@ -371,14 +371,14 @@ async def test_waiting_question_of_another_conversation_is_not_answered(drive, f
 
 
 async def test_first_screen_offers_models_of_other_programs(drive):
-    made = OllamaStore(Path.home(), gguf_bytes())
+    store = OllamaStore(Path.home(), gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
     async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
-        await d.until(lambda: screen.chosen and screen.chosen.name == made.name)
+        await d.until(lambda: screen.selection and screen.selection.name == store.name)
         assert "is here from Ollama" in str(screen.query_one(".first", Static).render())
         await d.press("enter")
-        await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == made.name)
+        await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == store.name)
 
 
 class Small(FakeEngine):
@@ -402,7 +402,9 @@ async def test_full_context_offers_to_drop_or_summarise(drive, choice):
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
         await d.press(*(["enter"] if choice == "drop" else ["down", "enter"]))
         await d.until(lambda: d.idle() and d.session.head.content == "x" * 400 and len(d.turns()) == 6)
-        assert ("summarised above" if choice == "summarise" else "no longer sent above") in d.shown()
+        assert (
+            "summarised above" if choice == "summarise" else "no longer sent above"
+        ) in d.screen_text()
         systems = [m.content for m in engine.requests[-1].messages if m.role == "system"]
         assert systems == (
             ["Summary of the conversation so far:\nthey talked"] if choice == "summarise" else []
@@ -421,7 +423,7 @@ async def test_switching_the_model_keeps_the_conversation(drive):
 
 
 async def test_ctrl_c_copies_stops_or_asks_and_leaves(drive):
-    engine, gate = gated("words")
+    engine, gate = gated_engine("words")
     async with drive(engine) as d:
         d.chat.composer.fill("mark me")
         d.chat.composer.select_all()
@@ -474,13 +476,13 @@ async def test_resize_wraps_anew_and_keeps_the_end(drive):
             await d.until(
                 lambda t=transcript, s=size: t.size.width <= s[0] and t.scroll_y == t.max_scroll_y
             )
-            assert all(len(line) <= size[0] for line in d.shown().splitlines())
+            assert all(len(line) <= size[0] for line in d.screen_text().splitlines())
 
 
 async def test_crash_is_recorded_and_everything_is_stored(tmp_path):
     app = make_app(tmp_path, FixedHost(FakeEngine([["kept"]])))
 
-    def broken():
+    def fail_to_load():
         raise ZeroDivisionError("boom")
 
     async def talk_then_break():
@@ -488,7 +490,7 @@ async def test_crash_is_recorded_and_everything_is_stored(tmp_path):
             await wait_until(pilot, lambda: app.chat.session.engine is not None)
             app.chat.send("q", None)
             await wait_until(pilot, lambda: app.chat.streaming is None)
-            app.call_later(broken)
+            app.call_later(fail_to_load)
             await wait_until(pilot, lambda: app.crash is not None)
 
     with pytest.raises(ZeroDivisionError):
@@ -530,7 +532,7 @@ async def test_typing_after_a_click_goes_to_the_composer(drive):
 async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
     async with drive() as d:
         await d.type("half a thought", "ctrl+o")
-        await d.until(lambda: "cannot leave this terminal" in d.shown())
+        await d.until(lambda: "cannot leave this terminal" in d.screen_text())
         assert d.chat.composer.text == "half a thought"
 
 
@@ -567,7 +569,7 @@ async def queue_second(d):
 
 
 async def test_message_is_queued_while_an_answer_is_written(drive):
-    engine, gate = gated("so far ")
+    engine, gate = gated_engine("so far ")
     async with drive(engine) as d:
         await queue_second(d)
         assert d.chat.composer.text == ""
@@ -580,7 +582,7 @@ async def test_message_is_queued_while_an_answer_is_written(drive):
 
 @pytest.mark.parametrize("key", ["escape", "up"])
 async def test_queued_message_is_taken_back(drive, key):
-    engine, gate = gated("so far ")
+    engine, gate = gated_engine("so far ")
     async with drive(engine) as d:
         await queue_second(d)
         await d.press(key)
@@ -591,7 +593,7 @@ async def test_queued_message_is_taken_back(drive, key):
 
 
 async def test_queued_message_comes_back_after_a_failure(drive):
-    engine, gate = gated("so far ", after=(DecodeError("it broke"),))
+    engine, gate = gated_engine("so far ", after=(DecodeError("it broke"),))
     async with drive(engine) as d:
         await queue_second(d)
         gate.opened.set()
@@ -604,39 +606,39 @@ def page(tmp_path):
     """`page(d, engine)`: another program with the chat's conversation open."""
     with contextlib.ExitStack() as stores:
 
-        def opened(d, engine=None):
+        def open_two(d, engine=None):
             store = ConversationStore.open(tmp_path / "conversations.db")
             session = ChatSession(lambda: store, engine=engine or FakeEngine())
             stores.callback(store.close)
             session.open(d.session.conversation.id)
             return session
 
-        yield opened
+        yield open_two
 
 
 async def test_answer_of_another_program_is_followed_while_it_streams(drive, page):
-    engine, gate = gated("**One** ", ReasoningDelta("hm"))
+    engine, gate = gated_engine("**One** ", ReasoningDelta("hm"))
     async with drive(FakeEngine([["Ready."], ["Mine."]])) as d:
         await d.ask("hello")
         d.chat.run_command("/stats")
         other = page(d, engine)
         other.ask("count")
-        await d.until(lambda: "count" in d.shown())
+        await d.until(lambda: "count" in d.screen_text())
         assert d.chat.streaming is None
         answer = other.begin_answer()
         events = iter(answer.generation)
         while "hm" not in answer.reasoning:
             answer.add(next(events))
             answer.flush()
-        await d.until(lambda: "One" in d.shown())
-        await d.until(lambda: "Thought" in d.shown())
+        await d.until(lambda: "One" in d.screen_text())
+        await d.until(lambda: "Thought" in d.screen_text())
         assert "another program is writing" in [p.text for p in d.chat.status._parts]
         d.chat.run_command("/regen")
-        assert "being written elsewhere" in d.shown()
+        assert "being written elsewhere" in d.screen_text()
         await d.type("and then?", "enter")
         assert "queued: and then?" in str(d.chat.query_one("#queued", Static).render())
         await d.press("up", "escape")
-        assert "stop it there" in d.shown()
+        assert "stop it there" in d.screen_text()
         await d.press("enter")
         gate.opened.set()
         for event in events:
@@ -653,15 +655,15 @@ async def test_changes_of_another_program_are_shown_and_the_place_kept(drive, pa
         await d.ask("long")
         d.chat.run_command("/stats")
         await d.press("pageup")
-        place = d.chat.transcript.scroll_y
+        scroll_y = d.chat.transcript.scroll_y
         await d.until(lambda: d.session._seen)
-        assert "tokens/s" in d.shown()  # an answer of its own is no change
+        assert "tokens/s" in d.screen_text()  # an answer of its own is no change
         other = page(d)
         other.set(title="Another title")
         await d.until(lambda: d.session.conversation.title == "Another title")
-        assert abs(d.chat.transcript.scroll_y - place) < 3
+        assert abs(d.chat.transcript.scroll_y - scroll_y) < 3
         other.store.delete(other.conversation.id)
-        await d.until(lambda: "deleted elsewhere" in d.shown())
+        await d.until(lambda: "deleted elsewhere" in d.screen_text())
         await d.ask("anew")
         assert d.turns() == ["anew", "Yes."]
 
@@ -680,9 +682,9 @@ async def test_long_paste_is_attached_with_its_tokens(drive):
 @pytest.mark.parametrize(
     ("steps", "done"),
     [
-        (0, lambda d: 0 < d.chat.attachments.kept[-1].tokens <= 1024),
+        (0, lambda d: 0 < d.chat.attachments.unnamed[-1].tokens <= 1024),
         (1, lambda d: d.host.opened[-1] == (MODEL, 8192)),
-        (2, lambda d: not d.chat.attachments.kept),
+        (2, lambda d: not d.chat.attachments.unnamed),
     ],
 )
 async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
@@ -710,11 +712,11 @@ async def test_start_has_one_time_and_stats_name_options_as_typed(drive):
     choices = {"n_ctx": Chosen(2048, "as asked")}
     info = msgspec.structs.replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
     async with drive(FakeEngine(info=info)) as d:
-        assert "resumed" not in d.shown()
+        assert "resumed" not in d.screen_text()
         d.chat.run_command("/stats")
-        assert d.shown().count("84 ms") == 1
-        assert "5,069" not in d.shown()
-        assert "--ctx" in d.shown()
+        assert d.screen_text().count("84 ms") == 1
+        assert "5,069" not in d.screen_text()
+        assert "--ctx" in d.screen_text()
 
 
 async def test_narrow_status_line_keeps_context_and_rate(drive):
@@ -736,22 +738,22 @@ async def card_of(d):
     """Turn the tools on, ask, and wait for the card."""
     await d.until(lambda: d.session.tools is not None)
     await d.type("Rome?", "enter")
-    await d.until(lambda: "plain · weather wants to run" in d.shown())
+    await d.until(lambda: "plain · weather wants to run" in d.screen_text())
 
 
 async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
     async with drive(host=tools_host(words("Take an umbrella.")), with_tools=True) as d:
         await card_of(d)
-        assert "city: Rome" in d.shown()
+        assert "city: Rome" in d.screen_text()
         assert d.session.busy
         await d.type("y", "enter")
         await d.until(lambda: d.idle() and len(d.session.path) == 3)
-        assert "✓ plain · weather" in d.shown()
-        assert "It rains" not in d.shown()
-        assert "Take an umbrella." in d.shown()
+        assert "✓ plain · weather" in d.screen_text()
+        assert "It rains" not in d.screen_text()
+        assert "Take an umbrella." in d.screen_text()
         entry = d.chat.transcript.entries[1]
         d.chat.transcript.toggle_fold(entry)
-        assert "It rains in Rome." in d.shown()
+        assert "It rains in Rome." in d.screen_text()
 
 
 async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
@@ -762,11 +764,11 @@ async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
     async with drive(host=host, with_tools=True) as d:
         await card_of(d)
         for page in (1, 2):
-            await d.until(lambda page=page: f"page {page} of 3" in d.shown())
-            assert "y once" not in d.shown()
+            await d.until(lambda page=page: f"page {page} of 3" in d.screen_text())
+            assert "y once" not in d.screen_text()
             await d.type("y", "enter")
-        await d.until(lambda: "y once" in d.shown())
-        assert r"| \x1b]END" in d.shown()
+        await d.until(lambda: "y once" in d.screen_text())
+        assert r"| \x1b]END" in d.screen_text()
         assert len(host.fake.requests) == 1
         await d.type("y", "enter")
         await d.until(lambda: d.idle() and len(d.session.path) == 3)
@@ -784,7 +786,7 @@ async def test_a_question_brings_the_resources_that_it_names(drive):
         assert d.chat.composer.text == ""
 
 
-def attached(turn):
+def attached_names(turn):
     return [attachment.name for attachment in turn.attachments]
 
 
@@ -803,7 +805,7 @@ async def test_queued_and_edited_questions_bring_their_resources(drive, tmp_path
         gate.opened.set()
         await d.until(lambda: d.idle() and len(d.session.path) == 4)
         question = d.session.path[2]
-        assert attached(question) == [f"plain:{one}"]
+        assert attached_names(question) == [f"plain:{one}"]
         d.chat.run_command("/edit")
         await d.type(f"And in @plain:{two}?", "enter")
         assert (d.chat.composer.text, d.chat.composer.editing) == ("", None)
@@ -811,7 +813,7 @@ async def test_queued_and_edited_questions_bring_their_resources(drive, tmp_path
         assert d.chat.composer.text == "more"
         two.write_text("Buy eggs.")
         await d.until(lambda: d.idle() and len(d.session.path) == 4 and d.turns()[-1] == "c")
-        assert attached(d.session.path[2]) == [f"plain:{one}", f"plain:{two}"]
+        assert attached_names(d.session.path[2]) == [f"plain:{one}", f"plain:{two}"]
         assert d.chat.composer.text == "more"
 
 
@@ -832,24 +834,24 @@ async def test_a_no_and_its_reason_go_to_the_model(drive):
         await card_of(d)
         await d.type("n ask me instead", "enter")
         await d.until(lambda: d.idle() and len(d.session.path) == 3)
-        assert "✗ plain · weather" in d.shown()
+        assert "✗ plain · weather" in d.screen_text()
         assert "the user said no: ask me instead" in d.host.fake.requests[1].messages[2].content
 
 
 async def test_escape_stops_calls_and_the_chat_goes_on(drive):
     async with drive(host=tools_host(words("Hello.")), with_tools=True) as d:
         await card_of(d)
-        line = [part.text for part in d.chat.status._parts]
+        line = [segment.text for segment in d.chat.status._parts]
         assert not any("__" in text for text in line)
         await d.press("escape")
         await d.until(d.idle)
         await d.until(lambda: "Esc stops" not in d.chat.status._hint)
-        await d.until(lambda: "◌ plain · weather" in d.shown())
+        await d.until(lambda: "◌ plain · weather" in d.screen_text())
         assert "calling" not in str(d.chat.status.render())
         assert "weather" not in str(d.chat.status.render())
         assert len(d.host.fake.requests) == 1
         await d.ask("Hello?")
-        assert "Hello." in d.shown()
+        assert "Hello." in d.screen_text()
 
 
 async def test_leaving_while_a_card_is_open_ends(drive):

@@ -70,13 +70,13 @@ def test_no_line_is_wider_than_asked(width):
 def test_appended_text_is_drawn_as_the_whole(seed):
     """The incremental drawing must not differ from the full one, however the pieces fall."""
     chance = random.Random(seed)
-    body, at = Body("", 50), 0
-    while at < len(DOCUMENT):
+    body, position = Body("", 50), 0
+    while position < len(DOCUMENT):
         size = chance.randint(1, 12)
-        body.append(DOCUMENT[at : at + size])
-        at += size
+        body.append(DOCUMENT[position : position + size])
+        position += size
         if chance.random() < 0.1:
-            assert body.lines == Body(DOCUMENT[:at], 50).lines
+            assert body.lines == Body(DOCUMENT[:position], 50).lines
     assert body.lines == Body(DOCUMENT, 50).lines
 
 
@@ -172,7 +172,7 @@ def test_wrapping_keeps_the_spans_on_their_words():
     line = Line("one two three four", (Span(4, 7, "em"), Span(8, 18, "strong")))
     pieces = wrap(line, 9)
     assert [p.text for p in pieces] == ["one two", "three", "four"]
-    assert [[p.text[s.start : s.end] for s in p.spans] for p in pieces] == [
+    assert [[p.text[s.start : s.stop] for s in p.spans] for p in pieces] == [
         ["two"],
         ["three"],
         ["four"],
@@ -194,8 +194,8 @@ def test_answer_grows_then_settles_to_the_same():
     turn = Turn(id=3, role="assistant", status="streaming")
     entry = AnswerEntry(turn, streaming=True)
     entry.lines(60)
-    for at in range(0, len(DOCUMENT), 7):
-        entry.grow(DOCUMENT[at : at + 7], "")
+    for position in range(0, len(DOCUMENT), 7):
+        entry.grow(DOCUMENT[position : position + 7], "")
         entry.lines(60)
     grown = list(entry.lines(60))
     entry.finish(Turn(id=3, role="assistant", content=DOCUMENT), (1, 1))

@@ -151,9 +151,9 @@ def test_pull_shows_a_bar_and_the_words_of_every_front():
         left_s=5.6,
         note="again",
     )
-    words = "downloading a.gguf: 46.0 MB of 92.0 MB, 8.2 MB/s, 6 s left: again"
-    assert progress_text(now) == words
-    assert pull_text(now) == f"━━━━━━━━━━──────────  {words}"
+    text = "downloading a.gguf: 46.0 MB of 92.0 MB, 8.2 MB/s, 6 s left: again"
+    assert progress_text(now) == text
+    assert pull_text(now) == f"━━━━━━━━━━──────────  {text}"
     assert pull_text(PullProgress(stage="resolving")) == "looking up"
 
 
@@ -169,9 +169,12 @@ class TestSessions:
     async def test_list_search_and_open(self, drive):
         async with drive(FakeEngine([["whip the whites"], ["a monoid"]])) as d:
             screen = await self.two(d)
-            assert [s.title for s in screen.found] == ["What is a monad?", "How do I cook a soufflé?"]
+            assert [s.title for s in screen.summaries] == [
+                "What is a monad?",
+                "How do I cook a soufflé?",
+            ]
             await d.press(*"whites")
-            await d.until(lambda: [s.title for s in screen.found] == ["How do I cook a soufflé?"])
+            await d.until(lambda: [s.title for s in screen.summaries] == ["How do I cook a soufflé?"])
             await d.press("enter")
             await d.until(lambda: d.app.screen is d.chat)
             assert d.turns() == ["How do I cook a soufflé?", "whip the whites"]
@@ -180,9 +183,9 @@ class TestSessions:
         async with drive() as d:
             screen = await self.two(d)
             await d.press("down", "ctrl+d")
-            await d.until(lambda: [s.title for s in screen.found] == ["What is a monad?"])
+            await d.until(lambda: [s.title for s in screen.summaries] == ["What is a monad?"])
             await d.press("ctrl+u")
-            await d.until(lambda: len(screen.found) == 2)
+            await d.until(lambda: len(screen.summaries) == 2)
 
     async def test_deleting_the_open_one_begins_a_new_one(self, drive):
         async with drive() as d:
@@ -193,10 +196,10 @@ class TestSessions:
             assert d.session.conversation.id == 0
 
     @pytest.mark.parametrize(
-        ("ms", "words"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")]
+        ("ms", "text"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")]
     )
-    def test_ago(self, ms, words):
-        assert ago(ms) == words
+    def test_ago(self, ms, text):
+        assert ago(ms) == text
 
 
 async def test_theme_is_picked_and_kept(drive):

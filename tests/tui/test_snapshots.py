@@ -27,18 +27,18 @@ LOOKS = {
     ids=[f"{w}x{h}-{theme}-{scene}" for scene, ((w, h), theme) in LOOKS.items()],
 )
 def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path, monkeypatch):
-    made = SCENES[scene]()
-    monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): made.shelf)
+    scene_app = SCENES[scene]()
+    monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): scene_app.shelf)
     monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
     app = make_app(
-        tmp_path, made.host, config=ChatConfig(theme=f"edgeinfer-{theme}"), clock=lambda: NOON
+        tmp_path, scene_app.host, config=ChatConfig(theme=f"edgeinfer-{theme}"), clock=lambda: NOON
     )
-    assert snap_compare(app, terminal_size=size, run_before=made.prepare)
+    assert snap_compare(app, terminal_size=size, run_before=scene_app.prepare)
 
 
 def test_no_color_leaves_weights_and_grey(snap_compare, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    made = SCENES["answered"]()
-    app = make_app(tmp_path, made.host, clock=lambda: NOON)
+    scene_app = SCENES["answered"]()
+    app = make_app(tmp_path, scene_app.host, clock=lambda: NOON)
     assert app.no_color
-    assert snap_compare(app, run_before=made.prepare)
+    assert snap_compare(app, run_before=scene_app.prepare)

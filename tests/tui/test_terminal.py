@@ -31,8 +31,8 @@ def home(smollm2, tmp_path_factory):
     """A home with the model in it, and warm."""
     home = tmp_path_factory.mktemp("terminal-home")
     environment = clean(home)
-    for words in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
-        run(EDGEINFER, *words, env=environment)
+    for arguments in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
+        run(EDGEINFER, *arguments, env=environment)
     return home
 
 
@@ -41,7 +41,7 @@ def clean(home):
 
 
 @pytest.fixture(params=["cold", "resumed"])
-def how(request):
+def start_kind(request):
     return request.param
 
 
@@ -61,20 +61,20 @@ def until_restored(terminal):
     terminal.until(lambda: terminal.modes() == terminal.modes_before)
 
 
-def begin(terminal, how, *words):
+def begin(terminal, start_kind, *arguments):
     """Start the chat and wait for its first paint and its model."""
-    start(terminal, f"edgeinfer chat --temperature 0 {' '.join(words)}", how)
+    start(terminal, f"edgeinfer chat --temperature 0 {' '.join(arguments)}", start_kind)
     terminal.until_shown("Ask something")
     terminal.until_shown("context")
 
 
-def start(terminal, line, how):
-    terminal.run(f"{line} --resume={'always' if how == 'resumed' else 'never'}")
+def start(terminal, line, start_kind):
+    terminal.run(f"{line} --resume={'always' if start_kind == 'resumed' else 'never'}")
 
 
 def leave(terminal):
     terminal.press("C-q")
-    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: has_left(terminal))
 
 
 def until_wide(terminal, columns):
@@ -92,14 +92,14 @@ def until_drawn(terminal, typed):
         terminal.until_shown(text)
 
 
-def stored(terminal):
+def stored_turns(terminal):
     store = ConversationStore.open(terminal.home / "edgeinfer/data/conversations.db")
     turns = [t.content for t in store.turns(1).values()]
     store.close()
     return turns
 
 
-def left(terminal):
+def has_left(terminal):
     """The shell has the terminal back."""
     return terminal.screen().rstrip().endswith(PROMPT.strip())
 
@@ -112,7 +112,7 @@ def answer_on(screen):
     shown = (
         words_of(line) for line in lines if line.startswith("   ") and not line.rstrip().endswith("…")
     )
-    return [words for words in shown if words]
+    return [cells for cells in shown if cells]
 
 
 def words_of(text):
@@ -121,43 +121,43 @@ def words_of(text):
 
 def app_of(terminal):
     """The descendant that has threads; the launcher has none."""
-    found = (pid for pid, name, _ in terminal.children() if name == "edgeinfer")
-    return next(pid for pid in found if len(os.listdir(f"/proc/{pid}/task")) > 1)
+    pids = (pid for pid, name, _ in terminal.children() if name == "edgeinfer")
+    return next(pid for pid in pids if len(os.listdir(f"/proc/{pid}/task")) > 1)
 
 
-def test_question_typed_before_the_screen_is_there_is_asked(terminal, how):
-    start(terminal, "edgeinfer chat --temperature 0", how)
+def test_question_typed_before_the_screen_is_there_is_asked(terminal, start_kind):
+    start(terminal, "edgeinfer chat --temperature 0", start_kind)
     terminal.run("Name three colours.")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
     leave(terminal)
 
 
-def test_question_is_typed_streamed_and_the_app_quit(terminal, how):
-    begin(terminal, how)
+def test_question_is_typed_streamed_and_the_app_quit(terminal, start_kind):
+    begin(terminal, start_kind)
     assert terminal.modes() != terminal.modes_before
-    terminal.until_shown("resumed in" if how == "resumed" else "cold start")
+    terminal.until_shown("resumed in" if start_kind == "resumed" else "cold start")
     terminal.run("Name three colours.")
     terminal.until_shown("❯ Name three colours.")
     terminal.until_shown("tok/s")
-    terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
+    terminal.until(lambda: len(stored_turns(terminal)) == 2 and stored_turns(terminal)[1])
     leave(terminal)
     until_restored(terminal)
     assert "Ask something" not in terminal.screen()
 
 
-def test_stop_keeps_the_partial_answer(terminal, how):
-    begin(terminal, how)
+def test_stop_keeps_the_partial_answer(terminal, start_kind):
+    begin(terminal, start_kind)
     terminal.run("Tell a long story about a lighthouse keeper, his dog and a ship.")
     terminal.until_shown("writing")
-    terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
+    terminal.until(lambda: len(stored_turns(terminal)) == 2 and len(stored_turns(terminal)[1]) > 10)
     terminal.press("Escape")
     terminal.until_shown("stopped")
     leave(terminal)
 
 
-def test_resize_is_drawn_at_the_new_size(terminal, how):
-    begin(terminal, how)
+def test_resize_is_drawn_at_the_new_size(terminal, start_kind):
+    begin(terminal, start_kind)
     for columns, rows in ((50, 15), (120, 40)):
         terminal.resize(columns, rows)
         until_wide(terminal, columns)
@@ -165,13 +165,13 @@ def test_resize_is_drawn_at_the_new_size(terminal, how):
     leave(terminal)
 
 
-def test_ctrl_z_and_fg(terminal, how):
-    begin(terminal, how)
+def test_ctrl_z_and_fg(terminal, start_kind):
+    begin(terminal, start_kind)
     terminal.type("half a thought")
     terminal.until_shown("half a thought")
     terminal.press("C-z")
     terminal.until_shown("Stopped")
-    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: has_left(terminal))
     until_restored(terminal)
     terminal.run("echo still $((40+2))")
     terminal.until_shown("still 42")
@@ -183,8 +183,8 @@ def test_ctrl_z_and_fg(terminal, how):
     leave(terminal)
 
 
-def test_ctrl_l_draws_the_whole_screen_again(terminal, how):
-    begin(terminal, how)
+def test_ctrl_l_draws_the_whole_screen_again(terminal, start_kind):
+    begin(terminal, start_kind)
     terminal.type("half a thought")
     terminal.until_shown("half a thought")
     terminal.scribble("\x1b[2J\x1b[5;5Ha message of another program")
@@ -195,8 +195,8 @@ def test_ctrl_l_draws_the_whole_screen_again(terminal, how):
     leave(terminal)
 
 
-def test_editor_gets_the_terminal(terminal, how):
-    begin(terminal, how)
+def test_editor_gets_the_terminal(terminal, start_kind):
+    begin(terminal, start_kind)
     terminal.type("this one")
     terminal.until_shown("this one")
     terminal.press("C-o")
@@ -204,43 +204,43 @@ def test_editor_gets_the_terminal(terminal, how):
     leave(terminal)
 
 
-def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, how):
-    start(terminal, "echo 'the word is swordfish' | edgeinfer chat", how)
+def test_pipe_is_an_attachment_and_the_keys_still_work(terminal, start_kind):
+    start(terminal, "echo 'the word is swordfish' | edgeinfer chat", start_kind)
     terminal.until_shown("+ stdin")
     terminal.type("What is the word?")
     terminal.until_shown("What is the word?")
     terminal.press("Enter")
-    terminal.until(lambda: len(stored(terminal)) == 2 and stored(terminal)[1])
+    terminal.until(lambda: len(stored_turns(terminal)) == 2 and stored_turns(terminal)[1])
     leave(terminal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_it_cleanly(terminal, how, number):
-    begin(terminal, how)
+def test_signal_ends_it_cleanly(terminal, start_kind, number):
+    begin(terminal, start_kind)
     launcher = terminal.children()[0][0]
     os.kill(launcher, number)
-    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: has_left(terminal))
 
 
-def test_kill_9_of_the_app(terminal, how):
-    begin(terminal, how)
+def test_kill_9_of_the_app(terminal, start_kind):
+    begin(terminal, start_kind)
     terminal.run("Tell a long story about a lighthouse keeper, his dog and a ship.")
-    terminal.until(lambda: len(stored(terminal)) == 2 and len(stored(terminal)[1]) > 10)
+    terminal.until(lambda: len(stored_turns(terminal)) == 2 and len(stored_turns(terminal)[1]) > 10)
     shown = terminal.until(lambda: answer_on(terminal.screen()))
     os.kill(app_of(terminal), signal.SIGKILL)
     terminal.until_shown("killed by signal 9")
-    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: has_left(terminal))
     until_restored(terminal)
-    assert shown[-1] in words_of(stored(terminal)[1])
-    assert " ".join(shown) in words_of(stored(terminal)[1])
-    begin(terminal, how, "--continue")
+    assert shown[-1] in words_of(stored_turns(terminal)[1])
+    assert " ".join(shown) in words_of(stored_turns(terminal)[1])
+    begin(terminal, start_kind, "--continue")
     terminal.until_shown("❯ Tell a long story")
     terminal.until_shown("interrupted")
     leave(terminal)
 
 
-def test_kill_9_of_the_launcher(terminal, how):
-    begin(terminal, how)
+def test_kill_9_of_the_launcher(terminal, start_kind):
+    begin(terminal, start_kind)
     everyone = [pid for pid, _, _ in terminal.children()]
     os.kill(everyone[0], signal.SIGKILL)
     until_restored(terminal)
@@ -249,14 +249,14 @@ def test_kill_9_of_the_launcher(terminal, how):
     terminal.until_shown("still 42")
 
 
-def test_plain_chat_answers_and_restores_the_terminal(terminal, how):
-    start(terminal, "edgeinfer chat --plain --max-tokens 8", how)
+def test_plain_chat_answers_and_restores_the_terminal(terminal, start_kind):
+    start(terminal, "edgeinfer chat --plain --max-tokens 8", start_kind)
     terminal.until_shown("Model: smollm2")
     terminal.run("Say hello.")
     terminal.until_shown("Answer: ")
     terminal.until(lambda: terminal.screen().rstrip().endswith(">"))
     terminal.press("C-d")
-    terminal.until(lambda: left(terminal))
+    terminal.until(lambda: has_left(terminal))
 
 
 def test_models_that_suit_the_machine_are_offered_if_none_is_here(terminal, tmp_path):

@@ -8,7 +8,7 @@ import struct
 import sys
 from pathlib import Path
 
-# Linux alone has locks of an open file; elsewhere a second writer makes a branch
+# Only Linux has locks of an open file; elsewhere a second writer makes a branch
 _HAS_LOCKS = sys.platform == "linux"
 if sys.platform == "linux":
     from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
@@ -33,7 +33,7 @@ class Lease:
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
     """Lock a conversation; None if its answer is being written. Raises OSError.
 
-    `file` None: the store is in memory, for this process alone.
+    `file` None: the store is in memory, only for this process.
     """
     if file is None or not _HAS_LOCKS:
         return Lease()

@@ -220,7 +220,7 @@ def _store_errors(name: str) -> Iterator[None]:
         hint = f"move {name} aside: a new one is made"
         if "unable to open" in str(error) or "readonly" in str(error):
             hint = f"check who may read and write {name} and its folder"
-        elif any(words in str(error) for words in ("full", "No space", "disk I/O")):
+        elif any(phrase in str(error) for phrase in ("full", "No space", "disk I/O")):
             hint = "free some disk space; if there is enough, check the disk"
         elif "locked" in str(error):
             hint = "another edgeinfer is writing: try again"
@@ -302,10 +302,10 @@ class ConversationStore:
     def undelete(self, conversation_id: int) -> None:
         """Restore a deleted conversation. Raises StoreError if it has been purged."""
         with _store_errors(self.name):
-            found = self.db.execute(
+            n_restored = self.db.execute(
                 "UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)
             ).rowcount
-        if not found:
+        if not n_restored:
             raise StoreError(f"conversation {conversation_id} has been purged", hint="")
 
     # turns
@@ -341,12 +341,12 @@ class ConversationStore:
     def acquire(self, conversation_id: int) -> Lease:
         """Acquire the lease of a conversation, for one answer. Raises UsageError if another has it."""
         try:
-            taken = lease.acquire(self._leases, conversation_id)
+            acquired = lease.acquire(self._leases, conversation_id)
         except OSError as error:
             raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
-        if taken is None:
+        if acquired is None:
             raise written_elsewhere()
-        return taken
+        return acquired
 
     def is_answering(self, conversation_id: int) -> bool:
         """Return whether a process writes an answer of this conversation now."""
@@ -456,7 +456,7 @@ class ConversationStore:
         return (*rows[0], self.is_answering(conversation_id)) if rows else None
 
     def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
-        """Return the journal of an answer behind row `after`: row id, content, reasoning."""
+        """Return the journal of an answer after row `after`: row id, content, reasoning."""
         sql = "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id"
         return self._rows(sql, turn_id, after)
 
@@ -480,13 +480,13 @@ class ConversationStore:
         )
         return list(map(_summary, self._rows(sql, limit)))
 
-    def search(self, words: str, limit: int = 60) -> list[Summary]:
+    def search(self, query_text: str, limit: int = 60) -> list[Summary]:
         """Return conversations with all the words, the last as a prefix: titles first, then the newest.
 
         One snippet each, from the newest turn that has them. Of a word in very many turns the newest
         `HITS` are looked at: ranking all of them would take a quarter of a second in 20,000 turns.
         """
-        query = match_query(words)
+        query = match_query(query_text)
         if not query:
             return self.listing(limit)
         with _store_errors(self.name):
@@ -495,7 +495,7 @@ class ConversationStore:
             snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
         return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
 
-    def typed(self, limit: int = 200) -> list[str]:
+    def past_questions(self, limit: int = 200) -> list[str]:
         """Return what the user typed before, newest first, without repeats."""
         rows = self._rows(
             "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
@@ -576,9 +576,9 @@ def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
     return Summary(number, title, model, turns, updated_ms, snippet)
 
 
-def match_query(words: str) -> str:
+def match_query(text: str) -> str:
     """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
-    terms = _WORD.findall(words)
+    terms = _WORD.findall(text)
     return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 

@@ -165,10 +165,10 @@ Turns = Mapping[int, Turn]
 def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
     """Return the turns from the first to `head_id`; empty if there is none."""
     walked: list[Turn] = []
-    at = turns.get(head_id) if head_id is not None else None
-    while at is not None:
-        walked.append(at)
-        at = turns.get(at.parent_id) if at.parent_id is not None else None
+    turn = turns.get(head_id) if head_id is not None else None
+    while turn is not None:
+        walked.append(turn)
+        turn = turns.get(turn.parent_id) if turn.parent_id is not None else None
     walked.reverse()
     return walked
 
@@ -188,10 +188,10 @@ def newest_leaf(turns: Turns, turn_id: int) -> int:
     for turn in turns.values():
         if turn.parent_id is not None:
             children[turn.parent_id] = max(turn.id, children.get(turn.parent_id, 0))
-    at = turn_id
-    while at in children:
-        at = children[at]
-    return at
+    leaf = turn_id
+    while leaf in children:
+        leaf = children[leaf]
+    return leaf
 
 
 def sent_part(branch: list[Turn]) -> tuple[str, list[Turn]]:

@@ -202,7 +202,7 @@ def _sandbox() -> Finding:
 
     if sys.platform != "linux":
         return Finding("ok", "none: the tools shell and python need Linux")
-    if refused := Sandbox(Path(tempfile.gettempdir()), ("shell",), 10.0).refused():
+    if refused := Sandbox(Path(tempfile.gettempdir()), ("shell",), 10.0).missing_support():
         return Finding("warn", f"the tools shell and python are not offered: {refused}")
     return Finding("ok", "the tools shell and python can be enabled")
 

@@ -58,8 +58,8 @@ def run(options: argparse.Namespace, host: Host) -> ToolsResult:
             # imported only here: 60 ms
             from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
 
-            notices += filter(None, map(describe_loose, tools.shown()))
-        by_server = tools.offered()
+            notices += filter(None, map(describe_loose, tools.request_tools()))
+        by_server = tools.tools_by_server()
     finally:
         tools.close()
     return ToolsResult(

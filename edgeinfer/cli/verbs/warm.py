@@ -96,7 +96,7 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
         for notice in tools.prepare():
             sys.stderr.write(without_controls(f"tools: {notice}\n"))
         with closing(host.engine(model, inputs.options)) as engine:
-            request = prefill_request(engine, with_tools(tools.shown(), inputs.system))
+            request = prefill_request(engine, with_tools(tools.request_tools(), inputs.system))
             for event in engine.submit(request):
                 if isinstance(event, Finished):
                     return event.usage.prompt_tokens

@@ -270,7 +270,7 @@ async def props(context: RequestContext) -> wire.Props:
     info = endpoint.models.info(endpoint.models.default)
     replicas = await endpoint.in_thread(_replicas, endpoint.models.engines())
     models = endpoint.models.report()
-    tools = endpoint.tools.shown() if endpoint.tools is not None else ()
+    tools = endpoint.tools.request_tools() if endpoint.tools is not None else ()
     loose_tools = await endpoint.in_thread(lambda: list(filter(None, map(describe_loose, tools))))
     defaults = wire.LlamaDefaults(
         n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}

@@ -74,8 +74,8 @@ class McpCalls:
         self.offered: dict[str, Tool] = {}
         self.events: list[Any] = []
         listed = {i.server_label for i in _items(body) if isinstance(i, wire.McpListItem)}
-        by_name = {tool.name: tool for tool in chat_tools.shown()}
-        bound = self._bound = chat_tools.toolbox.bound()
+        by_name = {tool.name: tool for tool in chat_tools.request_tools()}
+        bound = self._bound = chat_tools.toolbox.bound_tools()
         for server in body.tools or ():
             if not isinstance(server, wire.McpTool):
                 continue
@@ -112,11 +112,11 @@ class McpCalls:
             name = shown_name(item.server_label, item.name)
             use = ToolUse(id=item.id.removeprefix("mcpr_"), name=name, arguments=item.arguments)
             if name not in self.offered:
-                use = use.ended("refused", "this request does not offer the tool")
+                use = use.end("refused", "this request does not offer the tool")
             elif not answer.approve:
-                use = use.ended("refused", ": ".join(filter(None, ("the user said no", answer.reason))))
+                use = use.end("refused", ": ".join(filter(None, ("the user said no", answer.reason))))
             elif self._canonical(use) != use:
-                use = use.ended("refused", "its path leads elsewhere than when it was shown")
+                use = use.end("refused", "its path leads elsewhere than when it was shown")
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
             self.events.append(self._called(use, item.id))

@@ -404,7 +404,7 @@ class Follower:
         elif is_new or stamp != self._stamp:
             self._stamp = stamp
             yield "branch", self._branch(session, running)
-        elif (turn := session.followed) is not None:
+        elif (turn := session.answer_elsewhere) is not None:
             yield from self._pieces(turn.id, session.follow())
         if (calls := running.calls()) != self._calls:
             self._calls = calls
@@ -427,7 +427,7 @@ class Follower:
             "path": [turn.id for turn in path[-self._latest :]],
             "earlier": max(0, len(path) - self._latest),
             "turns": changed,
-            "answering": session.followed is not None or running.is_running,
+            "answering": session.answer_elsewhere is not None or running.is_running,
             "notice": running.notice,
         }
 

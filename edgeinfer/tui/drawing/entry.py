@@ -15,9 +15,9 @@ from edgeinfer.tui.drawing.lines import (
     Span,
     clean,
     fold,
-    prefixed,
+    prefix_line,
     right,
-    styled,
+    style_line,
     under,
     wrap,
 )
@@ -47,7 +47,7 @@ class Entry:
         """Return the number of lines: exact once drawn at this width, otherwise an estimate."""
         return len(self._lines) if width == self._width else self._estimate(width)
 
-    def drawn(self, width: int) -> bool:
+    def is_drawn(self, width: int) -> bool:
         return width == self._width
 
     def invalidate(self) -> None:
@@ -89,12 +89,12 @@ class Question(TurnEntry):
             rows += wrap(Line(text), width - 2)
         if self.folded and len(rows) > _FOLD_LINES + 4:
             label = f"… {len(rows) - _FOLD_LINES} more lines"
-            rows = [*rows[:_FOLD_LINES], styled(label, "fold")]
+            rows = [*rows[:_FOLD_LINES], style_line(label, "fold")]
         for attached in self.turn.attachments:
             tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
-            rows += fold(styled(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
+            rows += fold(style_line(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
         drawn = [
-            prefixed(under(row, "question"), "  " if i else "❯ ", "prompt")
+            prefix_line(under(row, "question"), "  " if i else "❯ ", "prompt")
             for i, row in enumerate(rows)
         ]
         if self.page[1] > 1 and drawn:
@@ -111,7 +111,7 @@ class Question(TurnEntry):
 def _cut_mark(summary: str, width: int) -> list[Line]:
     label = " summarised above " if summary else " no longer sent above "
     side = "─" * max(2, (width - len(label)) // 2)
-    return [styled(f"{side}{label}{side}"[:width], "rule"), BLANK]
+    return [style_line(f"{side}{label}{side}"[:width], "rule"), BLANK]
 
 
 class AnswerEntry(TurnEntry):
@@ -144,10 +144,10 @@ class AnswerEntry(TurnEntry):
         self._body = self._thought = None
         self.invalidate()
 
-    def wait(self, words: str) -> None:
+    def wait(self, text: str) -> None:
         """Show a text until the first token comes."""
-        if words != self.waiting:
-            self.waiting = words
+        if text != self.waiting:
+            self.waiting = text
             self.invalidate()
 
     @property
@@ -160,12 +160,12 @@ class AnswerEntry(TurnEntry):
         lines: list[Line] = []
         if thought.source:
             lines += self._reasoning(thought, bool(body.source))
-        lines += [prefixed(line, "  ") for line in body.lines]
+        lines += [prefix_line(line, "  ") for line in body.lines]
         if self.turn.calls:
             lines += [BLANK] if body.source else []
             lines += [line for use in self.turn.calls for line in self._call(use, width)]
         if self.streaming and not body.source and not thought.source:
-            lines.append(styled(f"  {self.waiting or '…'}", "dim"))
+            lines.append(style_line(f"  {self.waiting or '…'}", "dim"))
         if not self.streaming:
             lines += self._foot(width, bool(lines))
         return lines
@@ -180,43 +180,43 @@ class AnswerEntry(TurnEntry):
         return self._body, self._thought
 
     def _reasoning(self, thought: Body, answered: bool) -> list[Line]:
-        words = len(thought.source.split())
+        n_words = len(thought.source.split())
         verb = "Thinking" if self.streaming and not answered else "Thought"
-        head = styled(f"  {'▸' if self.folded else '▾'} {verb} · {words:,} words", "fold")
+        head = style_line(f"  {'▸' if self.folded else '▾'} {verb} · {n_words:,} words", "fold")
         if self.folded:
             return [head, BLANK]
         dimmed = [
             Line(line.text, (*line.spans, Span(0, len(line.text), "dim"))) for line in thought.lines
         ]
-        return [head, *(prefixed(line, "  │ ", "dim") for line in dimmed), BLANK]
+        return [head, *(prefix_line(line, "  │ ", "dim") for line in dimmed), BLANK]
 
     def _call(self, use: ToolUse, width: int) -> list[Line]:
         marks = {"pending": "…", "done": "✓", "stopped": "◌"}
         arguments = " ".join(clean(use.arguments).split())
         fold_mark = "▸" if self.folded else "▾"
         head = f"  {fold_mark} {marks.get(use.status, '✗')} {call_name(use)} {arguments}"
-        lines = fold(styled(head, "fold"), width)[: 1 if self.folded else None]
+        lines = fold(style_line(head, "fold"), width)[: 1 if self.folded else None]
         if use.status in ("failed", "refused") or not self.folded:
             style = "dim" if use.status == "done" else "error"
             rows = clean(use.result).split("\n")[: _FOLD_LINES if self.folded else None]
             lines += [
-                prefixed(line, "  │ ", "dim")
+                prefix_line(line, "  │ ", "dim")
                 for r in rows
-                for line in fold(styled(r, style), width - 4)
+                for line in fold(style_line(r, style), width - 4)
             ]
         return lines
 
     def _foot(self, width: int, has_text: bool) -> list[Line]:
         lines: list[Line] = []
         if self.turn.status == "failed":
-            lines += wrap(styled(f"✗ {clean(self.turn.error)}", "error"), width - 2)
+            lines += wrap(style_line(f"✗ {clean(self.turn.error)}", "error"), width - 2)
         elif self.turn.cut:
-            lines += wrap(styled(f"◌ {self.turn.cut}", "dim"), width - 2)
-        lines = [prefixed(line, "  ") for line in lines]
+            lines += wrap(style_line(f"◌ {self.turn.cut}", "dim"), width - 2)
+        lines = [prefix_line(line, "  ") for line in lines]
         if self.page[1] > 1:
-            lines.append(styled(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
+            lines.append(style_line(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
         if not has_text and not lines:
-            lines.append(styled("  (no words)", "dim"))
+            lines.append(style_line("  (no words)", "dim"))
         return [BLANK, *lines] if has_text and lines else lines
 
     def _estimate(self, width: int) -> int:
@@ -245,11 +245,11 @@ class Remark(Entry):
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
         for text in clean(self.text).split("\n") if self.text else ():
-            rows += wrap(styled(text, self.kind), width - 4)
+            rows += wrap(style_line(text, self.kind), width - 4)
         for text in clean(self.hint).split("\n") if self.hint else ():
-            rows += wrap(styled(text, "hint"), width - 4)
+            rows += wrap(style_line(text, "hint"), width - 4)
         bar = "error-bar" if self.kind == "error" else "remark-bar"
-        return [prefixed(line, "  ▏ ", bar) for line in rows]
+        return [prefix_line(line, "  ▏ ", bar) for line in rows]
 
     def _estimate(self, width: int) -> int:
         return _rows(self.text, width - 4) + bool(self.hint) + 1
@@ -269,11 +269,14 @@ class Welcome(Entry):
         rows = [
             BLANK,
             Line("  edgeinfer", (Span(2, 11, "h2"),)),
-            *(prefixed(line, "  ") for line in wrap(styled(clean(self.model), "dim"), width - 2)),
+            *(
+                prefix_line(line, "  ")
+                for line in wrap(style_line(clean(self.model), "dim"), width - 2)
+            ),
             BLANK,
         ]
-        for keys, words in _FIRST_KEYS.items():
-            line = prefixed(styled(words, "dim"), f"  {keys:<8}")
+        for keys, text in _FIRST_KEYS.items():
+            line = prefix_line(style_line(text, "dim"), f"  {keys:<8}")
             rows.append(Line(line.text, (Span(2, 2 + len(keys), "bullet"), *line.spans)))
         return rows
 

@@ -17,10 +17,10 @@ from edgeinfer.tui.textual_internals import divide_line
 
 
 class Span(NamedTuple):
-    """Characters `start` to `end` look like `style`; later spans win."""
+    """Characters `start` to `stop` look like `style`; later spans win."""
 
     start: int
-    end: int
+    stop: int
     style: str
 
 
@@ -40,7 +40,7 @@ def clean(text: str) -> str:
     return without_controls(text).replace("\t", "    ")
 
 
-def styled(text: str, style: str) -> Line:
+def style_line(text: str, style: str) -> Line:
     return Line(text, (Span(0, len(text), style),) if text else ())
 
 
@@ -69,14 +69,14 @@ def fold(line: Line, width: int) -> list[Line]:
     return [cut(line, a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def cut(line: Line, start: int, end: int, *, strip: bool = False) -> Line:
-    """Return the characters from `start` to `end` with their styles; `strip`: no blanks at the end."""
-    piece = line.text[start:end].rstrip() if strip else line.text[start:end]
-    stop = start + len(piece)
+def cut(line: Line, start: int, stop: int, *, strip: bool = False) -> Line:
+    """Return the characters from `start` to `stop` with their styles; `strip`: no blanks at the end."""
+    piece = line.text[start:stop].rstrip() if strip else line.text[start:stop]
+    piece_stop = start + len(piece)
     inside = tuple(
-        Span(max(a, start) - start, min(b, stop) - start, s)
+        Span(max(a, start) - start, min(b, piece_stop) - start, s)
         for a, b, s in line.spans
-        if a < stop and b > start
+        if a < piece_stop and b > start
     )
     return Line(piece, inside, line.fill)
 
@@ -86,7 +86,7 @@ def under(line: Line, style: str) -> Line:
     return line._replace(spans=(Span(0, len(line.text), style), *line.spans))
 
 
-def prefixed(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:
+def prefix_line(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:
     """Put `prefix` before a line."""
     shift = len(prefix)
     moved = tuple(Span(a + shift, b + shift, s) for a, b, s in line.spans)
@@ -99,7 +99,7 @@ def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
     """Put `first` before the first line and as many blank cells before the others."""
     blank = " " * cell_len(first)
     return [
-        prefixed(line, first if i == 0 else blank, style if i == 0 else "")
+        prefix_line(line, first if i == 0 else blank, style if i == 0 else "")
         for i, line in enumerate(lines)
     ]
 

@@ -20,9 +20,9 @@ from edgeinfer.tui.drawing.lines import (
     cut,
     fold,
     hung,
-    prefixed,
+    prefix_line,
     right,
-    styled,
+    style_line,
     under,
     wrap,
 )
@@ -52,7 +52,7 @@ def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
     head = Line(f"  {label}", (Span(2, 2 + len(label), "code-label"),), "code")
     lines = [right(head, f"copy {number} ", f"copy:{number}", width)]
     for line in highlight(clean(text), language):
-        lines += [prefixed(piece, "  ", fill="code") for piece in fold(line, width - 3)]
+        lines += [prefix_line(piece, "  ", fill="code") for piece in fold(line, width - 3)]
     return lines
 
 
@@ -62,20 +62,20 @@ def highlight(text: str, language: str) -> list[Line]:
     if lexer is None:
         return [Line(line) for line in text.split("\n")]
     lines: list[Line] = []
-    row, at = "", 0
+    row, length = "", 0
     spans: list[Span] = []
     for kind, value in lexer.get_tokens(text):
         style = _style(kind)
-        for index, part in enumerate(value.split("\n")):
+        for index, piece in enumerate(value.split("\n")):
             if index:
                 lines.append(Line(row, tuple(spans)))
-                row, at = "", 0
+                row, length = "", 0
                 spans = []
-            if part:
+            if piece:
                 if style:
-                    spans.append(Span(at, at + len(part), style))
-                row += part
-                at += len(part)
+                    spans.append(Span(length, length + len(piece), style))
+                row += piece
+                length += len(piece)
     if row:
         lines.append(Line(row, tuple(spans)))
     return lines
@@ -145,11 +145,11 @@ class Drawer:
                 return self._list(node, width, depth)
             case "blockquote":
                 inside = self._blocks(node.children, width - 2, depth)
-                return [prefixed(under(line, "quote"), "▎ ", "quote-bar") for line in inside]
+                return [prefix_line(under(line, "quote"), "▎ ", "quote-bar") for line in inside]
             case "table":
                 return draw_table(node, width)
             case "hr":
-                return [styled("─" * width, "rule")]
+                return [style_line("─" * width, "rule")]
             case _:
                 rows = clean(node.content or "").split("\n")
                 return [piece for row in rows for piece in wrap(Line(row), width)]
@@ -213,14 +213,14 @@ def _walk(
                 text.append(f"[image: {clean(node.content) or 'no description'}]")
                 spans.append(Span(start, start + len(text[-1]), "em"))
             case "link":
-                at = len(spans)
+                n_before = len(spans)
                 _walk(node.children, text, spans, breaks)
                 href = clean(str(node.attrs.get("href", "")))
-                spans.insert(at, Span(start, sum(map(len, text)), f"link:{href}"))
+                spans.insert(n_before, Span(start, sum(map(len, text)), f"link:{href}"))
             case "em" | "strong" | "s":
-                at = len(spans)
+                n_before = len(spans)
                 _walk(node.children, text, spans, breaks)
-                spans.insert(at, Span(start, sum(map(len, text)), _INLINE[node.type]))
+                spans.insert(n_before, Span(start, sum(map(len, text)), _INLINE[node.type]))
             case _:
                 text.append(clean(node.content or "").replace("\n", " "))
 
@@ -232,12 +232,12 @@ _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
     """Draw header, rule and rows. Every row has as many cells as the header, each at least 4 wide."""
-    rows = [row.children for part in node.children for row in part.children]
+    rows = [row.children for section in node.children for row in section.children]
     shifts = [_SHIFTS.get(str(cell.attrs.get("style", "")), 0.0) for cell in rows[0]]
     texts = [[_inline(cell)[0] for cell in row] for row in rows]
     widths = _column_widths(texts, width)
     lines = _row(texts[0], widths, shifts, "table-header")
-    lines.append(styled("─┼─".join("─" * w for w in widths), "table-line"))
+    lines.append(style_line("─┼─".join("─" * w for w in widths), "table-line"))
     for row in texts[1:]:
         lines += _row(row, widths, shifts, "")
     return lines
@@ -271,7 +271,7 @@ def _row(
                 spans.append(Span(len(text), len(text) + len(_GAP), "table-line"))
                 text += _GAP
             cell = column[y] if y < len(column) else Line()
-            cell = prefixed(cell, " " * int(shifts[index] * (w - cell_len(cell.text))))
+            cell = prefix_line(cell, " " * int(shifts[index] * (w - cell_len(cell.text))))
             start = len(text)
             if style:
                 spans.append(Span(start, start + len(cell.text), style))

@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat import commands as slash
-from edgeinfer.tui.bindings import HEADINGS, KEYS, shown
+from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
 from edgeinfer.tui.drawing.lines import Line, wrap
 from edgeinfer.tui.textual_internals import keymap
 
@@ -37,9 +37,9 @@ class ListScreen(ModalScreen[Answer]):
         Binding("up", "step(-1)", "Before", show=False, priority=True),
     ]
 
-    def field(self, placeholder: str, words: str = "") -> Input:
+    def field(self, placeholder: str, text: str = "") -> Input:
         """Make the field, whose cursor does not blink."""
-        field = Input(words, placeholder=placeholder, id="words")
+        field = Input(text, placeholder=placeholder, id="words")
         field.cursor_blink = False
         return field
 
@@ -78,7 +78,7 @@ class ChoiceScreen(ModalScreen[str | None]):
             )
 
     @on(OptionList.OptionSelected)
-    def _chosen(self, event: OptionList.OptionSelected) -> None:
+    def _choose(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
 
 
@@ -114,7 +114,7 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
     for where, heading in HEADINGS.items():
         rows.append([(f"\n{heading}", "bold $primary")])
         rows += [
-            _row(shown(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
+            _row(format_keys(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
             for k in KEYS
             if k.where == where
         ]
@@ -122,16 +122,16 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
     return Content("\n").join([Content.assemble(*parts) for parts in rows])
 
 
-def _row(label: str, words: str, note: str, width: int) -> list[tuple[str, str]]:
+def _row(label: str, meaning: str, note: str, width: int) -> list[tuple[str, str]]:
     column = 30 if width >= 80 else 24
-    lines = wrap(Line(f"{words}  {note}".rstrip()), max(width - column - 2, 20))
+    lines = wrap(Line(f"{meaning}  {note}".rstrip()), max(width - column - 2, 20))
     parts = [(f"  {label}".ljust(column), "$accent")]
     if len(label) + 3 > column:
         parts = [(f"  {label}\n{' ' * column}", "$accent")]
-    left = len(words)
+    plain_length = len(meaning)
     for index, line in enumerate(lines):
         if index:
             parts.append((f"\n{' ' * column}", ""))
-        parts += [(line.text[: max(left, 0)], ""), (line.text[max(left, 0) :], "dim")]
-        left -= len(line.text) + 1
+        parts += [(line.text[: max(plain_length, 0)], ""), (line.text[max(plain_length, 0) :], "dim")]
+        plain_length -= len(line.text) + 1
     return parts

@@ -35,7 +35,7 @@ _OFFLINE = (
     "`edgeinfer pull FILE.gguf`."
 )
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-#: A narrower list shows names and sizes alone.
+#: A narrower list shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
@@ -50,10 +50,10 @@ class ModelScreen(ListScreen[str | None]):
         *bindings("models"),
     ]
 
-    def __init__(self, launch: Launch, wanted: str, *, first: bool = False) -> None:
+    def __init__(self, launch: Launch, requested: str, *, first: bool = False) -> None:
         super().__init__()
         self.launch = launch
-        self.wanted = wanted
+        self.requested = requested
         self.first = first
         self.rows: list[ModelChoice] = []
         self.offered: dict[str, FirstRunChoice] = {}
@@ -65,7 +65,7 @@ class ModelScreen(ListScreen[str | None]):
         title = "No model is here yet" if self.first else "Models"
         with sheet(title, _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
-                text = f"Enter fetches {self.wanted} and starts the chat. Or pick another."
+                text = f"Enter fetches {self.requested} and starts the chat. Or pick another."
                 yield Static(text, classes="text first", markup=False)
             yield self.field("Type to filter")
             yield OptionList(id="models")
@@ -89,7 +89,7 @@ class ModelScreen(ListScreen[str | None]):
     def _show(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> None:
         self._all = rows
         self.offered = {choice.name: choice for choice in choices}
-        chosen = self.chosen.name if self.chosen else self.wanted
+        chosen = self.selection.name if self.selection else self.requested
         if self.first and offline(self.launch.host.config):
             self.query_one(".first", Static).update(_OFFLINE)
         elif choices:
@@ -101,15 +101,15 @@ class ModelScreen(ListScreen[str | None]):
 
     @on(Input.Changed)
     def _filter(self) -> None:
-        self._list(self.chosen.name if self.chosen else self.wanted)
+        self._list(self.selection.name if self.selection else self.requested)
 
     def _list(self, chosen: str) -> None:
-        words = self.query_one(Input).value.lower().split()
+        filters = self.query_one(Input).value.lower().split()
         by_name = {row.name: row for row in self._all}
-        self.rows = [by_name[name] for name in self.offered if name in by_name and not words] or [
+        self.rows = [by_name[name] for name in self.offered if name in by_name and not filters] or [
             row
             for row in self._all
-            if all(word in f"{row.name} {row.title} {row.purpose}".lower() for word in words)
+            if all(word in f"{row.name} {row.title} {row.purpose}".lower() for word in filters)
         ]
         listed = self.query_one(OptionList)
         listed.clear_options()
@@ -122,7 +122,7 @@ class ModelScreen(ListScreen[str | None]):
     def _row(self, row: ModelChoice, room: int) -> Content:
         choice = self.offered.get(row.name)
         note = f"{choice.role}, ~{choice.tokens_per_s:.0f} tok/s" if choice else ""
-        return _row(row, row.name == self.wanted and not self.first, room, note)
+        return _row(row, row.name == self.requested and not self.first, room, note)
 
     def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
         elsewhere = [row for row in rows if row.store]
@@ -131,25 +131,25 @@ class ModelScreen(ListScreen[str | None]):
         best = next((row for row in elsewhere if row.verdict != "too big"), elsewhere[0])
         self.query_one(".first", Static).update(
             f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
-            f"{self.wanted} would be fetched."
+            f"{self.requested} would be fetched."
         )
         return best.name
 
     @property
-    def chosen(self) -> ModelChoice | None:
+    def selection(self) -> ModelChoice | None:
         return self.rows[self.at] if 0 <= self.at < len(self.rows) else None
 
     @on(OptionList.OptionHighlighted)
     def _detail(self) -> None:
-        if self.chosen is not None:
-            choice = self.offered.get(self.chosen.name)
+        if self.selection is not None:
+            choice = self.offered.get(self.selection.name)
             about = f"\n{choice.why[0].upper()}{choice.why[1:]}." if choice else ""
-            self.query_one(".detail", Static).update(detail(self.chosen) + about)
+            self.query_one(".detail", Static).update(detail(self.selection) + about)
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _use_or_pull(self) -> None:
-        chosen = self.chosen
+        chosen = self.selection
         if chosen is None or self._working:
             return
         if chosen.pulled:
@@ -159,7 +159,7 @@ class ModelScreen(ListScreen[str | None]):
             self._pull(chosen.name)
 
     def action_warm(self) -> None:
-        chosen = self.chosen
+        chosen = self.selection
         if chosen is None or self._working:
             return
         if not chosen.pulled:
@@ -175,10 +175,10 @@ class ModelScreen(ListScreen[str | None]):
         self._stop.set()
         self.dismiss(None)
 
-    def _begin(self, words: str) -> None:
+    def _begin(self, activity: str) -> None:
         self._stop.clear()
-        self._working = words
-        self._progress(f"{words}…")
+        self._working = activity
+        self._progress(f"{activity}…")
 
     @work(thread=True, group="pull")
     def _pull(self, name: str) -> None:
@@ -196,9 +196,9 @@ class ModelScreen(ListScreen[str | None]):
             else:
                 name = pull(name, report, self._stop).name
         except EdgeInferError as error:
-            app.call_from_thread(self._ended, error)
+            app.call_from_thread(self._finish, error)
             return
-        app.call_from_thread(self._ended, None)
+        app.call_from_thread(self._finish, None)
         if note:
             app.call_from_thread(self.notify, note)
         app.call_from_thread(self.dismiss, name)
@@ -217,20 +217,20 @@ class ModelScreen(ListScreen[str | None]):
         try:
             self.launch.host.warm(name, options, progress, self._stop)
         except EdgeInferError as error:
-            app.call_from_thread(self._ended, error)
+            app.call_from_thread(self._finish, error)
         else:
-            app.call_from_thread(self._ended, None)
+            app.call_from_thread(self._finish, None)
             note = f"{name} is warm: it starts in a tenth of a second."
             app.call_from_thread(self.notify, note)
             app.call_from_thread(self._read)
 
-    def _progress(self, words: str) -> None:
+    def _progress(self, text: str) -> None:
         if self.is_mounted:
             line = self.query_one(".progress", Static)
-            line.update(words)
-            line.display = bool(words)
+            line.update(text)
+            line.display = bool(text)
 
-    def _ended(self, error: EdgeInferError | None) -> None:
+    def _finish(self, error: EdgeInferError | None) -> None:
         self._working = ""
         if not self.is_mounted:
             return

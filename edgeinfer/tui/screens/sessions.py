@@ -31,16 +31,16 @@ class SessionScreen(ListScreen[int | None]):
         *bindings("sessions"),
     ]
 
-    def __init__(self, session: ChatSession, commander: Commander, words: str = "") -> None:
+    def __init__(self, session: ChatSession, commander: Commander, query: str = "") -> None:
         super().__init__()
         self.session = session
         self.commander = commander
-        self._words = words
-        self.found: list[Summary] = []
+        self._query = query
+        self.summaries: list[Summary] = []
 
     def compose(self) -> ComposeResult:
         with sheet("Conversations", "Enter open · ^D delete · ^U undo"):
-            yield self.field("Search", self._words)
+            yield self.field("Search", self._query)
             yield OptionList(id="found")
 
     def on_mount(self) -> None:
@@ -49,10 +49,10 @@ class SessionScreen(ListScreen[int | None]):
 
     @on(Input.Changed)
     def _search(self) -> None:
-        words = self.query_one(Input).value
+        query = self.query_one(Input).value
         try:
             store = self.session.store
-            self.found = store.search(words) if words.strip() else store.listing()
+            self.summaries = store.search(query) if query.strip() else store.listing()
         except EdgeInferError as error:
             self._show_error(error)
             return
@@ -60,33 +60,33 @@ class SessionScreen(ListScreen[int | None]):
         listed.clear_options()
         room = max(20, self.app.size.width * 9 // 10 - 30)
         listed.add_options(
-            Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.found
+            Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.summaries
         )
-        if self.found:
+        if self.summaries:
             listed.highlighted = 0
         listed.border_title = ""
 
     @property
-    def chosen(self) -> Summary | None:
-        return self.found[self.at] if 0 <= self.at < len(self.found) else None
+    def selection(self) -> Summary | None:
+        return self.summaries[self.at] if 0 <= self.at < len(self.summaries) else None
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
     def _open(self) -> None:
-        if self.chosen is not None:
-            self.dismiss(self.chosen.id)
+        if self.selection is not None:
+            self.dismiss(self.selection.id)
 
     def action_delete(self) -> None:
-        chosen = self.chosen
-        if chosen is not None and self._done(lambda: self.commander.delete(chosen.id)):
+        chosen = self.selection
+        if chosen is not None and self._run(lambda: self.commander.delete(chosen.id)):
             self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
             self._search()
 
     def action_undelete(self) -> None:
-        if self._done(self.commander.undelete):
+        if self._run(self.commander.undelete):
             self._search()
 
-    def _done(self, action: Callable[[], object]) -> bool:
+    def _run(self, action: Callable[[], object]) -> bool:
         """Run an action; show its error and return False if it has one."""
         try:
             action()
@@ -113,8 +113,8 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
 def _snippet(text: str) -> Content:
     parts: list[tuple[str, str]] = []
     for index, piece in enumerate(text.split(MARK)):
-        match, _, rest = piece.rpartition(UNMARK) if index else ("", "", piece)
-        parts += [(clean(match), "$accent"), (clean(rest), "dim")]
+        match, _, plain = piece.rpartition(UNMARK) if index else ("", "", piece)
+        parts += [(clean(match), "$accent"), (clean(plain), "dim")]
     return Content.assemble(*parts)
 
 
