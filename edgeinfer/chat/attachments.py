@@ -35,15 +35,15 @@ _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
-def names_in(text: str) -> list[str]:
-    """List what `text` mentions, once each: paths, `SERVER:URI` of resources, or other words."""
+def mentions(text: str) -> list[str]:
+    """List what `text` mentions, once each: paths or other words."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
     """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
     paths: dict[Path, None] = {}
-    for named in names_in(text):
+    for named in mentions(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
         if os.path.isfile(path) or (named.endswith("/") and os.path.isdir(path)):
             paths[path] = None
@@ -52,7 +52,7 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 def missing_files(text: str) -> list[str]:
     """List mentions that look like a path (`@docs/a`) but name no file; they are sent as text."""
-    paths = [name for name in names_in(text) if _PATH.search(name) and ":" not in name]
+    paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
 

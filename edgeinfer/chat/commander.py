@@ -107,9 +107,6 @@ class Commander:
 
     def run(self, line: str) -> None:
         """Run one command line. Raises EdgeInferError to show, and changes nothing then."""
-        if ":" in line.split(None, 1)[0]:
-            self._prompt(line)
-            return
         typed = commands.parse(line)
         if typed.name in _SHOWN:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
@@ -209,12 +206,6 @@ class Commander:
     # attachments and copies
 
     def _file(self, argument: str) -> None:
-        tools = self.session.tools
-        if tools is not None and tools.has_resource(argument):
-            self.front.wait_for(
-                lambda: Attachment(name=argument, text=tools.resource(argument)), self.front.attach
-            )
-            return
         self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
 
     def _copy(self, argument: str) -> None:
@@ -271,19 +262,6 @@ class Commander:
             self.front.show_text("\n".join([tools.text(), *said]))
 
         self.front.wait_for(lambda: tools.prepare(refresh=refresh), offer)
-
-    def _prompt(self, line: str) -> None:
-        """Ask what a server's prompt says: `/SERVER:PROMPT ARGUMENTS`."""
-        name, _, argument_text = line[1:].strip().partition(" ")
-        tools = self.session.tools
-        if tools is None:
-            raise UsageError(f"/{name} needs tools", hint="/tools on")
-        self.session.refuse_busy()
-
-        def ask(text: str) -> None:
-            self.front.answer_edited(self.session.ask(text))
-
-        self.front.wait_for(lambda: tools.prompt(name, argument_text), ask)
 
     # conversations
 

@@ -47,7 +47,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ),
     ("save-system NAME", "save the system prompt under a name"),
     ("temp|temperature [NUMBER]", "temperature: 0 always picks the likeliest token"),
-    ("set [OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; without one: show all", "setting"),
+    ("set [OPTION VALUE]", "a sampling option, e.g. `/set top-p 0.9`; `/set` shows all", "setting"),
     ("preset [NAME]", "several sampling options at once", "preset"),
     ("ctx [TOKENS]", "context length; the model is loaded again"),
     (
@@ -57,14 +57,10 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ),
     (
         "tools [on|off|check]",
-        "let the model call tools; without argument: list them; `check` asks servers",
+        "let the model call tools; `/tools` lists them, `check` asks servers",
         "tools",
     ),
-    (
-        "file|attach PATH",
-        "attach text, a document, a picture or SERVER:URI to the next question",
-        "path",
-    ),
+    ("file|attach PATH", "attach text, a document or a picture to the next question", "path"),
     ("new|clear", "begin a new conversation"),
     ("sessions|search|history [WORDS]", "list or search conversations, open one"),
     ("open NUMBER", "open a conversation by its number"),

@@ -187,12 +187,7 @@ class Repl:
 
     def _ask(self, text: str) -> None:
         named = map(attachments.read, attachments.mentioned_paths(text))
-        tools = self.session.tools
-        resources = []
-        if tools is not None:
-            names = filter(tools.has_resource, attachments.names_in(text))
-            resources = [Attachment(name=name, text=tools.resource(name)) for name in names]
-        attached = [self._count_tokens(a) for a in (*self._attachments, *named, *resources)]
+        attached = [self._count_tokens(a) for a in (*self._attachments, *named)]
         editing, self._editing = self._editing, None
         if editing is None:
             self.session.ask(text, attached)

@@ -176,36 +176,6 @@ class ChatTools:
             mode = "none"
         return {"tools": self.request_tools(), "tool_choice": ToolChoice(mode=mode)}
 
-    def prompt(self, name: str, argument_text: str) -> str:
-        """Return the text of the prompt `SERVER:PROMPT`; several arguments are `NAME=VALUE` words.
-
-        Raises UsageError for other arguments, ToolServerError.
-        """
-        server, _, prompt = name.partition(":")
-        client = self.toolbox.client(server)
-        prompts = client.prompts()
-        if prompt not in prompts:
-            raise UsageError(
-                f"{server} has no prompt {prompt!r}", hint=f"it has: {', '.join(prompts) or 'none'}"
-            )
-        names = prompts[prompt]
-        arguments = dict(word.split("=", 1) for word in argument_text.split() if "=" in word)
-        if len(names) == 1 and names[0] not in arguments:
-            arguments = {names[0]: argument_text}
-        if set(arguments) != set(names) or (argument_text and not names):
-            usage = " ".join([f"/{name}", *(f"{argument}=…" for argument in names)])
-            raise UsageError(f"/{name} has other arguments", hint=usage)
-        return self._short(client.prompt(prompt, arguments))
-
-    def has_resource(self, name: str) -> bool:
-        """Return whether `name` is `SERVER:URI` of an enabled server."""
-        return ":" in name and name.partition(":")[0] in self.toolbox.servers()
-
-    def resource(self, name: str) -> str:
-        """Return the text of the resource `SERVER:URI`. Raises ToolServerError."""
-        server, _, uri = name.partition(":")
-        return self._short(self.toolbox.client(server).read(uri))
-
     def _short(self, text: str) -> str:
         return safe_text(text, _MOST_RESULT_BYTES)
 

@@ -110,7 +110,6 @@ class McpClient:
         #: Messages about tools and list entries that were left out.
         self.notices: list[str] = []
         self.list_changed = False
-        self.capabilities: dict[str, Any] = {}
         self._transport: StdioTransport | HttpTransport
         self._is_connected = threading.Event()
         if spec.url:
@@ -137,8 +136,6 @@ class McpClient:
         if version not in VERSIONS:
             range_text = f"known here: {VERSIONS[-1]} to {VERSIONS[0]}"
             raise self._error(f"it speaks version {version!r} of the protocol; {range_text}")
-        capabilities = result.get("capabilities")
-        self.capabilities = capabilities if isinstance(capabilities, dict) else {}
         if isinstance(self._transport, HttpTransport):
             self._transport.version = version
         self._notify("notifications/initialized", stop=stop or Stop())
@@ -172,25 +169,6 @@ class McpClient:
         if not text and "structuredContent" in result:
             text = msgspec.json.encode(result["structuredContent"]).decode()
         return CallResult(text, result.get("isError") is True)
-
-    def read(self, uri: str) -> str:
-        """Read a resource as text. Raises ToolServerError."""
-        result = self.request("resources/read", {"uri": uri})
-        return "\n".join(_resource_text(item) for item in _dicts(result.get("contents")))
-
-    def prompts(self) -> dict[str, list[str]]:
-        """Return the names of each prompt's arguments; none if the server has no prompts."""
-        entries = self._list("prompts") if "prompts" in self.capabilities else []
-        return {
-            str(entry.get("name")): [str(row.get("name")) for row in _dicts(entry.get("arguments"))]
-            for entry in entries
-        }
-
-    def prompt(self, name: str, arguments: dict[str, str]) -> str:
-        """Return the text of a prompt. Raises ToolServerError."""
-        result = self.request("prompts/get", {"name": name, "arguments": arguments})
-        contents = [message.get("content") for message in _dicts(result.get("messages"))]
-        return "\n\n".join(map(_item_text, _dicts(contents)))
 
     def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
         """Return the entries of a list, up to its size limits and within one timeout."""

@@ -229,16 +229,6 @@ class Toolbox:
             paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(records_path(), msgspec.json.encode(self._records), 0o600)
 
-    def client(self, name: str) -> McpClient:
-        """Return the session of an MCP server. Raises ToolServerError."""
-        try:
-            session = self.start(name)
-        except StoppedError as error:
-            raise ToolServerError(f"tool server {name}: stopped") from error
-        if not isinstance(session, McpClient):
-            raise ToolServerError(f"{name} is a built-in server: it has no prompts or resources")
-        return session
-
     def close(self) -> None:
         """End every server. Idempotent."""
         self._closing.set()

@@ -14,10 +14,9 @@ from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
-from edgeinfer.chat.attachments import missing_note, names_in
+from edgeinfer.chat.attachments import missing_note
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.read_ahead import ReadAhead
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
@@ -47,7 +46,6 @@ class ChatScreen(Screen[None]):
         self.session = launch.session()
         self.loader = Loader(launch.engines(), self.post_message)
         self._interrupted = 0.0
-        self._reading = False
 
     def compose(self) -> ComposeResult:
         self.view = View(self.launch, self.session, self.loader)
@@ -173,46 +171,15 @@ class ChatScreen(Screen[None]):
         elif self.session.busy and message.editing is None:
             self.composer.clear()
             self.queue.add(message.text)
-        elif not self._reading:  # otherwise it stays: one question at a time waits for resources
+        else:
             self.composer.clear()
             self.composer.editing = None
-            self._send_with_resources(message.text, message.editing)
+            self._send_or_put_back(message.text, message.editing)
 
-    def _send_with_resources(self, text: str, editing: int | None) -> None:
-        """Send a question once the resources that it names are here; put it back if that fails."""
-        tools, attached_names = (
-            self.session.tools,
-            {attachment.name for attachment in self.attachments.unnamed},
-        )
-        named = filter(tools.has_resource, names_in(text)) if tools is not None else ()
-        names = [name for name in named if name not in attached_names]
-        conversation = self.session.conversation.id
-
-        def read() -> list[Attachment] | EdgeInferError:
-            assert tools is not None
-            try:
-                return [Attachment(name=name, text=tools.resource(name)) for name in names]
-            except EdgeInferError as error:
-                return error
-
-        def send(resources: list[Attachment] | EdgeInferError) -> None:
-            self._reading = False
-            is_here = self.session.conversation.id == conversation
-            if isinstance(resources, EdgeInferError):
-                self.view.show_error(resources)
-            elif is_here:
-                for attachment in resources:
-                    self.attachments.add(attachment)
-                if self.send(text, editing):
-                    return
+    def _send_or_put_back(self, text: str, editing: int | None) -> None:
+        if not self.send(text, editing):
             self.composer.fill("\n".join(filter(None, (text, self.composer.text))))
-            self.composer.editing = editing if is_here else None
-
-        self._reading = bool(names)
-        if names:
-            self.answering.wait_for(read, send)
-        else:
-            send([])
+            self.composer.editing = editing
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
@@ -221,8 +188,8 @@ class ChatScreen(Screen[None]):
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
             self.queue.take_back_all()
-        elif not self.session.busy and not self._reading and (text := self.queue.next()):
-            self._send_with_resources(text, None)
+        elif not self.session.busy and (text := self.queue.next()):
+            self._send_or_put_back(text, None)
 
     @on(Answering.CardShown)
     def _card_shown(self, message: Answering.CardShown) -> None:

@@ -121,7 +121,7 @@ class TestAttachments:
         ],
     )
     def test_a_sentence_s_marks_do_not_belong_to_a_name_without_quotes(self, text, names):
-        assert attachments.names_in(text) == names
+        assert attachments.mentions(text) == names
 
     def test_text_is_read_whatever_its_mark(self, tmp_path):
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbfGr\xc3\xbc\xc3\x9fe")

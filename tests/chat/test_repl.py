@@ -19,13 +19,13 @@ from fake_engine import DEFAULT_INFO, FakeEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
-from tools_here import command, tools_config
+from tools_here import tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import Config, ToolsConfig, ToolServerConfig, load_config
+from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
@@ -321,37 +321,6 @@ def test_tools_are_switched_on_and_off(tmp_path):
 def test_tools_without_configuration_are_explained(tmp_path):
     out, _ = talk(tmp_path, "/tools on")
     assert "no tools are configured" in out
-
-
-@pytest.mark.slow  # the SDK's server
-def test_prompts_and_resources_of_a_server(tmp_path):
-    server = ToolServerConfig(command=command("stdio"))
-    engine = FakeEngine([words("It is fine."), words("Milk."), words("Yes.")])
-    host = FixedHost(engine, config=Config(tools=ToolsConfig(servers={"sdk": server})))
-    out, _ = talk(
-        tmp_path,
-        *(
-            "/sdk:review x = 1",
-            "/file sdk:notes://today",
-            "What?",
-            "/sdk:none",
-            "/file sdk:notes://none",
-            "Is it in @sdk:notes://today, or in @other:notes://today?",
-        ),
-        host=host,
-        with_tools=True,
-    )
-    assert engine.requests[0].messages[0].content == "Review this: x = 1"
-    assert "Buy milk." in engine.requests[1].messages[2].content
-    assert engine.requests[2].messages[-1].content.startswith("File `sdk:notes://today`:")
-    assert "sdk has no prompt 'none'" in out
-    assert "Next: it has: review" in out
-    assert "Error: tool server sdk: " in out
-
-
-def test_prompt_without_tools_is_explained(tmp_path):
-    out, _ = talk(tmp_path, "/sdk:review x")
-    assert "/sdk:review needs tools" in out
 
 
 _PLAIN_CHAT = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sdk(transport):
-    """The SDK's own server: tools of every kind, a resource, a prompt, progress, roots."""
+    """The SDK's own server: tools of every kind, progress, roots."""
     from mcp.server.mcpserver import Context, MCPServer
 
     server = MCPServer("everything")
@@ -42,14 +42,6 @@ def sdk(transport):
             await ctx.report_progress(number + 1, to, f"step {number + 1}")
         return "counted"
 
-    @server.resource("notes://today")
-    def today() -> str:
-        return "Buy milk."
-
-    @server.prompt()
-    def review(code: str) -> str:
-        return f"Review this: {code}"
-
     if transport == "stdio":
         server.run()
     else:
@@ -77,12 +69,6 @@ def raw(call, tools=lambda: [TOOL], version="2025-06-18", reads=lambda method: T
                 _send({"id": number, "result": {"tools": tools()}})
             case "tools/call":
                 call(number, message["params"])
-            case "resources/read":  # a file, once it is there
-                path = Path(message["params"]["uri"])
-                while not path.exists():
-                    time.sleep(0.01)
-                contents = [{"uri": str(path), "text": path.read_text()}]
-                _send({"id": number, "result": {"contents": contents}})
             case "notifications/cancelled":
                 Path("cancelled").write_text(json.dumps(message["params"]))
         if not reads(message.get("method")):

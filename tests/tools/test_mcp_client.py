@@ -85,14 +85,6 @@ def test_sdk_server_reports_progress(everything):
     assert said == ["step 1", "step 2", "step 3"]
 
 
-def test_sdk_server_has_a_resource_and_a_prompt(everything):
-    assert everything.read("notes://today") == "Buy milk."
-    assert everything.prompts() == {"review": ["code"]}
-    assert everything.prompt("review", {"code": "x = 1"}) == "Review this: x = 1"
-    with pytest.raises(ToolServerError):
-        everything.read("notes://nowhere")
-
-
 def test_child_gets_named_variables_only(connect, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
     seen = connect("stdio", env={"NAMED": "1"}).call("variables", {}).text.split()
@@ -145,14 +137,14 @@ def test_server_beside_a_sandbox_starts_in_an_empty_folder(tmp_path, monkeypatch
         (tmp_path / module).write_text("raise SystemExit('of the folder')")
     config = tools_config("whereabouts", builtin=("shell",))
     with Toolbox(config, tmp_path) as toolbox:
-        told = json.loads(toolbox.client("whereabouts").call("go", {}).text)
+        told = json.loads(toolbox.start("whereabouts").call("go", {}).text)
         assert told["files"] == []
         assert not told["cwd"].startswith(str(tmp_path))
         assert str(tmp_path) not in told["env"]["PATH"].split(":")
         assert told["roots"] == [{"uri": tmp_path.as_uri(), "name": tmp_path.name}]
     until(lambda: not Path(told["cwd"]).exists())
     with Toolbox(tools_config("whereabouts", builtin=("read",)), tmp_path) as toolbox:
-        client = toolbox.client("whereabouts")
+        client = toolbox.start("whereabouts")
         assert json.loads(client.call("go", {}).text)["cwd"] == str(tmp_path)
 
 

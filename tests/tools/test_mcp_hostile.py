@@ -134,7 +134,7 @@ def test_a_server_that_read_nothing_is_started_anew(tmp_path):
         toolbox.prepare()
         for _ in range(2):
             with pytest.raises(ToolServerError, match="no answer within 1 s"):
-                toolbox.client("deaf").call("go", LONG)
+                toolbox.start("deaf").call("go", LONG)
 
 
 def test_a_start_ends_with_its_time_a_stop_or_a_close(tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_start_that_hangs_delays_no_other_server(tmp_path):
 
         waiting = threading.Thread(target=start)
         waiting.start()
-        assert took_s(lambda: toolbox.client("plain").call("weather", {"city": "Rome"})) < BOUND_S
+        assert took_s(lambda: toolbox.start("plain").call("weather", {"city": "Rome"})) < BOUND_S
         assert waiting.is_alive()
         toolbox.close()
         waiting.join(BOUND_S)

@@ -126,18 +126,6 @@ def test_a_session_id_that_is_not_ascii_is_refused(over_http):
         over_http(lambda handler, message: handler.reply(200), "\xff")
 
 
-def test_malformed_arguments_of_a_prompt_are_left_out(connect, monkeypatch):
-    client = connect("plain")
-    client.capabilities = {"prompts": {}}
-    rows = [
-        {"name": "a", "arguments": [1, {"name": "x"}]},
-        {"name": "b", "arguments": 3},
-        {"name": "c"},
-    ]
-    monkeypatch.setattr(client, "request", lambda *args, **kwargs: {"prompts": rows})
-    assert client.prompts() == {"a": ["x"], "b": [], "c": []}
-
-
 def test_a_stop_ends_the_wait_for_another_calls_new_session(over_http):
     _, client = over_http(lambda handler, message: handler.reply(404), "first")
     stop = Stop()

@@ -14,12 +14,12 @@ from made_gguf import gguf_bytes
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from tools_here import command, tools_config
+from tools_here import tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.config.config_file import ChatConfig, Config, ToolsConfig, ToolServerConfig, load_config
+from edgeinfer.config.config_file import ChatConfig, Config, load_config
 from edgeinfer.errors import (
     ContextLengthError,
     DecodeError,
@@ -775,60 +775,6 @@ async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
 
 
 @pytest.mark.slow  # the SDK's server
-async def test_a_question_brings_the_resources_that_it_names(drive):
-    tools = ToolsConfig(servers={"sdk": ToolServerConfig(command=command("stdio"))})
-    host = FixedHost(FakeEngine([words("Milk.")]), config=Config(tools=tools))
-    async with drive(host=host, with_tools=True) as d:
-        await d.until(lambda: d.session.tools is not None)
-        await d.type("What is in @sdk:notes://today?", "enter")
-        await d.until(lambda: d.idle() and len(d.session.path) == 2)
-        assert "Buy milk." in host.fake.requests[0].messages[0].content
-        assert d.chat.composer.text == ""
-
-
-def attached_names(turn):
-    return [attachment.name for attachment in turn.attachments]
-
-
-async def test_queued_and_edited_questions_bring_their_resources(drive, tmp_path):
-    (one, two) = (tmp_path / "one", tmp_path / "two")
-    one.write_text("Buy milk.")
-    gate = StepGate()
-    host = FixedHost(
-        FakeEngine([[gate, "a"], ["b"], ["c"]]), config=Config(tools=tools_config("plain"))
-    )
-    async with drive(host=host, with_tools=True) as d:
-        await d.until(lambda: d.session.tools is not None)
-        await d.type("first", "enter")
-        await d.until(lambda: d.session.busy)
-        await d.type(f"What is in @plain:{one}?", "enter")
-        gate.opened.set()
-        await d.until(lambda: d.idle() and len(d.session.path) == 4)
-        question = d.session.path[2]
-        assert attached_names(question) == [f"plain:{one}"]
-        d.chat.run_command("/edit")
-        await d.type(f"And in @plain:{two}?", "enter")
-        assert (d.chat.composer.text, d.chat.composer.editing) == ("", None)
-        await d.type("more", "enter")
-        assert d.chat.composer.text == "more"
-        two.write_text("Buy eggs.")
-        await d.until(lambda: d.idle() and len(d.session.path) == 4 and d.turns()[-1] == "c")
-        assert attached_names(d.session.path[2]) == [f"plain:{one}", f"plain:{two}"]
-        assert d.chat.composer.text == "more"
-
-
-async def test_a_question_that_waits_for_a_resource_comes_back_in_another_conversation(drive, tmp_path):
-    host = FixedHost(FakeEngine([["a"]]), config=Config(tools=tools_config("plain")))
-    async with drive(host=host, with_tools=True) as d:
-        await d.until(lambda: d.session.tools is not None)
-        await d.ask("first")
-        await d.type(f"And @plain:{tmp_path}/late", "enter")
-        d.chat.run_command("/new")
-        (tmp_path / "late").touch()
-        await d.until(lambda: d.chat.composer.text == f"And @plain:{tmp_path}/late")
-        assert not d.session.path
-
-
 async def test_a_no_and_its_reason_go_to_the_model(drive):
     async with drive(host=tools_host(words("As you like.")), with_tools=True) as d:
         await card_of(d)
