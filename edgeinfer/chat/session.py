@@ -479,7 +479,7 @@ class ChatSession:
 
     @property
     def prompt(self) -> PromptContext:
-        """What a request of this conversation depends on apart from its turns."""
+        """The conversation, engine and tools that a request is built from."""
         return PromptContext(self.conversation, self.engine, self.tools)
 
     def request_if_sent(
