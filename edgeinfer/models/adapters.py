@@ -75,7 +75,7 @@ def pull_adapter(
 
     Raises what `pull` and `ModelRef.files` raise, and ConversionError.
     """
-    from edgeinfer.models.converting.checkpoint_files import linked
+    from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
 
     options = options or PullOptions()
@@ -95,7 +95,7 @@ def pull_adapter(
         fetched, _ = fetch_first_working(todo, work, job, options)
         target = work / "adapter.gguf.part"
         first = fetched[0].path
-        folder = first if first.is_dir() else linked(fetched, work / "adapter")
+        folder = first if first.is_dir() else link_files(fetched, work / "adapter")
         convert_adapter(folder, header, base, target)
         sync(target)
         os.replace(target, place(ref.name))

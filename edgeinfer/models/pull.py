@@ -16,7 +16,7 @@ import msgspec
 from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, InvalidGgufError, UsageError
 from edgeinfer.models import gguf, names, projectors, sources, store
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.converting.checkpoint_files import DIRECT, convert_fetched
+from edgeinfer.models.converting.checkpoint_files import DIRECT
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
@@ -219,6 +219,8 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
     store.pin_files(todo.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = todo.quantize if todo.quantize in DIRECT else ""
+        from edgeinfer.models.converting.fetched import convert_fetched  # 150 ms: numpy, gguf
+
         fetched = convert_fetched(fetched, direct, work, job)
     projector = next((one for one in fetched if one.is_projector), None)
     fetched = [one for one in fetched if one is not projector]

@@ -333,7 +333,6 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 def main() -> None:
     """Build into the folder of the command line; whatever fails, the folder is gone."""
-    process.die_with_parent()
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(order, lambda _stage: None)
     if content is None:

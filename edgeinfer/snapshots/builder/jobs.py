@@ -155,7 +155,7 @@ def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Deta
     command = process.child_command(_BUILDER, str(theirs.fileno()), str(folder))
     log = folder / "builder.log"
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
-        builder = subprocess.Popen(
+        builder = process.start_dying(
             command,
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,

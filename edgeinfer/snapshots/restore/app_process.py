@@ -284,7 +284,6 @@ def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
 def main() -> NoReturn:
     """Run a cold app: the link's descriptor is the only argument."""
     resumed_ns = time.monotonic_ns()
-    process.die_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
     run_app(link, messages.receive(link), None, resumed_ns)
 

@@ -1,0 +1,55 @@
+"""Convert a fetched checkpoint to GGUF. Imports numpy and gguf (150 ms): only a conversion needs it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from edgeinfer.errors import ConversionError, InvalidGgufError, UsageError
+from edgeinfer.models.converting import vision
+from edgeinfer.models.converting.checkpoint import ModelCheckpoint
+from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
+from edgeinfer.models.converting.convert import convert
+from edgeinfer.models.progress import Job
+from edgeinfer.models.pull_plan import Fetched
+
+
+def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+    """Convert verified files, or a local folder, to one GGUF in `work`, and a projector if it has one.
+
+    `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
+    DiskFullError, InterruptedByUser; what was fetched is kept.
+    """
+    if any(file.file_name == ADAPTER_CONFIG for file in fetched):
+        raise UsageError(
+            "the repository holds a LoRA adapter, which is made for one model",
+            hint="say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`",
+        )
+    first = fetched[0]
+    folder = first.path if first.path.is_dir() else link_files(fetched, work / "checkpoint")
+    target = work / f"{first.file_name if first.path.is_dir() else 'model'}.gguf.part"
+    checkpoint = convert(folder, target, type_name, job)
+    return [Fetched.made_here(target, job), *_projector(checkpoint, type_name, work, job)]
+
+
+def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job) -> list[Fetched]:
+    target = work / "mmproj.gguf.part"
+    if not vision.has_tower(checkpoint):
+        return []
+    try:
+        vision.convert_tower(checkpoint, target, type_name, job)
+    except (ConversionError, InvalidGgufError) as error:
+        job.note(f"without a projector, so no pictures are read: {error.message}")
+        return []
+    projector = Fetched.made_here(target, job)
+    projector.is_projector = True
+    return [projector]
+
+
+def link_files(fetched: list[Fetched], folder: Path) -> Path:
+    """Link the files in `folder` under their published names, and return it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    for file in fetched:
+        (folder / file.file_name).symlink_to(file.path.absolute())
+    return folder
