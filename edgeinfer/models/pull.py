@@ -29,7 +29,6 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`quantize` and `sha256` replace the catalogue's type to store and digest.
 
     `in_place` points at a local file instead of copying it; `again` fetches a model that is here.
-    `without_projector` stores a model that cannot read pictures.
     """
 
     name: str | None = None
@@ -37,7 +36,6 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     in_place: bool = False
     again: bool = False
-    without_projector: bool = False
     retry_policy: RetryPolicy = RetryPolicy()
 
 
@@ -58,8 +56,6 @@ def pull(
     todo = _in_type(plan_pull(text, load_catalog(), options.name), options.quantize)
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
-    if options.without_projector:
-        todo = msgspec.structs.replace(todo, without_projector=True, projector=None)
     with changing(todo.ref, FETCHED_IS_KEPT) as work:
         here = None if options.again else _already_here(todo, job)
         if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
@@ -224,9 +220,6 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
         fetched = convert_fetched(fetched, direct, work, job)
     projector = next((one for one in fetched if one.is_projector), None)
     fetched = [one for one in fetched if one is not projector]
-    if projector is not None and todo.without_projector:  # of a checkpoint
-        projector.path.unlink()
-        projector = None
     original = gguf.check(fetched[0].path).quantization
     requantized_from = ""
     if todo.quantize and original != todo.quantize:

@@ -28,12 +28,6 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     sha256: str = ""
     projector: sources.Source | None = None
-    without_projector: bool = False
-
-    @property
-    def is_model_alone(self) -> bool:
-        """Tell if a projector of the model's source is left there."""
-        return self.without_projector or self.projector is not None
 
 
 class Fetched(msgspec.Struct, kw_only=True):

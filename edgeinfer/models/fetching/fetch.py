@@ -52,7 +52,7 @@ def fetch(
         case sources.LocalFile(path):
             place = Path(path).expanduser().absolute()
             files = _from_disk(place, work, job, in_place=in_place)
-            if not (in_place or place.is_dir() or todo.is_model_alone):
+            if not (in_place or place.is_dir() or todo.projector):
                 files += _projector_beside(names.split_parts(place)[0], work, job)
             return files
         case _:
@@ -102,7 +102,7 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
     remotes = _resolve(source, todo)
-    if todo.is_model_alone:
+    if todo.projector:
         remotes = [remote for remote in remotes if not remote.is_projector]
     is_single = sum(not remote.is_projector for remote in remotes) == 1
     if is_single and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):

@@ -4,7 +4,6 @@ pins.
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
@@ -72,17 +71,6 @@ def test_projector_of_the_repository_is_pulled_too(repo, body, options, tmp_path
         resolve(record.name).files()
     assert pull(f"{REPO}:q8_0", options=options).projector is not None
     assert path.read_bytes() == projector
-
-
-def test_projector_is_left_out_if_asked(server, repo, options, tmp_path) -> None:
-    repo["mmproj-Tiny-Q8_0.gguf"] = make_projector(tmp_path / "mmproj.gguf", "gemma3", 64).read_bytes()
-    alone = msgspec.structs.replace(options, without_projector=True)
-    record = pull(f"{REPO}:q8_0", options=alone)
-    assert record.projector is None
-    assert resolve(record.name).files().projector == ""
-    assert not cdn(server, "mmproj-Tiny-Q8_0.gguf")
-    again = msgspec.structs.replace(options, again=True)
-    assert pull(f"{REPO}:q8_0", options=again).projector is not None
 
 
 @pytest.mark.parametrize("wrong", ["none", "wide"])
