@@ -66,18 +66,18 @@ class Apps:
     ) -> LaunchedApp:
         """Resume if wanted and possible, else start cold. Raises `selection.find`'s errors."""
         if choice.resume == "never":
-            why = EdgeInferError("you asked for a cold start (--resume=never)")
-            return self.cold(request, fds, why)
+            reason = EdgeInferError("you asked for a cold start (--resume=never)")
+            return self.cold(request, fds, reason)
         try:
             folder, manifest = choice.find()
             return self.resume(folder, manifest, request, fds)
         except EdgeInferError as error:
             if choice.resume == "always":
                 raise
-            why = error
+            reason = error
         except OSError as error:
-            why = EdgeInferError(f"the snapshot could not be resumed: {error}")
-        return self.cold(request, fds, why, hint_at(why))
+            reason = EdgeInferError(f"the snapshot could not be resumed: {error}")
+        return self.cold(request, fds, reason, hint_at(reason))
 
     def start_verb(self) -> LaunchedApp:
         """Start the app of the verb. Raises as `start`."""

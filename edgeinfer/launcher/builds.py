@@ -31,10 +31,10 @@ class Builds:
         self._builds: dict[int, int] = {}
         self._now = 0
 
-    def want(self, wanted: messages.WantSnapshot) -> None:
+    def want(self, request: messages.WantSnapshot) -> None:
         """Record a snapshot that would have helped this launch, or build it now."""
-        self._wanted[wanted.model] = os.fsdecode(wanted.options)
-        if wanted.now:
+        self._wanted[request.model] = os.fsdecode(request.options)
+        if request.now:
             self.start_wanted()
 
     def start_wanted(self) -> None:
@@ -69,8 +69,8 @@ class Builds:
 
     def take(self, argv: tuple[str, ...], fds: list[int]) -> None:
         """Run `edgeinfer snapshots take` of this launch; its JSON goes to the first of `fds`."""
-        own = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
-        self.watch(_start([*own, *argv], fds, (1,)))
+        command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
+        self.watch(_start([*command, *argv], fds, (1,)))
 
     def stop_now(self) -> None:
         """Stop the warming an app asked for, if it still runs."""

@@ -26,9 +26,9 @@ ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT
 UNEXPECTED = 70
 
 
-def tell_killed(number: int, why: str) -> None:
+def tell_killed(number: int, reason: str) -> None:
     sys.stderr.write(
-        f"\nedgeinfer: the app was killed by signal {number}{f' ({why})' if why else ''}\n"
+        f"\nedgeinfer: the app was killed by signal {number}{f' ({reason})' if reason else ''}\n"
     )
     sys.stderr.flush()
 

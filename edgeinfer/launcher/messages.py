@@ -136,19 +136,19 @@ class Payload(LauncherMessage):
 
 
 def _pack(parts: Iterable[bytes]) -> bytes:
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return b"".join(len(field).to_bytes(4, "little") + field for field in parts)
 
 
 def _unpack(body: bytes) -> list[bytes]:
     parts: list[bytes] = []
-    at = 0
-    while at < len(body):
-        size = int.from_bytes(body[at : at + 4], "little")
-        at += 4
-        if at + size > len(body):
+    offset = 0
+    while offset < len(body):
+        size = int.from_bytes(body[offset : offset + 4], "little")
+        offset += 4
+        if offset + size > len(body):
             raise ValueError("a part is longer than its message")
-        parts.append(body[at : at + size])
-        at += size
+        parts.append(body[offset : offset + size])
+        offset += size
     return parts
 
 
@@ -163,7 +163,7 @@ def _raw(value: object) -> bytes:
 
 
 def _tuple(raw: bytes) -> tuple[str, ...]:
-    return tuple(os.fsdecode(part) for part in _unpack(raw))
+    return tuple(os.fsdecode(field) for field in _unpack(raw))
 
 
 def _dict(raw: bytes) -> dict[str, str]:
@@ -234,7 +234,7 @@ def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
     """Read `size` bytes, fewer at the end of the stream; add descriptors, close-on-exec, to `fds`."""
     parts: list[bytes] = []
     while size:
-        part, control, _flags, _address = link.recvmsg(
+        received, control, _flags, _address = link.recvmsg(
             size, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in control:
@@ -244,8 +244,8 @@ def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
                     int.from_bytes(data[i : i + _FD_BYTES], "little")
                     for i in range(0, whole, _FD_BYTES)
                 ]
-        if not part:
+        if not received:
             break
-        parts.append(part)
-        size -= len(part)
+        parts.append(received)
+        size -= len(received)
     return b"".join(parts)

@@ -57,18 +57,18 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
                 options[one.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
-    known = {format.model_part(name) for name in format.generations()}
-    if warm := _warm(line.first_word, known):
+    models = {format.model_part(name) for name in format.generations()}
+    if warm := _warm(line.first_word, models):
         model = warm
-    elif format.part_of(model) not in known:  # no snapshot: the error names this model
+    elif format.part_of(model) not in models:  # no snapshot: the error names this model
         model = line.named_model or model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
-def _warm(word: str, known: set[str]) -> str:
+def _warm(word: str, models: set[str]) -> str:
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    return next((name for name in spellings if name and format.part_of(name) in known), "")
+    return next((name for name in spellings if name and format.part_of(name) in models), "")
 
 
 def read_config() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
     if names:
         _refuse_unsafe(root)
-    found: list[tuple[bool, str, str, format.Manifest]] = []
+    candidates: list[tuple[bool, str, str, format.Manifest]] = []
     refused: EdgeInferError | None = None
     for name in names:
         folder = all_of[name][0]
@@ -111,8 +111,8 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
         others = True
         if not unmet(options, manifest.requested, manifest.actual):
             exact = manifest.requested == options
-            found.append((exact, format.generation_of(folder), folder, manifest))
-    for _, _, folder, manifest in sorted(found, key=lambda item: item[:2], reverse=True):
+            candidates.append((exact, format.generation_of(folder), folder, manifest))
+    for _, _, folder, manifest in sorted(candidates, key=lambda item: item[:2], reverse=True):
         try:
             fingerprint.refuse_stale(manifest, folder)
         except EdgeInferError as error:
@@ -129,12 +129,12 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())
-    found = format.named(all_of, snapshot, model)
-    if len(found) != 1:
-        many = "several snapshots are" if found else "there is no snapshot"
-        hint = f"there are: {', '.join(found or sorted(all_of)) or 'none'}"
+    matching = format.named(all_of, snapshot, model)
+    if len(matching) != 1:
+        many = "several snapshots are" if matching else "there is no snapshot"
+        hint = f"there are: {', '.join(matching or sorted(all_of)) or 'none'}"
         raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
-    name = found[0]
+    name = matching[0]
     _refuse_unsafe(root)
     manifest = format.read_manifest(all_of[name][0])
     field = differing(options, manifest.requested, manifest.actual)

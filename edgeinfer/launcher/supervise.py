@@ -123,7 +123,7 @@ def _supervise(
     """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and the app with it."""
     alive = criu_pid == 0
     early: list[int] = []
-    ended: int | None = None
+    exit_status: int | None = None
 
     def forward(number: int, _frame: object) -> None:
         if not alive:
@@ -140,23 +140,25 @@ def _supervise(
         pid, status = os.waitpid(-1, os.WUNTRACED)
         if pid == criu_pid:
             if status:
-                why = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
+                reason = (
+                    os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
+                )
                 code = os.waitstatus_to_exitcode(status)
                 hung = f"did not end within {limit_s} s"
                 outcome = hung if code == -_signal.SIGALRM else f"ended with {code}"
-                tell(f"failed criu {outcome}: {why}")
+                tell(f"failed criu {outcome}: {reason}")
                 os._exit(125)
             alive = True
             tell("restored")
             while early:
                 forward(early.pop(0), None)
-            if ended is not None:
-                _report(tell, ended)
+            if exit_status is not None:
+                _report(tell, exit_status)
         elif pid == app_pid:
             if alive or os.WIFSTOPPED(status):
                 _report(tell, status)
             else:
-                ended = status
+                exit_status = status
 
 
 def _report(tell: Callable[[str], None], status: int) -> None:

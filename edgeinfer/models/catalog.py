@@ -180,9 +180,9 @@ class Catalog(msgspec.Struct, frozen=True):
         return self.models.get(name)
 
 
-def nearest(name: str, known: Any) -> str | None:
+def nearest(name: str, candidates: Any) -> str | None:
     """Return a hint with the names of `known` nearest to `name`, or None."""
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(candidates))
     near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
     near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near += [known_name for known_name in names if len(name) > 2 and name in known_name]
@@ -238,13 +238,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return models
 
 
-def _overlaid(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _overlaid(shipped: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
     base = {
         k: v
         for k, v in shipped.items()
-        if "sources" not in own or k not in ("sha256", "size-bytes", "file-name")
+        if "sources" not in user or k not in ("sha256", "size-bytes", "file-name")
     }
-    return base | own
+    return base | user
 
 
 def _model(name: str, table: dict[str, Any], where: str) -> Model:

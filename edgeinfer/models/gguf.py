@@ -317,30 +317,30 @@ class _Walker:
             tensors=tuple(self._placed(tensors, data_offset, alignment)),
         )
 
-    def bad(self, what: str) -> NoReturn:
-        raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {what} (at byte {self.at})")
+    def bad(self, problem: str) -> NoReturn:
+        raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {problem} (at byte {self.at})")
 
-    def _need(self, n_bytes: int, what: str) -> int:
+    def _need(self, n_bytes: int, field: str) -> int:
         """Step over `n_bytes` and return where they begin."""
-        at = self.at
-        if n_bytes > self.end - at:
-            self.bad(f"{what} needs {n_bytes} bytes and {self.end - at} are left")
-        self.at = at + n_bytes
-        return at
+        start = self.at
+        if n_bytes > self.end - start:
+            self.bad(f"{field} needs {n_bytes} bytes and {self.end - start} are left")
+        self.at = start + n_bytes
+        return start
 
-    def _u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.view, self._need(4, what))[0]
+    def _u32(self, field: str) -> int:
+        value: int = _U32.unpack_from(self.view, self._need(4, field))[0]
         return value
 
-    def _u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.view, self._need(8, what))[0]
+    def _u64(self, field: str) -> int:
+        value: int = _U64.unpack_from(self.view, self._need(8, field))[0]
         return value
 
-    def _string(self, what: str, limit: int) -> str:
-        length = self._u64(f"the length of {what}")
+    def _string(self, field: str, limit: int) -> str:
+        length = self._u64(f"the length of {field}")
         if length > limit:
-            self.bad(f"{what} is {length} bytes long, more than {limit}")
-        start = self._need(length, what)
+            self.bad(f"{field} is {length} bytes long, more than {limit}")
+        start = self._need(length, field)
         return self.view[start : start + length].decode("utf-8", errors="replace")
 
     def _preamble(self) -> tuple[int, int, int]:
@@ -406,8 +406,8 @@ class _Walker:
         seen = set()
         for _ in range(count):
             length = self._u64("the length of a token")
-            at = self._need(length, "a token")
-            token = self.view[at : at + length]
+            offset = self._need(length, "a token")
+            token = self.view[offset : offset + length]
             if token and token in seen:
                 self.bad(f"there are two tokens {token!r}")
             seen.add(token)
@@ -444,19 +444,19 @@ class _Walker:
         if n_dims > MAX_DIMS:
             self.bad(f"tensor {name} has {n_dims} dimensions")
         shape = tuple(self._u64(f"a dimension of {name}") for _ in range(n_dims))
-        known = TENSOR_TYPES.get(kind := self._u32(f"the type of {name}"))
-        if known is None:
+        tensor_type = TENSOR_TYPES.get(kind := self._u32(f"the type of {name}"))
+        if tensor_type is None:
             self.bad(f"tensor {name} has the unknown type {kind}")
         elements = math.prod(shape)
         if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
             self.bad(f"tensor {name} claims {elements} elements")
-        if (shape[0] if shape else 1) % known.block:
+        if (shape[0] if shape else 1) % tensor_type.block:
             self.bad(
-                f"tensor {name} has rows of {shape[:1]} elements, no multiple of {known.name}'s "
-                f"{known.block}"
+                f"tensor {name} has rows of {shape[:1]} elements, no multiple of {tensor_type.name}'s "
+                f"{tensor_type.block}"
             )
-        size = elements // known.block * known.bytes
-        return TensorInfo(name, known.name, shape, self._u64(f"the offset of {name}"), size)
+        size = elements // tensor_type.block * tensor_type.bytes
+        return TensorInfo(name, tensor_type.name, shape, self._u64(f"the offset of {name}"), size)
 
     def _placed(
         self, tensors: list[TensorInfo], data_offset: int, alignment: int

@@ -179,8 +179,8 @@ _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 
 def progress_text(now: PullProgress) -> str:
     """Return `downloading x.gguf: 12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, or the note of a stage."""
-    part = f" ({now.index + 1} of {now.n_files})" if now.n_files > 1 else ""
-    text = f"{_LABELS.get(now.stage, now.stage)} {now.file}{part}".rstrip()
+    position = f" ({now.index + 1} of {now.n_files})" if now.n_files > 1 else ""
+    text = f"{_LABELS.get(now.stage, now.stage)} {now.file}{position}".rstrip()
     return ": ".join(t for t in (text, amount_text(now), now.note) if t)
 
 

@@ -179,8 +179,8 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
         complaints.seek(0)
         said = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
     code = process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    raise QuantizeError(f"{module} {how}: {said or 'it printed nothing'}")
+    outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    raise QuantizeError(f"{module} {outcome}: {said or 'it printed nothing'}")
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"

@@ -79,8 +79,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.text} is not on this machine yet",
                 hint=f"pull it first: `edgeinfer pull {self.text}`{_offer()}",
             )
-        known = [*load_catalog().models, *(model.name for model in list_pulled())]
-        hint = names.path_hint(self.text) or nearest(self.text.partition(":")[0].lower(), known)
+        names_here = [*load_catalog().models, *(model.name for model in list_pulled())]
+        hint = names.path_hint(self.text) or nearest(self.text.partition(":")[0].lower(), names_here)
         return _with_suggestions(
             UnknownModelError(f"no model is called {self.text!r}", hint=hint), self.text
         )

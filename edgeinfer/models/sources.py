@@ -131,7 +131,11 @@ def _at(revision: str) -> str:
 
 
 def _safe(path: str, text: str) -> str:
-    if any(part in ("", ".", "..") for part in path.split("/")) or "\\" in path or "\0" in path:
+    if (
+        any(component in ("", ".", "..") for component in path.split("/"))
+        or "\\" in path
+        or "\0" in path
+    ):
         raise UsageError(f"the path in {text!r} leaves its place")
     return path
 
@@ -141,10 +145,10 @@ def parse(text: str) -> Source:
     return _PARSERS.get(text.partition(":")[0], _hub)(text)
 
 
-def _matched(pattern: re.Pattern[str], text: str, what: str, form: str) -> re.Match[str]:
+def _matched(pattern: re.Pattern[str], text: str, kind: str, form: str) -> re.Match[str]:
     match = pattern.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no {what}", hint=form)
+        raise UsageError(f"{text!r} is no {kind}", hint=form)
     return match
 
 

@@ -227,12 +227,12 @@ def _placed(file: Fetched, folder: Path) -> PulledFile:
 
 def unfinished() -> dict[str, int]:
     """Return the bytes of interrupted pulls by the model's name, without running ones."""
-    found = {}
+    sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = 0 if is_locked(_lock_path(folder.name)) else bytes_below(folder)
         if size:
-            found[folder.name.replace("+", ":")] = size
-    return found
+            sizes[folder.name.replace("+", ":")] = size
+    return sizes
 
 
 _PINS_SUFFIX = ".lock.json"

@@ -129,10 +129,10 @@ def allow_computing_alone() -> None:
     The process keeps its descriptors and opens no others, and reaches no other process. Elsewhere than
     on Linux, and on other processors than x86-64 and arm64, nothing happens. Raises OSError.
     """
-    known = _ARCHITECTURES.get(platform.machine())
-    if sys.platform == "linux" and known is not None:
+    architecture = _ARCHITECTURES.get(platform.machine())
+    if sys.platform == "linux" and architecture is not None:
         linux.refuse_new_privileges()
-        _install(_filter(*known))
+        _install(_filter(*architecture))
 
 
 def refuse_hidden_memory() -> None:

@@ -35,11 +35,11 @@ def free_bytes(place: str | Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def need_room(folder: Path, n_bytes: int, what: str) -> None:
+def need_room(folder: Path, n_bytes: int, content: str) -> None:
     """Raise DiskFullError if the disk of `folder` has less than `n_bytes` free."""
     free = free_bytes(folder)
     if free < n_bytes:
-        needed = f"{what} needs {format_bytes(n_bytes)} on the disk of {folder}"
+        needed = f"{content} needs {format_bytes(n_bytes)} on the disk of {folder}"
         raise DiskFullError(f"{needed}; {format_bytes(free)} are free")
 
 
@@ -54,8 +54,8 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        what = f"no room left on the disk of {place}: {error.strerror}"
-        raise DiskFullError(f"{what}; {but}" if but else what) from error
+        problem = f"no room left on the disk of {place}: {error.strerror}"
+        raise DiskFullError(f"{problem}; {but}" if but else problem) from error
 
 
 # --- whole files
@@ -195,8 +195,8 @@ def is_locked(path: str | Path) -> bool:
 
 def stamps(files: Sequence[str]) -> str:
     """Return path, size, time and inode of files, which identify their content. Raises OSError."""
-    found = [(path, os.stat(path)) for path in files]
-    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in found)
+    stats = [(path, os.stat(path)) for path in files]
+    return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in stats)
 
 
 # --- digests
@@ -266,10 +266,10 @@ class CacheTable(Generic[T]):
         """Add a value, or replace what was under its key."""
         import msgspec
 
-        known = self.read()
-        known.pop(key, None)
-        known[key] = value
-        raw = msgspec.json.encode(dict(list(known.items())[-MOST_ENTRIES:]))
+        table = self.read()
+        table.pop(key, None)
+        table[key] = value
+        raw = msgspec.json.encode(dict(list(table.items())[-MOST_ENTRIES:]))
         with contextlib.suppress(OSError, DiskFullError):
             paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
             write_whole(paths.cache_dir() / self._name, raw)

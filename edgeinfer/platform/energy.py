@@ -49,8 +49,8 @@ class EnergyMeter:
         self._files: list[Path] = []
         self.source, self.reason = "", _NONE
         for self._kind in _KINDS:
-            found = sorted((sys or _SYS).glob(f"class/{self._kind.files}"))
-            files = [file for file in found if self._kind.measures(file)]
+            folders = sorted((sys or _SYS).glob(f"class/{self._kind.files}"))
+            files = [file for file in folders if self._kind.measures(file)]
             secret = next((file for file in files if _number(file) is None), None)
             if files and secret is None:
                 self.source, self.reason = self._kind.source, ""
@@ -67,15 +67,15 @@ class EnergyMeter:
         None if they cannot be read, and from then on; so, too, once a battery is charged.
         """
         values = [_number(file) for file in self._files if self._kind.measures(file)]
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(self._files):
+        readings = [value for value in values if value is not None]
+        if not readings or len(readings) < len(self._files):
             self._files = []
             self.reason = self.reason or f"the energy {self.source} is no longer told"
             return None
         now = time.monotonic()
-        then, before = self._last or (now, known)
-        self._last = now, known
-        pairs = zip(before, known, self._wraps, strict=True)
+        then, before = self._last or (now, readings)
+        self._last = now, readings
+        pairs = zip(before, readings, self._wraps, strict=True)
         if self._kind.is_power:
             return sum((a + b) / 2 for a, b, _ in pairs) * (now - then) / 1e6
         return sum((b - a) % wrap for a, b, wrap in pairs) / 1e6

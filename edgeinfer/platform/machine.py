@@ -140,7 +140,7 @@ def read_memory_rate() -> MemoryRate:
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(_RATE_ROUNDS):
             began = time.perf_counter()
-            list(pool.map(lambda part: memchr(part, 0, size), parts))
+            list(pool.map(lambda block: memchr(block, 0, size), parts))
             best = max(best, size * threads / (time.perf_counter() - began))
     return MemoryRate(best, threads, busy)
 

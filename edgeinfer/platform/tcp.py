@@ -71,7 +71,9 @@ def listener_uids(port: int) -> set[int]:
 
 def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) -> Peer | None:
     ports = struct.pack(">HH", remote[1], local[1])
-    addresses = b"".join(socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (remote, local))
+    addresses = b"".join(
+        socket.inet_pton(family, address[0]).ljust(16, b"\0") for address in (remote, local)
+    )
     request = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
     request += struct.pack("=III", 0, _ANY, _ANY)
     head = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
@@ -95,12 +97,12 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
 
 def _shutdown(answer: bytes) -> int:
     """Return the directions that the socket's owner has closed, bits as in `sk_shutdown`."""
-    at = _HEADER.size + _MESSAGE_BYTES
-    while at + 4 < len(answer):
-        length, kind = struct.unpack_from("=HH", answer, at)
+    offset = _HEADER.size + _MESSAGE_BYTES
+    while offset + 4 < len(answer):
+        length, kind = struct.unpack_from("=HH", answer, offset)
         if kind == _SHUTDOWN_ATTRIBUTE:
-            return answer[at + 4]
-        at += max(4, (length + 3) & ~3)
+            return answer[offset + 4]
+        offset += max(4, (length + 3) & ~3)
     return 0
 
 

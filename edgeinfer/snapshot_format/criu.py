@@ -93,7 +93,7 @@ def version_of(criu: str) -> tuple[int, ...]:
     for line in (done.stdout + done.stderr).splitlines():
         name, _, number = line.partition(":")
         if name.strip() == "Version":
-            return tuple(int(part) for part in number.strip().split(".") if part.isdecimal())
+            return tuple(int(digits) for digits in number.strip().split(".") if digits.isdecimal())
     return ()
 
 
@@ -113,7 +113,7 @@ def probe() -> Probe:
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):
         return Probe(None, f"no one has tried snapshots on {os.uname().machine}")
-    found = [(path, version_of(path)) for path in candidates()]
+    versions = [(path, version_of(path)) for path in candidates()]
     needed = minimum()
     first = ".".join(map(str, needed))
     distribution = "Debian 13" if needed == MINIMUM else "Debian 14"
@@ -121,11 +121,11 @@ def probe() -> Probe:
         f"install CRIU >= {first} (`apt-get install criu` from {distribution} on, "
         "`make setup` in a checkout)"
     )
-    if not found:
+    if not versions:
         return Probe(None, "there is no criu on this machine", fix)
-    able = [(path, version) for path, version in found if version >= needed]
+    able = [(path, version) for path, version in versions if version >= needed]
     if not able:
-        path, version = found[0]
+        path, version = versions[0]
         was = ".".join(map(str, version)) or "of unknown version"
         return Probe(None, f"{path} is {was}, and {first} is the first that works here", fix)
     path, version = able[0]

@@ -79,12 +79,12 @@ def _cpu() -> str:
         text = os.read(fd, 4096).decode("ascii", "replace")
     finally:
         os.close(fd)
-    found = []
+    values = []
     for line in text.split("\n\n")[0].split("\n"):
         name, _, value = line.partition(":")
         if name.strip() in _CPU_LINES:
-            found.append(value.strip())
-    return "; ".join(found)
+            values.append(value.strip())
+    return "; ".join(values)
 
 
 def own_files() -> dict[str, str]:

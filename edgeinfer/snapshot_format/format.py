@@ -191,10 +191,10 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
 
 
-def named(names: Collection[str], wanted: str, model: str = "") -> list[str]:
+def named(names: Collection[str], requested: str, model: str = "") -> list[str]:
     """List what `wanted` may mean: a whole name, else one given for `model`, else for any model."""
-    whole = [name for name in (wanted, snapshot_name(model, {}, wanted)) if name in names][:1]
-    return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == wanted)
+    whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
+    return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
 
 
 def refuse_bad_name(given: str) -> None:

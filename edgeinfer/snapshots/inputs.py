@@ -42,10 +42,10 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     def depends_on(self) -> str:
         """Digest program, machine, files and options (64 hex). Raises OSError if a file is gone."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
-        what = (self.files, snapshot_options(self.options), self.system, adapters)
+        inputs = (self.files, snapshot_options(self.options), self.system, adapters)
         stamps = fingerprint.own_files()
         stamps |= {path: fingerprint.stamp(path) for path in read_files(self.files, self.options)}
-        parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(what), *stamps.items())
+        parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(inputs), *stamps.items())
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     @property

@@ -171,14 +171,14 @@ def find(name: str) -> Path:
     """Find a snapshot by name, whole or given, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    found = format.named(all_of, name) or [
+    matching = format.named(all_of, name) or [
         key for key in all_of if format.model_part(key) == format.part_of(name)
     ]
-    if len(found) == 1:
-        return Path(all_of[found[0]][0])
-    if found:
+    if len(matching) == 1:
+        return Path(all_of[matching[0]][0])
+    if matching:
         raise SnapshotMissingError(
-            f"{name} names several snapshots", hint=f"name one: {', '.join(sorted(found))}"
+            f"{name} names several snapshots", hint=f"name one: {', '.join(sorted(matching))}"
         )
     raise SnapshotMissingError(
         f"there is no snapshot called {name}",
@@ -217,9 +217,9 @@ def drop_older(root: Path, name: str) -> None:
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
     """List all but our `keep`, by order of removal: orphans, unnamed ones, then the longest unused."""
-    own = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
+    current = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     folders = [
-        Path(f) for found in format.generations(str(root)).values() for f in found if f not in own
+        Path(f) for found in format.generations(str(root)).values() for f in found if f not in current
     ]
     return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
 

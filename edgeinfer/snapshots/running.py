@@ -84,8 +84,8 @@ def processes(*, everywhere: bool = False) -> list[Running]:
 
 
 def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
-    found = (left_by(pid, name, kind) for pid in apps)
-    return tuple(note for note in found if note is not None)
+    descriptions = (left_by(pid, name, kind) for pid in apps)
+    return tuple(note for note in descriptions if note is not None)
 
 
 def _apps(pids: list[int]) -> list[int]:
@@ -136,9 +136,9 @@ def _stat(pid: int) -> list[str]:
 def _typed(pid: int) -> list[str] | None:
     """Return the verb and arguments of a launcher, or None if the process is none."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
-    for at, word in enumerate(words[:2]):
+    for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
-            rest = with_verb(words[at + 1 :])
+            rest = with_verb(words[index + 1 :])
             return rest if rest[0] in LAUNCH_VERBS else None
         if not os.path.basename(word).startswith("python"):
             break

@@ -66,9 +66,9 @@ class Safetensors:
             raise ConversionError(f"{path} cannot be read: {error}") from error
         self.tensors = {tensor.name: tensor for tensor in self._read()}
 
-    def _bad(self, what: str) -> NoReturn:
+    def _bad(self, problem: str) -> NoReturn:
         raise ConversionError(
-            f"{self.path} is not a valid safetensors file: {what}",
+            f"{self.path} is not a valid safetensors file: {problem}",
             hint="fetch it again: it is cut off, or something else by that name",
         )
 
@@ -93,13 +93,13 @@ class Safetensors:
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
         if entry.dtype not in DTYPES:
             self._bad(f"{name} has the unknown type {entry.dtype}")
-        begin, end = entry.data_offsets
-        wanted = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-        if min(entry.shape, default=0) < 0 or not 0 <= begin <= end or end - begin != wanted:
-            self._bad(f"{name} of shape {list(entry.shape)} does not take bytes {begin} to {end}")
-        if data + end > size:
-            self._bad(f"{name} ends {data + end - size} bytes past the end of the file")
-        return Tensor(name, entry.dtype, entry.shape, data + begin, wanted)
+        begin, stop = entry.data_offsets
+        n_bytes = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        if min(entry.shape, default=0) < 0 or not 0 <= begin <= stop or stop - begin != n_bytes:
+            self._bad(f"{name} of shape {list(entry.shape)} does not take bytes {begin} to {stop}")
+        if data + stop > size:
+            self._bad(f"{name} ends {data + stop - size} bytes past the end of the file")
+        return Tensor(name, entry.dtype, entry.shape, data + begin, n_bytes)
 
     def view(self, name: str) -> Array:
         """Return the stored values in the tensor's shape; BF16 as 16-bit integers."""

@@ -92,14 +92,14 @@ def plain_name(name: str) -> str:
 
 def transform_of(family: Family, name: str) -> Transform | None:
     """Return the family's transform of the GGUF tensor `name`, or None."""
-    return next((how for end, how in family.transforms.items() if _is(name, end)), None)
+    return next((how for suffix, how in family.transforms.items() if _is(name, suffix)), None)
 
 
-def _is(name: str, end: str) -> bool:
+def _is(name: str, suffix: str) -> bool:
     """Return whether a row's `end` matches the tensor: with its kind, or both weight and bias."""
-    if end.endswith((".weight", ".bias")):
-        return name.endswith(end)
-    return re.search(rf"\.{end}\.(weight|bias)$", name) is not None
+    if suffix.endswith((".weight", ".bias")):
+        return name.endswith(suffix)
+    return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -190,14 +190,14 @@ class Conversion:
             add_key(writer, f"tokenizer.{key}", value)
 
     def _n_vocab(self) -> int:
-        wanted = needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
+        n_tokens = needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
         rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
-        if wanted != rows:
+        if n_tokens != rows:
             raise ConversionError(
-                f"config.json says {wanted} tokens, the embedding has {rows} rows",
+                f"config.json says {n_tokens} tokens, the embedding has {rows} rows",
                 hint="the model was resized (`resize_token_embeddings`) without its config.json",
             )
-        return wanted
+        return n_tokens
 
     def _data(self, writer: gguf.GGUFWriter, job: Job) -> None:
         assert writer.fout is not None
@@ -224,8 +224,8 @@ class Conversion:
             values = one.transform(values, self.heads)
         rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
         step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
-        for at in range(0, len(rows), step):
-            yield self._encode(rows[at : at + step], stored, kind)
+        for row in range(0, len(rows), step):
+            yield self._encode(rows[row : row + step], stored, kind)
         del values, rows
         file.release(one.source)
 

@@ -300,9 +300,9 @@ def find_family(architectures: list[str]) -> Family:
             if word in family.checkpoints:
                 return family
     named = architectures[0] if architectures else "none"
-    known = ", ".join(dict.fromkeys(word for family in FAMILIES for word in family.checkpoints))
+    supported = ", ".join(dict.fromkeys(word for family in FAMILIES for word in family.checkpoints))
     raise ConversionError(
-        f"config.json names the architecture {named}, which is not converted; known: {known}",
+        f"config.json names the architecture {named}, which is not converted; known: {supported}",
         hint="`architectures` in config.json decides; a repository with its GGUF files may do",
     )
 

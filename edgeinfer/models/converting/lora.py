@@ -103,9 +103,9 @@ def _family_of(base: GgufHeader) -> Family:
     for family in FAMILIES:
         if family.arch == base.architecture:
             return family
-    known = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
+    supported = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
     raise ConversionError(
-        f"adapters of the architecture {base.architecture!r} are not converted; known: {known}"
+        f"adapters of the architecture {base.architecture!r} are not converted; known: {supported}"
     )
 
 
@@ -140,11 +140,11 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
     tensor = next((one for one in base.tensors if one.name == name), None)
     if tensor is None:
         raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
-    wanted = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
+    shape = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
     given = (a.shape[-1], b.shape[0])
-    if given != wanted or a.shape[0] != b.shape[-1] or not a.shape[0]:
+    if given != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
-            f"{name} is {given[1]} by {given[0]} in the adapter, {list(wanted[::-1])} in the base",
+            f"{name} is {given[1]} by {given[0]} in the adapter, {list(shape[::-1])} in the base",
             hint="name the model that the adapter was trained on: `--base MODEL`",
         )
     return a, b

@@ -145,7 +145,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _is_byte_level(tokenizer: Values) -> bool:
-    return any("'ByteLevel'" in str(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
+    return any("'ByteLevel'" in str(tokenizer.get(section)) for section in ("pre_tokenizer", "decoder"))
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
@@ -247,9 +247,9 @@ def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
 
 
 def _template(folder: Path) -> Values:
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return {"chat_template": own.read_text("utf-8")}
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file():
+        return {"chat_template": template_file.read_text("utf-8")}
     template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}

@@ -218,8 +218,8 @@ class _TowerConversion(Conversion):
     def _name(self, plain: str) -> str | None:
         deep = _DEEPSTACK.fullmatch(plain)
         if deep is None:
-            known: str | None = self.table.get_name(plain, try_suffixes=(".weight", ".bias"))
-            return known
+            gguf_name: str | None = self.table.get_name(plain, try_suffixes=(".weight", ".bias"))
+            return gguf_name
         layer = self.vision["deepstack_visual_indexes"][int(deep[1])]
         return f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}.{deep[3]}"
 
@@ -228,8 +228,8 @@ class _TowerConversion(Conversion):
     ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
         """Yield what a tensor becomes: Qwen's have two frames, and before Qwen3 three projections."""
         if len(shape) == 5:
-            for frame, end in enumerate(("", ".1")):
-                yield name + end, shape[:2] + shape[3:], partial(_frame, frame)
+            for frame, suffix in enumerate(("", ".1")):
+                yield name + suffix, shape[:2] + shape[3:], partial(_frame, frame)
         elif self.tower.kind == "qwen2.5vl_merger" and ".attn_qkv." in name:
             for third, letter in enumerate("qkv"):
                 part = name.replace("attn_qkv", f"attn_{letter}")

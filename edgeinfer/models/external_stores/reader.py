@@ -168,8 +168,8 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
         info = os.stat(real)
     except (OSError, ValueError) as error:
         gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        why = "is gone" if gone else f"can't be read: {_reason(error)}"
-        raise UnusableError(f"its file {real} {why}") from error
+        reason = "is gone" if gone else f"can't be read: {_reason(error)}"
+        raise UnusableError(f"its file {real} {reason}") from error
     if not real.startswith(f"{store}{os.sep}"):
         raise UnusableError(
             f"{path} is a link to {real}, which is outside {store}",

@@ -49,9 +49,9 @@ class _RepositoryStore(ExternalStore):
         A model is called `prefix` and its quantization if no other file has that, otherwise `prefix`
         and its path. Projectors are every model's. Raises UnusableError if `folder` is not readable.
         """
-        found = [str(path.relative_to(folder)) for path in ggufs(folder, self.depth)]
-        firsts = sorted({min(_parts(file)) for file in found if "mmproj" not in file.lower()})
-        encoders = tuple(_projectors(folder, found, root))
+        gguf_names = [str(path.relative_to(folder)) for path in ggufs(folder, self.depth)]
+        firsts = sorted({min(_parts(file)) for file in gguf_names if "mmproj" not in file.lower()})
+        encoders = tuple(_projectors(folder, gguf_names, root))
         quants = [names.quantization_of(first) for first in firsts]
         for first, quant in zip(firsts, quants, strict=True):
             name = f"{prefix}/{first[: len(first) - len(self.suffix)]}"
@@ -68,9 +68,9 @@ class _RepositoryStore(ExternalStore):
             )
 
 
-def _projectors(folder: Path, found: list[str], root: Path) -> Iterator[ExternalFile]:
+def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[ExternalFile]:
     """Yield the projectors of a repository that can be read."""
-    for file in found:
+    for file in gguf_names:
         if is_projector(os.path.basename(file)):
             with contextlib.suppress(UnusableError):
                 yield _found_file(folder / file, root)
@@ -132,12 +132,12 @@ class HuggingFaceCache(_RepositoryStore):
 
 
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
-    known = [revision.name for revision in revisions]
+    revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
         wanted = small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
-        if wanted in known:
+        if wanted in revision_names:
             return wanted
-    return known[0] if known else ""
+    return revision_names[0] if revision_names else ""
 
 
 class _Settings(msgspec.Struct, frozen=True):

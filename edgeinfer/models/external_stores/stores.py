@@ -94,8 +94,8 @@ def find(text: str) -> ExternalModel | None:
 
 def similar_names(text: str) -> list[str]:
     """List usable models whose names end in `text`: `ollama/llama3.2:1b` for `llama3.2:1b`."""
-    end = f"/{text.lower()}"
-    return [m.name for m in search() if not m.problem and m.name.lower().endswith(end)]
+    suffix = f"/{text.lower()}"
+    return [m.name for m in search() if not m.problem and m.name.lower().endswith(suffix)]
 
 
 def usable() -> list[ExternalModel]:
@@ -126,8 +126,8 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
             f"{model.name} can't be used: {model.problem}", hint=model.fix or None
         )
     headers = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
-    for at, header in enumerate(headers):
-        gguf.check_part(header, header.path, at, len(headers))
+    for index, header in enumerate(headers):
+        gguf.check_part(header, header.path, index, len(headers))
     return headers
 
 
@@ -178,8 +178,8 @@ def described(model: ExternalModel) -> ModelFiles:
 
 def digest(model: ExternalModel) -> str:
     """Return the SHA-256 by the files' names; "" if one has none."""
-    known = [file.sha256 for file in model.files]
-    return names.combined_digest(known) if all(known) else ""
+    digests = [file.sha256 for file in model.files]
+    return names.combined_digest(digests) if all(digests) else ""
 
 
 def not_found_error(text: str) -> ModelNotPulledError:

@@ -56,8 +56,8 @@ def is_loopback(host: str) -> bool:
 class RetryableError(Exception):
     """This attempt failed in a way another may not. `wait_s` is what the server asked for."""
 
-    def __init__(self, what: str, wait_s: float = 0.0) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
         self.wait_s = wait_s
 
 
@@ -131,11 +131,11 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
     """Return the error for an HTTP status of the server `who`; `login` is the hint of 401 and 403."""
     if status in (401, 403):
-        what = f"the {who} refuses ({status}): a token or an accepted licence is missing"
-        return AuthenticationError(f"{origin}: {what}", hint=login)
+        problem = f"the {who} refuses ({status}): a token or an accepted licence is missing"
+        return AuthenticationError(f"{origin}: {problem}", hint=login)
     if status in (404, 410):
-        what = f"the {who} has no such file or revision ({status})"
-        return SourceNotFoundError(f"{origin}: {what}", hint="check the address")
+        problem = f"the {who} has no such file or revision ({status})"
+        return SourceNotFoundError(f"{origin}: {problem}", hint="check the address")
     return DownloadError(f"{origin}: the {who} answers {status}")
 
 
@@ -163,12 +163,12 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 def describe_transport_error(error: Exception) -> str:
     """Describe a broken connection briefly."""
-    known: dict[type[Exception], str] = {
+    descriptions: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
         httpx2.ConnectTimeout: "no answer to the connection",
         httpx2.ReadTimeout: "the server fell silent",
         httpx2.RemoteProtocolError: "the connection was dropped",
         httpx2.ReadError: "the connection was dropped",
     }
-    what = known.get(type(error), type(error).__name__)
-    return f"{what} ({error})" if str(error) else what
+    problem = descriptions.get(type(error), type(error).__name__)
+    return f"{problem} ({error})" if str(error) else problem

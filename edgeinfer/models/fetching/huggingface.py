@@ -71,18 +71,18 @@ def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
     if not candidates and not _ggufs(paths) and (files := checkpoint_files(paths)):
         return files
     if not candidates:
-        known = sorted({q for path in paths if (q := names.quantization_of(path))})
+        types = sorted({q for path in paths if (q := names.quantization_of(path))})
         raise SourceNotFoundError(
             f"{source.repo} has no GGUF in {source.quant}",
-            hint=f"it has {', '.join(known)}" if known else "it has no GGUF at all",
+            hint=f"it has {', '.join(types)}" if types else "it has no GGUF at all",
         )
     best = min(candidates, key=lambda path: (path.count("/"), len(path), path))
     return _whole_split(best, paths, source.repo)
 
 
 def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
-    parts = [str(part) for part in names.split_parts(Path(path))]
-    missing = [part for part in parts if part not in paths]
+    parts = [str(name) for name in names.split_parts(Path(path))]
+    missing = [name for name in parts if name not in paths]
     if missing:
         raise SourceNotFoundError(
             f"{repo} has only {len(parts) - len(missing)} of the {len(parts)} parts of {path}"

@@ -47,12 +47,14 @@ def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job
     return target
 
 
-def _member(wheel: Path, part: WheelFile) -> zipfile.ZipInfo:
+def _member(wheel: Path, source: WheelFile) -> zipfile.ZipInfo:
     with _opened(wheel) as archive:
         try:
-            return archive.getinfo(part.path)
+            return archive.getinfo(source.path)
         except KeyError as error:
-            raise SourceNotFoundError(f"{part.package} {part.version} holds no {part.path}") from error
+            raise SourceNotFoundError(
+                f"{source.package} {source.version} holds no {source.path}"
+            ) from error
 
 
 @contextmanager
@@ -65,28 +67,30 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
         raise DownloadError(f"{wheel.name} is damaged: {error}") from error
 
 
-def _wheel(part: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
-    place = folder / f"{part.package}=={part.version}"
+def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
+    place = folder / f"{source.package}=={source.version}"
     here = sorted(place.glob("*.whl"))
     if not here:
-        _download(part, place, job, index, n_parts)
+        _download(source, place, job, index, n_parts)
         here = sorted(place.glob("*.whl"))
     if len(here) != 1:
-        raise DownloadError(f"pip left {len(here)} wheels of {part.package} {part.version}, not one")
+        raise DownloadError(
+            f"pip left {len(here)} wheels of {source.package} {source.version}, not one"
+        )
     return here[0]
 
 
-def _download(part: WheelFile, place: Path, job: Job, index: int, n_parts: int) -> None:
+def _download(source: WheelFile, place: Path, job: Job, index: int, n_parts: int) -> None:
     work = place / "unfinished"
     shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
     work.mkdir(parents=True)
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir"
-    wanted = ("--progress-bar", "off", "--dest", str(work), f"{part.package}=={part.version}")
-    command = [*_pip(part), "download", *options.split(), *wanted]
-    job.begin("downloading", f"{part.package} {part.version}", index=index, n_files=n_parts)
+    wanted = ("--progress-bar", "off", "--dest", str(work), f"{source.package}=={source.version}")
+    command = [*_pip(source), "download", *options.split(), *wanted]
+    job.begin("downloading", f"{source.package} {source.version}", index=index, n_files=n_parts)
     output = _watched(command, work, job)
     if output is not None:
-        raise _error(part, output)
+        raise _error(source, output)
     for wheel in work.glob("*.whl"):
         wheel.replace(place / wheel.name)
     shutil.rmtree(work)
@@ -112,33 +116,33 @@ def _watched(command: list[str], work: Path, job: Job) -> str | None:
     return None if process.returncode == 0 else log.read_text("utf-8", "replace")
 
 
-def _pip(part: WheelFile) -> list[str]:
+def _pip(source: WheelFile) -> list[str]:
     if not getattr(sys, "frozen", False) and importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     elsewhere = shutil.which("pip3") or shutil.which("pip")
     if elsewhere:
         return [elsewhere]
     raise DownloadError(
-        f"{part} needs pip, and there is none here",
+        f"{source} needs pip, and there is none here",
         hint="install pip (on Debian: `apt install python3-pip`), or import a file: "
         "`edgeinfer pull FILE.gguf --name NAME`",
     )
 
 
-def _error(part: WheelFile, output: str) -> Exception:
+def _error(source: WheelFile, output: str) -> Exception:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     last = (errors or lines or ["pip printed nothing"])[-1]
     if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
         return DiskFullError(
-            f"no room left for {part.package} {part.version}; the wheels before it are kept"
+            f"no room left for {source.package} {source.version}; the wheels before it are kept"
         )
     if re.search(r"\b40[13]\b", output):
         return AuthenticationError(
-            f"{part}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
+            f"{source}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
         )
     if re.search(r"No matching distribution|404|HTTP error 410", output):
         return SourceNotFoundError(
-            f"{part}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
+            f"{source}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
         )
-    return DownloadError(f"{part}: pip failed: {last}")
+    return DownloadError(f"{source}: pip failed: {last}")

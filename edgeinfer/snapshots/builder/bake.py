@@ -115,8 +115,8 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, at + block + BLOCK_BYTES))
             progress((at + len(chunk)) / size)
-        for begin, end in zeros:
-            _punch(file.fileno(), begin, end - begin)
+        for begin, stop in zeros:
+            _punch(file.fileno(), begin, stop - begin)
     return zeros
 
 
@@ -147,7 +147,7 @@ class _Baker:
         self._memory = memory
         self._pid = pid
         self._runs = runs
-        self._content = [part for run in runs for part in _without(run, zeros)]
+        self._content = [piece for run in runs for piece in _without(run, zeros)]
         self._rest: list[Run] = []
         self._file_id = 0
 
@@ -198,7 +198,7 @@ class _Baker:
         # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
-        at = start
+        address = start
         for run in runs:
             if run.end <= start or run.start >= end:
                 continue
@@ -206,12 +206,12 @@ class _Baker:
             if piece.length < shortest:
                 self._rest.append(piece)
                 continue
-            if at < piece.start:
-                yield _piece(area, at, piece.start)
+            if address < piece.start:
+                yield _piece(area, address, piece.start)
             yield self._mapping(area, piece)
-            at = piece.end
-        if at < end:
-            yield area if at == start else _piece(area, at, end)
+            address = piece.end
+        if address < end:
+            yield area if address == start else _piece(area, address, end)
 
     def _mapping(self, area: ImageMessage, run: Run) -> ImageMessage:
         status, flags = area.number(criu_images.AREA_STATUS), area.number(criu_images.AREA_FLAGS)

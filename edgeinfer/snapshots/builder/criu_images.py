@@ -78,19 +78,21 @@ class ImageMessage(list[Field]):
         """Decode a message. Raises SnapshotCorruptError if it is none."""
         if isinstance(data, int):
             raise SnapshotCorruptError("an image of CRIU has a number in place of a message")
-        message, at = cls(), 0
+        message, offset = cls(), 0
         try:
-            while at < len(data):
-                key, at = _varint(data, at)
+            while offset < len(data):
+                key, offset = _varint(data, offset)
                 kind = key & 7
                 value: int | bytes
                 if kind == VARINT:
-                    value, at = _varint(data, at)
+                    value, offset = _varint(data, offset)
                 else:
-                    size, at = (
-                        _varint(data, at) if kind == BYTES else ({FIXED64: 8, FIXED32: 4}[kind], at)
+                    size, offset = (
+                        _varint(data, offset)
+                        if kind == BYTES
+                        else ({FIXED64: 8, FIXED32: 4}[kind], offset)
                     )
-                    value, at = data[at : at + size], at + size
+                    value, offset = data[offset : offset + size], offset + size
                 message.append(Field(key >> 3, kind, value))
         except (IndexError, KeyError) as error:
             raise SnapshotCorruptError(f"an image of CRIU cannot be understood: {error!r}") from error
@@ -130,7 +132,7 @@ class ImageMessage(list[Field]):
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
         """Return the message with these messages in a repeated field, which comes last."""
         others = [one for one in self if one.number != field]
-        return ImageMessage([*others, *(Field(field, BYTES, part.encode()) for part in parts)])
+        return ImageMessage([*others, *(Field(field, BYTES, name.encode()) for name in parts)])
 
 
 class Image(NamedTuple):
@@ -140,15 +142,15 @@ class Image(NamedTuple):
     messages: list[ImageMessage]
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[at]
-        at += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
-            return value, at
+            return value, offset
 
 
 def _encoded(value: int) -> bytes:
@@ -164,13 +166,13 @@ def read(path: Path) -> Image:
     """Read an image file made of messages only. Raises SnapshotCorruptError if it is truncated."""
     data = path.read_bytes()
     messages = []
-    at = 8
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        at += 4 + size
-        if at > len(data):
+    offset = 8
+    while offset < len(data):
+        size = int.from_bytes(data[offset : offset + 4], "little")
+        offset += 4 + size
+        if offset > len(data):
             raise SnapshotCorruptError(f"{path} is truncated")
-        messages.append(ImageMessage.decode(data[at - size : at]))
+        messages.append(ImageMessage.decode(data[offset - size : offset]))
     return Image(data[:8], messages)
 
 

@@ -113,9 +113,9 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
 
 def being_built() -> list[str]:
     """List the names of this program's builds in any process."""
-    end = f"-{fingerprint.program_tag()}.lock"
-    locks = sorted(paths.snapshots_dir().glob(f".*{end}"))
-    return [path.name[1 : -len(end)] for path in locks if is_locked(path)]
+    suffix = f"-{fingerprint.program_tag()}.lock"
+    locks = sorted(paths.snapshots_dir().glob(f".*{suffix}"))
+    return [path.name[1 : -len(suffix)] for path in locks if is_locked(path)]
 
 
 def build_lock(root: Path, name: str) -> Path:

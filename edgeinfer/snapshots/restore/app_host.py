@@ -179,14 +179,14 @@ class AppHost(Host):
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
         arguments = (f"--model={model}", f"--name={name}")
-        end = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
-        if end.result is None:
-            raise from_fields(end.error)
+        outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
+        if outcome.result is None:
+            raise from_fields(outcome.error)
         return TakenSnapshot(
-            name=end.result.snapshot.name,
-            disk_bytes=end.result.snapshot.disk_bytes,
-            was_built=end.result.was_built,
-            seconds=end.result.wall_s,
+            name=outcome.result.snapshot.name,
+            disk_bytes=outcome.result.snapshot.disk_bytes,
+            was_built=outcome.result.was_built,
+            seconds=outcome.result.wall_s,
         )
 
     def worker(
@@ -199,11 +199,11 @@ class AppHost(Host):
         """
         from edgeinfer.workers.remote_engine import RemoteEngine  # 5 ms in a cold process
 
-        wanted = messages.StartWorker(
+        request = messages.StartWorker(
             model=model, options=msgspec.json.encode(options), requested=snapshot_options(options)
         )
         with self._asking:
-            messages.send(self._link, wanted)
+            messages.send(self._link, request)
             received = messages.receive(self._link)
         if received is None:
             raise EngineClosedError("the launcher has ended")
@@ -239,19 +239,19 @@ class AppHost(Host):
             return
         if not self._long_lived and self._is_first_use(model, options):
             return
-        wanted = messages.WantSnapshot(model=model, options=msgspec.json.encode(options))
-        self._tell(wanted)
+        request = messages.WantSnapshot(model=model, options=msgspec.json.encode(options))
+        self._tell(request)
         if self._long_lived:
-            wanted.now = True
-            asking = (engine, lambda: self._tell(wanted))
+            request.now = True
+            asking = (engine, lambda: self._tell(request))
             threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
         """Return whether unconfigured options are used for the first time; log it."""
-        wanted = snapshot_options(options)
+        requested = snapshot_options(options)
         usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
-        name = format.snapshot_name(model, wanted)
-        if wanted == usual or name in format.generations():
+        name = format.snapshot_name(model, requested)
+        if requested == usual or name in format.generations():
             return False
         note = f"{name}: not built before these options are used again"
         if builds.was_logged(note):
@@ -308,17 +308,17 @@ class BuildEnd(msgspec.Struct, frozen=True):
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
     """Read the output of a build, a line a stage, until it ends; close it."""
     last = "it ended without a word"
-    end = None
+    outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("{"):
                 with contextlib.suppress(msgspec.MsgspecError):
-                    end = msgspec.json.decode(line, type=BuildEnd)
+                    outcome = msgspec.json.decode(line, type=BuildEnd)
             elif line.strip():
                 last = line.strip().removesuffix("…").strip()
                 if progress is not None:
                     progress(last, None)
-    return end or BuildEnd(error=to_fields(DumpError(last)))
+    return outcome or BuildEnd(error=to_fields(DumpError(last)))
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
@@ -341,14 +341,14 @@ def follow_build(
     ended = threading.Event()
     if cancel is not None:
         threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
-    end = read_build(output, progress)
+    outcome = read_build(output, progress)
     ended.set()
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
-    if end.result is None:
-        why = end.error.get("message", "")
+    if outcome.result is None:
+        reason = outcome.error.get("message", "")
         hint = {"hint": f"run `edgeinfer warm {model}`"}
-        raise from_fields(hint | end.error | {"message": f"{model} was not warmed: {why}"})
+        raise from_fields(hint | outcome.error | {"message": f"{model} was not warmed: {reason}"})
 
 
 def _stop_when(cancel: threading.Event, ended: threading.Event, stop: Callable[[], None]) -> None:

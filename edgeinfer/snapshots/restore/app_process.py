@@ -57,11 +57,11 @@ def run_app(
     code = 70
     try:
         # a set of all module names costs 900 page faults: only for a test that traces imports
-        known = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
+        modules = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
         listeners = _take_over(request, fds, loaded)
         start = _start(request, resumed_ns)
         code = _run_role(link, request, loaded, start, listeners)
-        _trace_imports(known)
+        _trace_imports(modules)
         atexit._run_exitfuncs()
         _flush()
     except SystemExit as end:
@@ -101,8 +101,8 @@ def _take_over(
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
     """Return the title that `ps` shows for the resumed process: `edgeinfer serve qwen3-4b`."""
-    what = request.argv[0] if request.role == "verb" else request.role
-    return " ".join(("edgeinfer", what, *([loaded.model] if loaded else [])))
+    role = request.argv[0] if request.role == "verb" else request.role
+    return " ".join(("edgeinfer", role, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
@@ -122,7 +122,9 @@ def _start(request: LaunchRequest, resumed_ns: int) -> Start:
         how="resumed" if request.how == "resumed" else "cold",
         reason=request.reason,
         snapshot=request.snapshot,
-        stages_ms={name: round((at - request.exec_ns) / 1e6, 1) for name, at in stages.items()},
+        stages_ms={
+            name: round((reached_ns - request.exec_ns) / 1e6, 1) for name, reached_ns in stages.items()
+        },
     )
 
 

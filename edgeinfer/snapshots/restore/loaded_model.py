@@ -57,8 +57,8 @@ class LoadedModel:
         """
         if not self.is_open or model != self.model:
             return False
-        wanted, requested = snapshot_options(options), snapshot_options(self.description.options)
-        return not (differing if named else unmet)(wanted, requested, actual(self.engine))
+        wished, requested = snapshot_options(options), snapshot_options(self.description.options)
+        return not (differing if named else unmet)(wished, requested, actual(self.engine))
 
     def take(self, options: LoadOptions) -> Engine:
         """Return the engine, decoding with the requested threads."""
@@ -130,10 +130,10 @@ def _read_all(cold: list[Area]) -> None:
 def read_ahead(area: Area) -> int:
     """Read the uncached bytes of a mapping's file, and return their number. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
-    end = area.offset + area.high - area.low
+    stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
-        for at in range(area.offset, end, STEP_BYTES):
-            size = min(STEP_BYTES, end - at)
-            if not is_cached(file.fileno(), at + size - 1):
-                n_bytes += os.preadv(file.fileno(), [into[:size]], at)
+        for offset in range(area.offset, stop, STEP_BYTES):
+            size = min(STEP_BYTES, stop - offset)
+            if not is_cached(file.fileno(), offset + size - 1):
+                n_bytes += os.preadv(file.fileno(), [into[:size]], offset)
     return n_bytes

@@ -90,7 +90,9 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
     model = _pulled(description)
     missing = [file for file in description.adapters if not _has_adapter(file)]
     missing += description.model_files if model is None else []
-    job = Job(lambda at: progress("fetch", at.done_bytes / at.total_bytes if at.total_bytes else None))
+    job = Job(
+        lambda now: progress("fetch", now.done_bytes / now.total_bytes if now.total_bytes else None)
+    )
     with _scratch() as work:
         fetched = {}
         for file in missing:
