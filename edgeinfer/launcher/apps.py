@@ -86,27 +86,27 @@ class Apps:
 
     def start_worker(self, app: LaunchedApp, wanted: messages.StartWorker) -> None:
         """Start a process that serves an engine, and give `app` the other end of its socket."""
-        theirs, ours = _socket.socketpair()
+        client_link, worker_link = _socket.socketpair()
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
         request = LaunchRequest(role="worker", model=wanted.model, options=wanted.options)
         try:
-            self.start(choice, request, [0, 1, 2, ours.detach()])
+            self.start(choice, request, [0, 1, 2, worker_link.detach()])
         except EdgeInferError as error:
             messages.send(app.link, messages.Failed(error=to_fields(error)))
         else:
-            messages.send(app.link, messages.WorkerStarted(), [theirs.fileno()])
-        theirs.close()
+            messages.send(app.link, messages.WorkerStarted(), [client_link.fileno()])
+        client_link.close()
 
     def resume(
         self, folder: str, manifest: format.Manifest, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
         """Begin to restore an app from this snapshot. Raises OSError."""
-        ours, theirs = _socket.socketpair()
+        link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
-        child = supervise.resume(manifest, folder, theirs.fileno())
-        theirs.close()
-        app = self._adopt(LaunchedApp(child, ours, request, fds))
+        child = supervise.resume(manifest, folder, app_link.fileno())
+        app_link.close()
+        app = self._adopt(LaunchedApp(child, link, request, fds))
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", _WARM
         self._send(app, spawn_ns)
@@ -118,12 +118,14 @@ class Apps:
         self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
         """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
-        ours, theirs = _socket.socketpair()
+        link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
-        command = process.child_command("edgeinfer.snapshots.restore.app_process", str(theirs.fileno()))
-        child = supervise.start(command, theirs.fileno(), dict(os.environ))
-        theirs.close()
-        app = self._adopt(LaunchedApp(child, ours, request, fds))
+        command = process.child_command(
+            "edgeinfer.snapshots.restore.app_process", str(app_link.fileno())
+        )
+        child = supervise.start(command, app_link.fileno(), dict(os.environ))
+        app_link.close()
+        app = self._adopt(LaunchedApp(child, link, request, fds))
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = why.message, hint
         self._send(app, spawn_ns)

@@ -32,21 +32,21 @@ def options_and_words(
 ) -> tuple[list[str], list[str]]:
     """Separate options, each followed by its value, from the words that may stand among them.
 
-    What follows `--` is words, as is what starts with `-` and is a number, or has a space.
+    What follows `--` is positional, as is what starts with `-` and is a number, or has a space.
     """
     options: list[str] = []
-    words: list[str] = []
-    rest = iter(argv)
-    for word in rest:
+    positional: list[str] = []
+    remaining = iter(argv)
+    for word in remaining:
         if word == "--":
-            words += rest
+            positional += remaining
         elif word[:1] != "-" or word == "-" or word[1].isdigit() or " " in word.partition("=")[0]:
-            words.append(word)
+            positional.append(word)
         else:
             options.append(word)
             if "=" not in word and word not in switches:
-                options += islice(rest, 1)
-    return options, words
+                options += islice(remaining, 1)
+    return options, positional
 
 
 class CommandLine:
@@ -56,14 +56,14 @@ class CommandLine:
         self.verb = argv[0]
         options, self._words = options_and_words(argv[1:])
         self._values: dict[str, list[str]] = {}
-        rest = iter(options)
-        for option in rest:
+        remaining = iter(options)
+        for option in remaining:
             name, has_value, value = option.partition("=")
             values = self._values.setdefault(name, [])
             if has_value:
                 values.append(value)
             elif name not in SWITCHES:
-                values += islice(rest, 1)
+                values += islice(remaining, 1)
 
     def has(self, option: str) -> bool:
         return option in self._values

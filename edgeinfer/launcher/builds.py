@@ -80,7 +80,7 @@ class Builds:
             self._now = 0
 
 
-def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
+def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
     """Run a verb outside the app's namespaces until this process ends; close `fds`, return its pid."""
 
     def prepare() -> None:
@@ -90,7 +90,7 @@ def _start(words: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
         for stream in streams:
             os.dup2(fds[0], stream)
 
-    pid = process.fork_and_exec(process.child_command("edgeinfer", *words), prepare)
+    pid = process.fork_and_exec(process.child_command("edgeinfer", *command), prepare)
     for fd in fds:
         os.close(fd)
     return pid

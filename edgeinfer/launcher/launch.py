@@ -100,14 +100,14 @@ class Launcher:
             self._ended(app, "signal 9")
 
     def _reported(self, app: LaunchedApp, line: str) -> None:
-        what, _, rest = line.partition(" ")
-        if what == "restored":
+        event, _, detail = line.partition(" ")
+        if event == "restored":
             self._apps.close_carried(app)
-        elif what == "stopped" and app is self._main:
+        elif event == "stopped" and app is self._main:
             self._stop()
-        elif what == "failed":
-            self._failed(app, rest)
-        elif what in ("exit", "signal"):
+        elif event == "failed":
+            self._failed(app, detail)
+        elif event in ("exit", "signal"):
             self._ended(app, line)
 
     def _stop(self) -> None:
@@ -161,15 +161,15 @@ class Launcher:
 
     def _finish(self, app: LaunchedApp, how: str, why: str = "") -> None:
         """Restart the app of `serve` after a crash; otherwise end with the app's status or signal."""
-        what, _, text = how.partition(" ")
+        event, _, text = how.partition(" ")
         number = int(text)
-        crashed = what == "signal" or number == exit.UNEXPECTED
+        crashed = event == "signal" or number == exit.UNEXPECTED
         if crashed:
             self._terminal.put_back()
         if crashed and self._serves and not self._asked_to_end:
             self._again(app, how)
             return
-        if what == "exit":
+        if event == "exit":
             self._leave(number)
             return
         if number not in (*exit.ASKED_TO_END, _signal.SIGPIPE):

@@ -167,8 +167,8 @@ def _tuple(raw: bytes) -> tuple[str, ...]:
 
 
 def _dict(raw: bytes) -> dict[str, str]:
-    words = _tuple(raw)
-    return dict(zip(words[::2], words[1::2], strict=True))
+    fields = _tuple(raw)
+    return dict(zip(fields[::2], fields[1::2], strict=True))
 
 
 _READERS: dict[str, Callable[[bytes], object]] = {

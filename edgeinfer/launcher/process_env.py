@@ -38,13 +38,13 @@ def listen(argv: list[str]) -> list[_socket.socket]:
     activated = process.activated_descriptors()
     line, serve = CommandLine(argv), selection.read_config().get("serve", {})
     if activated:
-        found = [_socket.socket(fileno=fd) for fd in activated]
+        listening = [_socket.socket(fileno=fd) for fd in activated]
     else:
         host = line.value("--host") or str(serve.get("host", "127.0.0.1"))
-        found = _bound(host, line.value("--port") or str(serve.get("port", 8080)))
-    if found and (line.has("--ollama") or serve.get("ollama")):
-        found += _bound(paths.OLLAMA_HOST, str(paths.ollama_port()))
-    return found
+        listening = _bound(host, line.value("--port") or str(serve.get("port", 8080)))
+    if listening and (line.has("--ollama") or serve.get("ollama")):
+        listening += _bound(paths.OLLAMA_HOST, str(paths.ollama_port()))
+    return listening
 
 
 def user_lookup() -> _socket.socket | None:
@@ -57,13 +57,13 @@ def user_lookup() -> _socket.socket | None:
 
 def _bound(host: str, port: str) -> list[_socket.socket]:
     """Listen on every address of `host`; return none if one of them cannot be bound."""
-    found: list[_socket.socket] = []
+    listening: list[_socket.socket] = []
     try:
         node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
         for family, kind, protocol, _, address in _socket.getaddrinfo(
             node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
         ):
-            if found and port == "0":
+            if listening and port == "0":
                 break  # one free port, not one for each family
             listener = _socket.socket(family, kind, protocol)
             listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
@@ -71,9 +71,9 @@ def _bound(host: str, port: str) -> list[_socket.socket]:
                 listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
             listener.bind(address)
             listener.listen(1024)
-            found.append(listener)
+            listening.append(listener)
     except (OSError, ValueError, OverflowError):
-        for listener in found:
+        for listener in listening:
             listener.close()
         return []
-    return found
+    return listening

@@ -45,16 +45,16 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
     options = {}
-    for one in filter(lambda row: row.flag or row.key, LOAD_OPTIONS):
-        words = line.values(one.flag)
-        text = ",".join(words if one.many else words[-1:]) or str(load.get(one.key, ""))
-        if text and one.of_snapshot:
+    for option in filter(lambda row: row.flag or row.key, LOAD_OPTIONS):
+        values = line.values(option.flag)
+        text = ",".join(values if option.many else values[-1:]) or str(load.get(option.key, ""))
+        if text and option.of_snapshot:
             try:
-                value = one.parse(text)
+                value = option.parse(text)
             except ValueError:
                 continue  # the app's parser refuses it with an error
             if value not in ENGINE_CHOOSES:
-                options[one.field] = str(value)
+                options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
     models = {format.model_part(name) for name in format.generations()}
@@ -155,8 +155,8 @@ def _refuse_unsafe(root: str) -> None:
 
 def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
     if others:
-        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        assignments = ", ".join(f"{name}={value}" for name, value in options.items())
         return SnapshotMissingError(
-            f"{model} has no snapshot {f'with {words}' if words else 'without adapters'}"
+            f"{model} has no snapshot {f'with {assignments}' if assignments else 'without adapters'}"
         )
     return SnapshotMissingError(f"{model} has no snapshot yet")

@@ -417,15 +417,15 @@ class _Walker:
         """Step over strings; unpack_from itself refuses an offset past the buffer."""
         unpack = _U64.unpack_from
         view = self.view
-        at = self.at
+        position = self.at
         try:
             for _ in range(count):
-                at += 8 + unpack(view, at)[0]
+                position += 8 + unpack(view, position)[0]
         except (struct.error, OverflowError):
             self.bad(f"a string of {key} reaches past the end")
-        if at > self.end:
+        if position > self.end:
             self.bad(f"the last string of {key} reaches past the end")
-        self.at = at
+        self.at = position
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -57,20 +57,21 @@ def pull(
     if options.sha256:
         todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
     with changing(todo.ref, FETCHED_IS_KEPT) as work:
-        here = None if options.again else _already_here(todo, job)
-        if here is not None and (not options.sha256 or here.sha256 == todo.sha256):
-            _refuse_other_type(here, options.quantize)
-            return here
+        pulled = None if options.again else _already_here(todo, job)
+        if pulled is not None and (not options.sha256 or pulled.sha256 == todo.sha256):
+            _refuse_other_type(pulled, options.quantize)
+            return pulled
         fetched, source = fetch_first_working(todo, work, job, options)
         todo = _in_type(todo, _named_type(todo, fetched))
         return _publish(todo, fetched, source, work, job)
 
 
-def _refuse_other_type(here: PulledModel, wanted: str) -> None:
-    if wanted and here.quantization != wanted.upper():
+def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
+    if type_name and pulled.quantization != type_name.upper():
         raise UsageError(
-            f"{here.name} is here already, in {here.quantization}",
-            hint=f"make one of it: `edgeinfer quantize {here.name} {wanted}`, or fetch anew: --again",
+            f"{pulled.name} is here already, in {pulled.quantization}",
+            hint=f"make one of it: `edgeinfer quantize {pulled.name} {type_name}`, or fetch anew: "
+            "--again",
         )
 
 
@@ -137,9 +138,9 @@ def fetch_first_working(
 
 def _projector(todo: PullPlan, source: sources.Source, work: Path, job: Job) -> Fetched:
     plan = PullPlan(ref=todo.ref, candidates=(), projector=source)
-    *_, one = fetch((source,), plan, work, job, in_place=False)
-    one.is_projector = True
-    return one
+    *_, fetched_file = fetch((source,), plan, work, job, in_place=False)
+    fetched_file.is_projector = True
+    return fetched_file
 
 
 def _summary(failures: list[CatalogError]) -> CatalogError:
@@ -196,8 +197,8 @@ def _verify(
                 one.path.unlink()
                 fetched.remove(one)
                 continue
-            kept = _set_aside(one, work)
-            raise InvalidGgufError(f"{source}: {error.message}; {kept}", hint=error.hint) from error
+            outcome = _set_aside(one, work)
+            raise InvalidGgufError(f"{source}: {error.message}; {outcome}", hint=error.hint) from error
 
 
 def _set_aside(one: Fetched, work: Path) -> str:
@@ -218,8 +219,8 @@ def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, jo
         from edgeinfer.models.converting.fetched import convert_fetched  # 150 ms: numpy, gguf
 
         fetched = convert_fetched(fetched, direct, work, job)
-    projector = next((one for one in fetched if one.is_projector), None)
-    fetched = [one for one in fetched if one is not projector]
+    projector = next((file for file in fetched if file.is_projector), None)
+    fetched = [file for file in fetched if file is not projector]
     original = gguf.check(fetched[0].path).quantization
     requantized_from = ""
     if todo.quantize and original != todo.quantize:

@@ -61,30 +61,30 @@ class Fetched(msgspec.Struct, kw_only=True):
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     """Plan the pull of a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
-    wanted = names.parse_reference(name) if name else None
+    given_ref = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
         return PullPlan(
-            ref=wanted or _named_after(path.name if path.is_dir() else path.stem, catalog),
+            ref=given_ref or _named_after(path.name if path.is_dir() else path.stem, catalog),
             candidates=((sources.LocalFile(str(path)),),),
         )
     if sources.looks_like_source(text):
         source = sources.parse(text)
-        return PullPlan(ref=wanted or _named_after(_stem(source), catalog), candidates=((source,),))
+        return PullPlan(ref=given_ref or _named_after(_stem(source), catalog), candidates=((source,),))
     ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
         hint = names.path_hint(text) or nearest(ref.name, catalog.models)
         raise UnknownModelError(f"no model is called {text!r}", hint=hint)
-    return _of_entry(entry, ref, wanted)
+    return _of_entry(entry, ref, given_ref)
 
 
-def _of_entry(entry: Model, ref: Reference, wanted: Reference | None) -> PullPlan:
+def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> PullPlan:
     if ref.quant and ref.quant != entry.final_quantization:
         candidates = _in_quant(entry, ref)
-        return PullPlan(ref=wanted or ref, candidates=candidates, projector=entry.projector_source)
+        return PullPlan(ref=given_ref or ref, candidates=candidates, projector=entry.projector_source)
     return PullPlan(
-        ref=wanted or Reference(ref.name),
+        ref=given_ref or Reference(ref.name),
         candidates=tuple(entry.parsed_sources()),
         quantize=entry.quantize.upper(),
         file_name=entry.file_name,

@@ -134,16 +134,16 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     kind = parse_file_type(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split by their names
-    for one in fetched:
-        one.path = one.path.rename(one.path.with_name(one.file_name)) if one.ours else one.path
+    for file in fetched:
+        file.path = file.path.rename(file.path.with_name(file.file_name)) if file.ours else file.path
     stem = names.file_name(first.file_name).removesuffix(".gguf")
     target = work / f"{stem}-{FILE_TYPES[kind]}.gguf.part"
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
-        for one in fetched:  # what was fetched is kept under the name the next pull looks for
-            if one.ours and one.path.suffix != ".part":
-                one.path = one.path.rename(one.path.with_name(one.file_name + ".part"))
+        for file in fetched:  # what was fetched is kept under the name the next pull looks for
+            if file.ours and file.path.suffix != ".part":
+                file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
     return [Fetched.made_here(target, job)]
 
 

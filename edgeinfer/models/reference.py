@@ -116,8 +116,8 @@ def _resolve(text: str) -> ModelRef:
 def _find_pulled(text: str) -> PulledModel | None:
     """Find a pulled model by name, by source, or by name and its own quantization."""
     if sources.looks_like_source(text):
-        wanted = str(sources.parse(text))
-        return next((model for model in list_pulled() if model.source == wanted), None)
+        source_text = str(sources.parse(text))
+        return next((model for model in list_pulled() if model.source == source_text), None)
     ref = names.parse_reference(text)
     exact = read_record(names.folder(ref))
     if exact is not None or not ref.quant:
@@ -172,7 +172,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         stop=entry.stop,
         sampling=entry.default_sampling,
         system_prompt=entry.system_prompt,
-        lora=str(LORA.parse(",".join(one.option for one in entry.lora))),
+        lora=str(LORA.parse(",".join(adapter.option for adapter in entry.lora))),
     )
 
 

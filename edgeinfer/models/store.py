@@ -50,9 +50,9 @@ def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]
                 with suppress(OSError):
                     work.rmdir()
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
+        location = f"{error.filename}: " if error.filename else ""
         raise CatalogError(
-            f"{place}{error.strerror or error}", hint="check the permissions of the data directory"
+            f"{location}{error.strerror or error}", hint="check the permissions of the data directory"
         ) from error
 
 
@@ -203,9 +203,9 @@ def publish(
         projector=encoder,
     )
     write_record(record)
-    kept = {RECORD, *(file.path for file in record.all_files)}
+    published = {RECORD, *(file.path for file in record.all_files)}
     for child in folder.iterdir():  # what an earlier pull under this name has left
-        if child.is_file() and child.name not in kept:
+        if child.is_file() and child.name not in published:
             child.unlink()
     return record
 

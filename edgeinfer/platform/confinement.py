@@ -185,10 +185,10 @@ def _refusing(machine: str) -> bytes:
     steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for call in map(int, _HIDDEN[machine].split()):
         steps += [(_IF_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
-    for call, place in _MODES[machine]:
+    for call, argument_index in _MODES[machine]:
         steps += [
             (_IF_EQUAL, 0, 4, call),
-            (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place),
+            (_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * argument_index),
             (_IF_BITS, 0, 1, _SETUID_OR_SETGID),
             (_RETURN, 0, 0, _ERRNO | errno.EPERM),
             (_RETURN, 0, 0, _ALLOW),

@@ -229,8 +229,8 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
 def bytes_below(folder: Path, ending: str = "") -> int:
     """Return the size (bytes) of the files below a folder whose names end so; vanished ones are 0."""
-    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return sum(size_or_zero(path) for path in found if path.name.endswith(ending))
+    files_below = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(size_or_zero(path) for path in files_below if path.name.endswith(ending))
 
 
 def size_or_zero(path: Path) -> int:

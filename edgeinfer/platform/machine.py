@@ -96,11 +96,11 @@ def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
 
     Other vendors, mostly of virtual machines, are left out.
     """
-    found = set()
+    vendors = set()
     for folder in (root / "sys/bus/pci/devices").glob("*"):
         if _text(folder / "class").startswith("0x03"):
-            found.add(_GPU_VENDORS.get(_text(folder / "vendor"), ""))
-    return tuple(sorted(found - {""}))
+            vendors.add(_GPU_VENDORS.get(_text(folder / "vendor"), ""))
+    return tuple(sorted(vendors - {""}))
 
 
 def has_gpu(root: Path = _ROOT) -> bool:

@@ -126,5 +126,5 @@ def _rows() -> Iterator[_Row]:
 def _spelled(address: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     raw = socket.inet_pton(family, address.partition("%")[0])
-    words = struct.unpack(f"={len(raw) // 4}I", raw)
-    return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}".removeprefix(_MAPPED)
+    numbers = struct.unpack(f"={len(raw) // 4}I", raw)
+    return f"{''.join(f'{word:08X}' for word in numbers)}:{port:04X}".removeprefix(_MAPPED)

@@ -104,8 +104,8 @@ def own_files() -> dict[str, str]:
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
     """Raise SnapshotStaleError naming the first key that differs, or SnapshotCorruptError."""
-    here = machine_keys()
-    for key, value in here.items():
+    current = machine_keys()
+    for key, value in current.items():
         before = manifest.keys.get(key, "")
         if before != value:
             raise SnapshotStaleError(_difference(manifest.name, key, before, value), key=key)

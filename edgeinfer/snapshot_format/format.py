@@ -187,8 +187,8 @@ def safe_name(model: str) -> str:
 
 def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
     """Return `MODEL`, `MODEL,ctx8192,…` by the non-default options, or `MODEL,GIVEN`."""
-    words = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
-    return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, words)])
+    suffixes = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
+    return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
 
 
 def named(names: Collection[str], requested: str, model: str = "") -> list[str]:
@@ -265,11 +265,11 @@ def program_of(folder: str) -> str:
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
     """List folders with a manifest, newest first, of one `program` if given."""
     root = root or paths.snapshots_path()
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):
         if program in ("", program_of(folder)) and os.path.lexists(f"{root}/{folder}/{MANIFEST}"):
-            found.setdefault(name_of(folder), []).append(f"{root}/{folder}")
-    return found
+            by_name.setdefault(name_of(folder), []).append(f"{root}/{folder}")
+    return by_name
 
 
 def _folders(root: str) -> Iterator[str]:

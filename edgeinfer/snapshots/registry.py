@@ -108,7 +108,7 @@ def is_orphan(folder: Path) -> bool:
 def _program_places(folder: Path) -> list[str]:
     """Return the paths of the builder's program and environment. Raises as `read_manifest`."""
     keys = format.read_manifest(str(folder)).keys
-    return [place for place in (keys.get("program"), keys.get("environment")) if place]
+    return [path for path in (keys.get("program"), keys.get("environment")) if path]
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
@@ -155,8 +155,8 @@ def listed() -> list[Listed]:
 
 def own() -> list[Path]:
     """List the newest generation of each of this program's snapshots, also those that are refused."""
-    found = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
-    return [Path(folders[0]) for _, folders in sorted(found.items())]
+    by_name = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
+    return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def _newest_of_each() -> list[str]:

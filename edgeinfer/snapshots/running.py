@@ -77,7 +77,9 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 last_prompts=_notes(apps, process_metadata.CACHE_REPORT, CacheReport),
                 replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
                 layers=_notes(apps, process_metadata.LAYERS, LayersInfo),
-                snapshots=tuple(one.snapshot for one in _loaded_by(apps) if one.snapshot),
+                snapshots=tuple(
+                    description.snapshot for description in _loaded_by(apps) if description.snapshot
+                ),
             )
         )
     return sorted(found, key=lambda running: -running.age_s)
@@ -138,8 +140,8 @@ def _typed(pid: int) -> list[str] | None:
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
     for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
-            rest = with_verb(words[index + 1 :])
-            return rest if rest[0] in LAUNCH_VERBS else None
+            command = with_verb(words[index + 1 :])
+            return command if command[0] in LAUNCH_VERBS else None
         if not os.path.basename(word).startswith("python"):
             break
     return None

@@ -84,10 +84,12 @@ class Safetensors:
         except (RecursionError, msgspec.MsgspecError) as error:
             self._bad(f"its header: {error}")
         tensors = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
-        by_place = sorted((one for one in tensors if one.n_bytes), key=lambda one: one.offset)
-        for one, after in pairwise(by_place):
-            if one.offset + one.n_bytes > after.offset:
-                self._bad(f"{one.name} and {after.name} overlap")
+        by_place = sorted(
+            (tensor for tensor in tensors if tensor.n_bytes), key=lambda tensor: tensor.offset
+        )
+        for tensor, after in pairwise(by_place):
+            if tensor.offset + tensor.n_bytes > after.offset:
+                self._bad(f"{tensor.name} and {after.name} overlap")
         return tensors
 
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
@@ -172,12 +174,12 @@ class ModelCheckpoint:
 
     def _open(self) -> list[Safetensors]:
         try:
-            here = [child.name for child in self.folder.iterdir() if child.is_file()]
+            file_names = [child.name for child in self.folder.iterdir() if child.is_file()]
         except OSError as error:
             raise ConversionError(f"{self.folder} cannot be read: {error.strerror}") from error
-        files = weight_files(here)
+        files = weight_files(file_names)
         if not files:
-            raise _no_weights(self.folder, here)
+            raise _no_weights(self.folder, file_names)
         return [Safetensors(self.folder / name) for name in files]
 
     @property
@@ -217,8 +219,8 @@ def _refuse_packed(config: Config) -> None:
         )
 
 
-def _no_weights(folder: Path, here: list[str]) -> ConversionError:
-    pickles = [name for name in here if name.endswith((".bin", ".pt", ".pth"))]
+def _no_weights(folder: Path, file_names: list[str]) -> ConversionError:
+    pickles = [name for name in file_names if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
         return ConversionError(
             f"{folder} has its weights in {pickles[0]}: Python's pickles can run any program when they "

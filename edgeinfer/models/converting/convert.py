@@ -152,11 +152,11 @@ class Conversion:
         for name, values in self.made.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
         total = sum(values.nbytes for values in self.made.values())
-        for one in self.planned:
-            kind = self._type(one)
+        for tensor in self.planned:
+            kind = self._type(tensor)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            size = math.prod(one.shape) // block * block_bytes
-            writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), size, kind)
+            size = math.prod(tensor.shape) // block * block_bytes
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, kind)
             total += size
         need_room(target.parent, total, target.name)
         job.begin("converting", target.name.removesuffix(".part"), total=total)
@@ -169,10 +169,10 @@ class Conversion:
             finally:
                 writer.close()
 
-    def _type(self, one: Planned) -> gguf.GGMLQuantizationType:
+    def _type(self, tensor: Planned) -> gguf.GGMLQuantizationType:
         """Rows that no block of Q8_0 divides are stored as F16."""
-        name = "F32" if one.exact else self.type_name
-        if name == "Q8_0" and one.shape[-1] % 32:
+        name = "F32" if tensor.exact else self.type_name
+        if name == "Q8_0" and tensor.shape[-1] % 32:
             name = "F16"
         return gguf.GGMLQuantizationType[name]
 
@@ -191,7 +191,9 @@ class Conversion:
 
     def _n_vocab(self) -> int:
         n_tokens = needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
-        rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
+        rows = next(
+            (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
+        )
         if n_tokens != rows:
             raise ConversionError(
                 f"config.json says {n_tokens} tokens, the embedding has {rows} rows",
@@ -207,27 +209,27 @@ class Conversion:
         for values in self.made.values():
             values.tofile(out)
             writer.write_padding(out, out.tell() - begin)
-        for one in self.planned:
-            kind = self._type(one)
-            for block in self._blocks(one, kind):
+        for tensor in self.planned:
+            kind = self._type(tensor)
+            for block in self._blocks(tensor, kind):
                 block.tofile(out)
                 job.at(out.tell() - begin)
             writer.write_padding(out, out.tell() - begin)
 
-    def _blocks(self, one: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
-        stored = self.checkpoint.tensor(one.source).dtype
-        file = self.checkpoint.home[one.source]
-        values = file.view(one.source)
-        if one.transform is not None:
-            if one.exact:
+    def _blocks(self, tensor: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
+        stored = self.checkpoint.tensor(tensor.source).dtype
+        file = self.checkpoint.home[tensor.source]
+        values = file.view(tensor.source)
+        if tensor.transform is not None:
+            if tensor.exact:
                 values, stored = to_float32(values, stored), "F32"
-            values = one.transform(values, self.heads)
+            values = tensor.transform(values, self.heads)
         rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
         step = max(1, _BLOCK_BYTES // max(1, rows.shape[1] * 4))
         for row in range(0, len(rows), step):
             yield self._encode(rows[row : row + step], stored, kind)
         del values, rows
-        file.release(one.source)
+        file.release(tensor.source)
 
     def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
         if stored == kind.name:

@@ -137,14 +137,15 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
     if len(pair) < 2:
         raise ConversionError(f"{name} has one of lora_A and lora_B alone")
     a, b = pair["A"], pair["B"]
-    tensor = next((one for one in base.tensors if one.name == name), None)
+    tensor = next((candidate for candidate in base.tensors if candidate.name == name), None)
     if tensor is None:
         raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
     shape = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
-    given = (a.shape[-1], b.shape[0])
-    if given != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
+    adapter_shape = (a.shape[-1], b.shape[0])
+    if adapter_shape != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
-            f"{name} is {given[1]} by {given[0]} in the adapter, {list(shape[::-1])} in the base",
+            f"{name} is {adapter_shape[1]} by {adapter_shape[0]} in the adapter, "
+            f"{list(shape[::-1])} in the base",
             hint="name the model that the adapter was trained on: `--base MODEL`",
         )
     return a, b
@@ -153,9 +154,9 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
     alpha = config.get("lora_alpha", 8)
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
+    for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = own
+            alpha = module_alpha
             break
     if not abs(float(alpha)) <= MOST_ALPHA:  # NaN compares as false
         raise ConversionError(

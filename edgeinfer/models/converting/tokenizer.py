@@ -238,8 +238,8 @@ def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
     if step is None:
         return None, None
     if step["type"] == "Sequence":
-        frames = [_frame(one) for one in step["processors"]]
-        return next((one for one in frames if one != (None, None)), (None, None))
+        frames = [_frame(frame) for frame in step["processors"]]
+        return next((frame for frame in frames if frame != (None, None)), (None, None))
     if step["type"] == "TemplateProcessing":
         pieces = step["single"]
         return "SpecialToken" in pieces[0], "SpecialToken" in pieces[-1]
@@ -252,6 +252,8 @@ def _template(folder: Path) -> Values:
         return {"chat_template": template_file.read_text("utf-8")}
     template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        by_name = {
+            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+        }
         template = by_name.get("default")
     return {"chat_template": template} if isinstance(template, str) and template else {}

@@ -94,9 +94,9 @@ _QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
 _WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
-def _sizes(width: int, feed_forward: int, image: int, patch: int, **others: Any) -> Values:
+def _sizes(width: int, feed_forward: int, image: int, patch: int, **further: Any) -> Values:
     names = ("hidden_size", "intermediate_size", "image_size", "patch_size")
-    return dict(zip(names, (width, feed_forward, image, patch), strict=True)) | others
+    return dict(zip(names, (width, feed_forward, image, patch), strict=True)) | further
 
 
 TOWERS = (
@@ -148,7 +148,7 @@ def has_tower(checkpoint: ModelCheckpoint) -> bool:
 
 def _tower(checkpoint: ModelCheckpoint) -> Tower | None:
     first = checkpoint.architectures[:1]
-    return next((one for one in TOWERS if first and first[0] in one.checkpoints), None)
+    return next((tower for tower in TOWERS if first and first[0] in tower.checkpoints), None)
 
 
 def _plain(name: str) -> str:
@@ -160,8 +160,8 @@ def _plain(name: str) -> str:
 
 
 def _frame(frame: int, values: Array, _heads: Heads) -> Array:
-    taken: Array = values[:, :, frame]
-    return taken
+    selected: Array = values[:, :, frame]
+    return selected
 
 
 def _third(third: int, values: Array, _heads: Heads) -> Array:

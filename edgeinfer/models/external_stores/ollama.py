@@ -76,12 +76,12 @@ class OllamaStore(ExternalStore):
             weights = _weights(files)
         except UnusableError as error:
             return self.unusable(name, error)
-        others = {kind: file.path for kind, file in files.items() if kind != "model"}
+        more_files = {kind: file.path for kind, file in files.items() if kind != "model"}
         return ExternalModel(
             name=name,
             store=self.name,
             files=(weights,),
-            layers=others,
+            layers=more_files,
             projectors=(files["projector"],) if "projector" in files else (),
             modified_s=info.st_mtime,
         )
@@ -89,9 +89,9 @@ class OllamaStore(ExternalStore):
 
 def _name(manifest: Path) -> str:
     registry, namespace, model, tag = manifest.parts[-4:]
-    place = [] if registry == _REGISTRY else [registry]
-    place += [] if not place and namespace == _LIBRARY else [namespace]
-    return PREFIX + "/".join([*place, f"{model}:{tag}"]).removesuffix(_TAG)
+    prefix = [] if registry == _REGISTRY else [registry]
+    prefix += [] if not prefix and namespace == _LIBRARY else [namespace]
+    return PREFIX + "/".join([*prefix, f"{model}:{tag}"]).removesuffix(_TAG)
 
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:

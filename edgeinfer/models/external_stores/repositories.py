@@ -134,9 +134,9 @@ class HuggingFaceCache(_RepositoryStore):
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
     revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
-        wanted = small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
-        if wanted in revision_names:
-            return wanted
+        revision_name = small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
+        if revision_name in revision_names:
+            return revision_name
     return revision_names[0] if revision_names else ""
 
 

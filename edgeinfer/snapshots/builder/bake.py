@@ -106,15 +106,15 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
     zeros: list[Range] = []
     size = memory.stat().st_size
     with open(memory, "r+b", buffering=0) as file:
-        for at in range(0, size, _READ_BYTES):
-            chunk = os.pread(file.fileno(), _READ_BYTES, at)
+        for start in range(0, size, _READ_BYTES):
+            chunk = os.pread(file.fileno(), _READ_BYTES, start)
             for block in range(0, len(chunk) - BLOCK_BYTES + 1, BLOCK_BYTES):
                 if chunk[block : block + BLOCK_BYTES] == zero:
-                    begin = at + block
+                    begin = start + block
                     if zeros and zeros[-1].high == begin:
                         begin = zeros.pop().low
-                    zeros.append(Range(begin, at + block + BLOCK_BYTES))
-            progress((at + len(chunk)) / size)
+                    zeros.append(Range(begin, start + block + BLOCK_BYTES))
+            progress((start + len(chunk)) / size)
         for begin, stop in zeros:
             _punch(file.fileno(), begin, stop - begin)
     return zeros
@@ -232,11 +232,11 @@ class _Baker:
         """Leave CRIU the pages that are not mapped: a new pagemap and a new, short file of pages."""
         pagemap = self._folder / f"pagemap-{self._pid}.img"
         image = criu_images.read(pagemap)
-        rest = sorted(self._rest)
+        remaining = sorted(self._rest)
         with open(self._memory, "rb") as memory, open(self._folder / "pages-1.img", "wb") as pages:
-            for run in rest:
+            for run in remaining:
                 pages.write(os.pread(memory.fileno(), run.length, run.offset))
-        image.messages[1:] = map(_pagemap_entry, rest)
+        image.messages[1:] = map(_pagemap_entry, remaining)
         criu_images.write(pagemap, image)
 
 
@@ -271,12 +271,12 @@ def _pagemap_entry(run: Run) -> ImageMessage:
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
-    at = run.offset
-    for begin, end in zeros:
-        if end <= at or begin >= run.offset + run.length:
+    start = run.offset
+    for begin, stop in zeros:
+        if stop <= start or begin >= run.offset + run.length:
             continue
-        if begin > at:
-            yield run.cut(run.start + at - run.offset, run.start + begin - run.offset)
-        at = end
-    if at < run.offset + run.length:
-        yield run.cut(run.start + at - run.offset, run.end)
+        if begin > start:
+            yield run.cut(run.start + start - run.offset, run.start + begin - run.offset)
+        start = stop
+    if start < run.offset + run.length:
+        yield run.cut(run.start + start - run.offset, run.end)

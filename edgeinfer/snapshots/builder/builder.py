@@ -91,7 +91,7 @@ class Builder:
     # --- parking and dumping
 
     def _park_and_dump(self) -> Parked:
-        mine, theirs = socket.socketpair()
+        mine, parked_link = socket.socketpair()
         order, orders = socket.socketpair()
         user, group = os.getuid(), os.getgid()
         flags = criu.NAMESPACES[self._request.tier]
@@ -100,8 +100,8 @@ class Builder:
         if init == 0:
             mine.close()
             order.close()
-            self._init(flags, user, group, theirs, orders)
-        theirs.close()
+            self._init(flags, user, group, parked_link, orders)
+        parked_link.close()
         orders.close()
         parked = self._converse(mine, order)
         self._stages.begin("dump")
@@ -180,8 +180,8 @@ class Builder:
             finally:
                 os._exit(127)
         while True:
-            ended, status = os.wait()
-            if ended == child:
+            ended_pid, status = os.wait()
+            if ended_pid == child:
                 return status
 
     def _dump_failed(self) -> SnapshotError | DiskFullError:
@@ -265,9 +265,11 @@ class Builder:
     def _sources(self, manifest: format.Manifest) -> dict[str, str]:
         """Return the digests of the manifest's files; of a model in one file that of its pull."""
         files = self._request.inputs.files
-        known = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
+        pulled_digests = (
+            {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
+        )
         return {
-            path: known.get(path) or sha256_of(Path(path))
+            path: pulled_digests.get(path) or sha256_of(Path(path))
             for path in manifest.files
             if os.path.isfile(path)
         }
@@ -291,14 +293,14 @@ def parked_environment() -> dict[str, str]:
     `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
     here needs: a restore makes every thread again.
     """
-    ours = {
+    published = {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "MALLOC_ARENA_MAX": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return ours | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return published | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
 def _tail(log: Path, only: str = "") -> str:

@@ -117,7 +117,7 @@ class ImageMessage(list[Field]):
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
         """Return the message with these fields, in their places or at the end."""
-        kept = (
+        unchanged = (
             field._replace(value=values[field.number]) if field.number in values else field
             for field in self
         )
@@ -127,12 +127,12 @@ class ImageMessage(list[Field]):
             for number, value in values.items()
             if number not in numbers
         )
-        return ImageMessage([*kept, *added])
+        return ImageMessage([*unchanged, *added])
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
         """Return the message with these messages in a repeated field, which comes last."""
-        others = [one for one in self if one.number != field]
-        return ImageMessage([*others, *(Field(field, BYTES, name.encode()) for name in parts)])
+        remaining = [element for element in self if element.number != field]
+        return ImageMessage([*remaining, *(Field(field, BYTES, name.encode()) for name in parts)])
 
 
 class Image(NamedTuple):

@@ -151,18 +151,18 @@ def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Deta
 
     Raises what it raises, SnapshotError when it dies.
     """
-    mine, theirs = socket.socketpair()
-    command = process.child_command(_BUILDER, str(theirs.fileno()), str(folder))
+    mine, builder_link = socket.socketpair()
+    command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
         builder = process.start_dying(
             command,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(builder_link.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=errors_to,
             stderr=errors_to,
         )
-        theirs.close()
+        builder_link.close()
         try:
             return _listen(mine, request, progress, builder, log)
         finally:
@@ -206,8 +206,8 @@ def take(
     with locked(lock, lambda: progress("wait for another build", None)):
         _refuse_changed(description)
         inputs = msgspec.structs.replace(description, given_name=given_name or description.given_name)
-        there = _already_there(inputs)
-        return (there, False) if there else (build(inputs, config, progress), True)
+        existing = _already_there(inputs)
+        return (existing, False) if existing else (build(inputs, config, progress), True)
 
 
 def _refuse_changed(description: ProcessDescription) -> None:

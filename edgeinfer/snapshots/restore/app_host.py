@@ -220,7 +220,7 @@ class AppHost(Host):
     def warm_models(self) -> frozenset[str]:
         from edgeinfer.snapshots.registry import listed  # only the model picker asks
 
-        return frozenset(one.details.model for one in listed() if one.fresh)
+        return frozenset(snapshot.details.model for snapshot in listed() if snapshot.fresh)
 
     def warm(
         self,
@@ -338,11 +338,11 @@ def follow_build(
 
     Raises the error it ended with, DumpError when it ended without one, InterruptedByUser once stopped.
     """
-    ended = threading.Event()
+    finished = threading.Event()
     if cancel is not None:
-        threading.Thread(target=_stop_when, args=(cancel, ended, stop), daemon=True).start()
+        threading.Thread(target=_stop_when, args=(cancel, finished, stop), daemon=True).start()
     outcome = read_build(output, progress)
-    ended.set()
+    finished.set()
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; nothing of the snapshot is kept")
     if outcome.result is None:
@@ -351,8 +351,8 @@ def follow_build(
         raise from_fields(hint | outcome.error | {"message": f"{model} was not warmed: {reason}"})
 
 
-def _stop_when(cancel: threading.Event, ended: threading.Event, stop: Callable[[], None]) -> None:
-    while not ended.wait(0.05):
+def _stop_when(cancel: threading.Event, finished: threading.Event, stop: Callable[[], None]) -> None:
+    while not finished.wait(0.05):
         if cancel.is_set():
             stop()
             return

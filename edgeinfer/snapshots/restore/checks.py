@@ -90,14 +90,14 @@ def ask(
     manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
     """Resume, within `limit_s` seconds, for the answer to one request. Raises RestoreError, OSError."""
-    ours, link = socket.socketpair()
+    own_link, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno(), limit_s)
     link.close()
     try:
-        messages.send(ours, request)
-        answer = messages.receive(ours)
+        messages.send(own_link, request)
+        answer = messages.receive(own_link)
     finally:
-        ours.close()
+        own_link.close()
     payload = answer[0] if answer else None
     if not isinstance(payload, messages.Payload):
         os.kill(child.pid, signal.SIGKILL)

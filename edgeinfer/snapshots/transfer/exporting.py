@@ -141,15 +141,15 @@ def _refuse_nameless(adapter: Adapter) -> None:
 
 def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
     described = {name for path in paths for name in (str(path), os.path.realpath(path))}
-    others = [
+    undescribed = [
         os.path.basename(path)
         for path in manifest.files
         if path.endswith(".gguf") and path not in described
     ]
-    if others:
+    if undescribed:
         named = f"{LORA.flag} {resolve(manifest.model).files().lora}"
         raise SnapshotError(
-            f"{manifest.name} was made with {', '.join(others)}, which your models.toml names: another "
-            "machine's may not",
+            f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names: "
+            "another machine's may not",
             hint=f"build one that names it itself: `edgeinfer warm {manifest.model} {named}`",
         )

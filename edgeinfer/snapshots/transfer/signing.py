@@ -97,8 +97,8 @@ def _write_signers(signers: dict[str, str]) -> None:
 def refuse_unknown(public: bytes) -> str:
     """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for any other."""
     signer = fingerprint(public)
-    own = own_key(make=False)
-    if signer not in trusted() and (own is None or own.fingerprint != signer):
+    own_signer = own_key(make=False)
+    if signer not in trusted() and (own_signer is None or own_signer.fingerprint != signer):
         raise SnapshotUntrustedError(
             f"the snapshot was signed by {signer}, whom you have not trusted",
             hint="ask its maker for the fingerprint; if it is the same: "
