@@ -121,7 +121,7 @@ class Model(_Table, frozen=True, kw_only=True):
     size_bytes: Annotated[int, key_doc("Exact size, where it is known.", ge=0)] = 0
     sha256: Annotated[str, key_doc("SHA-256 of the file, where it is known.")] = ""
     chat_template: Annotated[str, key_doc("Jinja template instead of the file's own.")] = ""
-    stop: Annotated[tuple[str, ...], key_doc("Stop strings beside the model's own end tokens.")] = ()
+    stop: Annotated[tuple[str, ...], key_doc("Stop strings, added to the model's end tokens.")] = ()
     system_prompt: Annotated[str, key_doc("System prompt when none is given.")] = ""
     lora: Annotated[
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")

@@ -161,7 +161,7 @@ def first_run_choices() -> list[FirstRunChoice]:
     """Choose up to three chat models for this machine, in the order comfortable, better, tiny.
 
     Measures memory for some 0.2 s; asks nothing of the network. "tiny" is the default model, which
-    comes from the package index; it alone is offered where no other is fast enough.
+    comes from the package index; only it is offered where no other is fast enough.
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []

@@ -1,4 +1,4 @@
-"""Check names, digests and file names from outside; here alone they become paths.
+"""Check names, digests and file names from outside; only here they become paths.
 
 A model's reference is `NAME` or `NAME:QUANT`. Its folder is `name` or `name+quant`: no name has a `+`,
 so two references never share a folder. Unsafe names are refused; only names of a user's own files are

@@ -1,4 +1,4 @@
-"""Projectors: GGUF files that encode pictures for a model; found beside it, checked before use."""
+"""Projectors: GGUF files that encode pictures for a model; found next to it, checked before use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantize stored and fetched models, and measure the loss.
 
-A quantized model is stored beside the one it was made from, as `NAME:TYPE`, and keeps its base's chat
+A quantized model is stored next to the one it was made from, as `NAME:TYPE`, and keeps its base's chat
 template, stop strings and sampling defaults. Quantizer and perplexity run in helper processes, which a
 cancellation ends.
 """
@@ -33,7 +33,7 @@ from edgeinfer.platform.process import child_command, start_dying
 
 
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
-    """The result beside its source. Perplexities are of the shipped text, None if not measured.
+    """The result compared with its source. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
     the share of tokens of which both think the same is likeliest.

@@ -177,7 +177,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the projector by the catalogue, else the pulled one, else one beside the file, or "".
+    """Return the projector by the catalogue, else the pulled one, else one next to the file, or "".
 
     Raises InvalidGgufError for the catalogue's if it is none.
     """

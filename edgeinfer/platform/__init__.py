@@ -1,4 +1,4 @@
 """The platform: CPUs, memory, processes, disks, sockets, and where our folders are.
 
-Knows no model and no request. What the launcher imports of it is the standard library alone.
+Knows no model and no request. What the launcher imports of it needs only the standard library.
 """

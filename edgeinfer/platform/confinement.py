@@ -24,7 +24,7 @@ _SIZES = (8, 8, 8, 16, 16, 24)
 
 
 def confine(writable: Sequence[str]) -> None:
-    """Let this process, and what it starts, change files below `writable` alone; it may read all.
+    """Let this process, and what it starts, change only files below `writable`; it may read all.
 
     It takes `linux.refuse_new_privileges`. Newer kernels refuse TCP, abstract sockets and signals to
     others as well. Raises OSError.
@@ -139,7 +139,7 @@ def refuse_hidden_memory() -> None:
     """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
 
     Modes have no setuid or setgid bit, and the buffers of sockets keep their size.
-    Sockets are those of a network namespace alone, and pairs; other calls stay. It takes
+    Sockets are only those of a network namespace, and pairs; other calls stay. It takes
     `linux.refuse_new_privileges`. Does nothing where `allow_computing_alone` does nothing. Raises
     OSError.
     """

@@ -62,7 +62,7 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file, for reading if `flags` do not say else; a new one is the user's alone.
+    """Open a file, for reading if `flags` do not say else; only the user can access a new one.
 
     Raises OSError, also for a pipe, a device or a folder.
     """
@@ -126,7 +126,7 @@ def open_own(path: Path) -> int:
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         os.close(descriptor)
-        raise PermissionError(f"{path} is not a regular file of this user alone")
+        raise PermissionError(f"{path} is not a regular file that only this user can access")
     return descriptor
 
 

@@ -1,7 +1,7 @@
 """What this process may use of the machine: processors, memory, GPUs on its bus, the rate of a disk.
 
 Read from /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor. Knows
-no model. Standard library alone.
+no model. Standard library only.
 
 Memory that a control group still allows is its limit minus its usage, both of the same group, with the
 page cache inside the usage counted as free (`inactive_file` and `active_file`). So does the kernel's
@@ -126,7 +126,7 @@ def memory_threads() -> int:
 
 def read_memory_rate() -> MemoryRate:
     """Measure how fast all CPUs read memory, which bounds decoding: the best of 4 rounds, 0.2 s."""
-    import ctypes  # with the pool 10 ms, for this alone
+    import ctypes  # with the pool 10 ms, only for this
     from concurrent.futures import ThreadPoolExecutor
 
     threads = memory_threads()

@@ -147,7 +147,7 @@ def shipped_file(name: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create `path` if absent and return it; it belongs to this user alone (0700, no symlink).
+    """Create `path` if absent and return it; only this user can access it (0700, no symlink).
 
     Raises SnapshotUnsafeError if it exists with another owner, a wider mode, or as a symlink.
     """

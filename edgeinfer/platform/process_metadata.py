@@ -1,6 +1,6 @@
 """Records that a process publishes for `edgeinfer ps` and `snapshots take`.
 
-They lie in memory of that process, which `/proc` shows to its user alone: a record may hold words of a
+They lie in memory of that process, which `/proc` shows only to its user: a record may hold words of a
 prompt, and is gone with the process.
 """
 

@@ -9,7 +9,7 @@
         memory.img                      the parked process's private memory, mapped copy-on-write
         images/                         CRIU's images: what is left to restore after these
 
-A folder without `manifest` is being built, or was left behind by a process that died (its lock is free
+A folder without `manifest` is being built, or was left by a process that died (its lock is free
 then).
 
 The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the
@@ -50,7 +50,7 @@ OPTION_SEPARATOR = ","
 
 #: The parked process's pid in a namespace of its own: so high that no helper there has it.
 PARKED_PID = 30000
-#: The parked process's descriptors beside stdio: the socket of its link, the pipe that wakes it.
+#: The parked process's descriptors after stdio: the socket of its link, the pipe that wakes it.
 LINK_FD, WAKE_FD = 60, 61
 
 
@@ -122,7 +122,7 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Return the status of a snapshot's file or folder, which must be this user's alone.
+    """Return the status of a snapshot's file or folder, which only this user may access.
 
     Raises SnapshotUnsafeError for a symlink, another owner, or a mode that lets others read or write;
     SnapshotMissingError when it is not there.

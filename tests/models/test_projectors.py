@@ -1,4 +1,4 @@
-"""Projectors: which of the files beside a model encode pictures for it, and which headers are refused."""
+"""Projectors: which of the files next to a model encode pictures for it, and which headers are refused."""
 
 import gguf
 import numpy as np

@@ -108,6 +108,6 @@ def test_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
     assert not machine.has_gpu(tmp_path)
     (tmp_path / "dev/dri").mkdir(parents=True)
     (tmp_path / "dev/dri/card0").touch()
-    assert not machine.has_gpu(tmp_path), "a screen alone computes nothing"
+    assert not machine.has_gpu(tmp_path), "a screen computes nothing"
     (tmp_path / "dev/dri/renderD128").touch()
     assert machine.has_gpu(tmp_path)

@@ -1,4 +1,4 @@
-"""Directories follow the platform's convention, and private ones belong to this user alone."""
+"""Directories follow the platform's convention, and only this user can access private ones."""
 
 import os
 

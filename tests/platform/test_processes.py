@@ -57,7 +57,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
 
 
 @pytest.mark.skipif(
-    not SESSION.exists(), reason="this kernel shares the processor among processes alone"
+    not SESSION.exists(), reason="this kernel shares the processor only among processes"
 )
 def test_background_process_steps_back_with_its_own_session_only():
     own = SESSION.read_text().partition("nice")[2].split()  # none where a session has no such group

@@ -1,4 +1,4 @@
-"""One snapshot that knows no device, resumed with one and without: Mesa's software device behind a real restore."""
+"""One snapshot that knows no device, resumed with one and without: Mesa's software device after a real restore."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ PATIENCE_S = 240
 def device(warm: Person) -> dict[str, str]:
     """The environment in which this person's Vulkan backend finds the software device.
 
-    The loader lies beside the backend: LD_LIBRARY_PATH would reach a resumed process too late.
+    The loader is next to the backend: LD_LIBRARY_PATH would reach a resumed process too late.
     """
     file = backends.find("vulkan")
     if file is None:

@@ -330,7 +330,7 @@ def test_file_capabilities_on_criu_do_where_namespaces_are_refused(user, tmp_pat
     ]
     if not alone:
         pytest.skip(
-            "every criu here finds its libraries beside it, which a program with capabilities may not"
+            "every criu here finds its libraries next to it, which a program with capabilities may not"
         )
     able = user.place.folder / "able-criu"
     shutil.copy(alone[0], able)

@@ -1,4 +1,4 @@
-"""Replicas of the real small model behind an endpoint: resumed from one snapshot, killed under load, by what is asked."""
+"""Replicas of the real small model of an endpoint: resumed from one snapshot, killed under load, by what is asked."""
 
 import json
 import os

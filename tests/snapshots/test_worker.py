@@ -1,4 +1,4 @@
-"""An engine behind a socket: everything the engine does, its errors by name, and what happens when a
+"""An engine reached by a socket: everything the engine does, its errors by name, and what happens when a
 side goes away.
 """
 

@@ -87,7 +87,7 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
         )
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ConversionError(f"the adapter is of the kind {kind}; LoRA alone is known", hint=_NO_WAY)
+        raise ConversionError(f"unsupported adapter type {kind}: only LoRA is supported", hint=_NO_WAY)
     if config.get("r", 1) == 0:
         raise ConversionError("the adapter is of rank 0, which changes nothing")
     if config.get("use_dora"):
@@ -135,7 +135,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
 
 def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
     if len(pair) < 2:
-        raise ConversionError(f"{name} has one of lora_A and lora_B alone")
+        raise ConversionError(f"{name} has only one of lora_A and lora_B")
     a, b = pair["A"], pair["B"]
     tensor = next((candidate for candidate in base.tensors if candidate.name == name), None)
     if tensor is None:

@@ -140,7 +140,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     kind = model.get("type") or ("BPE" if "merges" in model else "")
     if kind != "BPE":
-        raise ConversionError(f"tokenizer.json is of the kind {kind!r}; BPE alone is known")
+        raise ConversionError(f"tokenizer.json is of the kind {kind!r}: only BPE is supported")
     return (_byte_level if _is_byte_level(tokenizer) else _sentence_piece)(tokenizer, vocabulary)
 
 

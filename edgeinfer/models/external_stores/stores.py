@@ -1,6 +1,6 @@
 """Find models in other programs' stores, and verify one before it is used.
 
-A search reads names and sizes alone. When a model is used, its header is checked without trusting a
+A search reads only names and sizes. When a model is used, its header is checked without trusting a
 byte of it, and once the whole file against the digest in its name.
 """
 
@@ -132,7 +132,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
-    """Return the settings that a store keeps beside a model's weights."""
+    """Return the settings that a store keeps next to a model's weights."""
     return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 

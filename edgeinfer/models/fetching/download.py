@@ -24,7 +24,7 @@ PART = ".part"
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server; 0 and "" mean unknown. The first host alone gets `headers`.
+    """A file on a server; 0 and "" mean unknown. Only the first host gets `headers`.
 
     `login` is the hint of a refusal. `is_projector`: it encodes pictures for the model before it.
     """

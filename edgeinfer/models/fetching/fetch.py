@@ -153,7 +153,7 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
         raise UsageError(
-            f"{path.name} is weights alone, without the configuration and tokenizer beside them",
+            f"{path.name} is only weights, without the configuration and tokenizer next to them",
             hint=f"pull the folder it is in: `edgeinfer pull {path.parent}`",
         )
     parts = names.split_parts(path)

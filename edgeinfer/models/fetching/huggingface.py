@@ -53,7 +53,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
-    """Return the smallest projector beside chosen GGUF files, if there is one."""
+    """Return the smallest projector next to chosen GGUF files, if there is one."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
     projectors = [file for path, file in listed.items() if is_projector(path)]

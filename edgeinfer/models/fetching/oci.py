@@ -228,7 +228,7 @@ class Registry:
             return Answer(response.status_code, response.headers, response.url, content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Return whether an address is the registry's own, which alone gets the credentials."""
+        """Return whether an address is the registry's own; no other gets the credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:

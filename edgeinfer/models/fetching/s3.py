@@ -52,7 +52,7 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     files = checkpoint_files(keys)
     if not files:
         raise SourceNotFoundError(
-            f"{source} has no config.json with safetensors beside it",
+            f"{source} has no config.json with safetensors next to it",
             hint="name a GGUF by its whole key",
         )
     return [(source.key + path, names.file_name(path)) for path in files]

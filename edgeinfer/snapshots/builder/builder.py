@@ -355,7 +355,7 @@ def wrong_files(folder: Path) -> list[str]:
     """List the files of a snapshot, and those it maps or was built from, that differ from the build.
 
     They are read from the disk, but for pages that a process has mapped.
-    Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by the manifest alone.
+    Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by only the manifest.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))

@@ -42,7 +42,7 @@ from edgeinfer.units import format_bytes
 WAITING = "waiting for another build of this snapshot"
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]
-#: The lock of builds beside a computing process: one at a time.
+#: The lock of builds during which a process computes: one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
 #: Python's heap, KV cache and compute buffers that were touched.
 _NEED_BYTES = 400 << 20

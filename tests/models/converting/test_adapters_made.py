@@ -88,7 +88,7 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
     ("config", "words"),
     [
         ({"use_dora": True}, "is a DoRA"),
-        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"peft_type": "IA3"}, "adapter type IA3"),
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["lm_head"]}, r"replaces whole modules \(lm_head\)"),
         ({"r": 0}, "of rank 0"),

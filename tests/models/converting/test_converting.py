@@ -257,6 +257,6 @@ def test_other_programs_files_are_called_what_they_are(magic, words, tmp_path) -
 
 def test_file_of_weights_alone_names_its_folder(tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "made")
-    with pytest.raises(UsageError, match="weights alone") as caught:
+    with pytest.raises(UsageError, match="only weights") as caught:
         pull(str(folder / "model.safetensors"))
     assert str(folder) in caught.value.hint

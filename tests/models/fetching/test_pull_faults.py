@@ -192,7 +192,7 @@ def test_pin_refuses_other_bytes(server, url, body, options) -> None:
 def test_catalogue_digest_refuses_other_bytes(server, url, body) -> None:
     user = paths.config_dir() / "models.toml"
     user.parent.mkdir(parents=True)
-    # the catalogue takes https alone, and this server has no certificate: the file is pulled as a file:
+    # the catalogue takes only https, and this server has no certificate: the file is pulled as a file:
     # source
     local = user.parent / "tiny.gguf"
     local.write_bytes(body)

@@ -1,4 +1,4 @@
-"""What a login for a registry is sent to: the registry alone, and never in the open."""
+"""What a login for a registry is sent to: only the registry, and never in the open."""
 
 import base64
 import json

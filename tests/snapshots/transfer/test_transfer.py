@@ -62,7 +62,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         )
         assert first["written_bytes"] == first["layers_bytes"] == warm.model.stat().st_size
         assert second["written_bytes"] == 0
-        abroad.run("pull", f"{name}:a", "--name", "pulled", "--quiet").check()  # the model alone
+        abroad.run("pull", f"{name}:a", "--name", "pulled", "--quiet").check()  # only the model
         (pulled,) = (abroad.home / "ei/data/models/pulled").glob("*.gguf")
         assert pulled.read_bytes() == warm.model.read_bytes()
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
