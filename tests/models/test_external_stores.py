@@ -53,43 +53,43 @@ def kind(request) -> type[AnyStore]:
 
 
 @pytest.fixture
-def made(kind, home: Path) -> AnyStore:
+def external(kind, home: Path) -> AnyStore:
     """A store with one model."""
     return kind(home, TINY)
 
 
 @pytest.fixture
-def listed(as_json) -> Callable[[], dict]:
+def list_models(as_json) -> Callable[[], dict]:
     return lambda: as_json("list", "--pulled")
 
 
 def test_model_of_another_program_is_listed_shown_and_used_in_place(
-    made, capsys, listed, as_json
+    external, capsys, list_models, as_json
 ) -> None:
-    before = picture(made.root)
-    (row,) = listed()["models"]
-    assert (row["name"], row["store"], row["quantization"]) == (made.name, made.program, "F32")
+    before = picture(external.root)
+    (row,) = list_models()["models"]
+    assert (row["name"], row["store"], row["quantization"]) == (external.name, external.program, "F32")
     assert row["size_bytes"] == len(TINY)
     assert main(["list", "--pulled"]) == 0
-    assert f"from {made.program}" in capsys.readouterr().out
-    shown = as_json("show", made.name)
-    assert shown["files"][0]["path"] == str(made.file)
-    assert f"from {made.program}" in shown["notes"][0]
-    files = resolve(made.name).files()
-    assert (files.name, files.paths) == (made.name, (str(made.file),))
-    assert files.sha256 in ("", made.file.name.removeprefix("sha256-"))
-    assert find(made.name) is not None
-    assert [model.name for model in pulled_models()()] == [made.name]
-    assert main(["pull", made.name]) == 0
+    assert f"from {external.program}" in capsys.readouterr().out
+    shown = as_json("show", external.name)
+    assert shown["files"][0]["path"] == str(external.file)
+    assert f"from {external.program}" in shown["notes"][0]
+    files = resolve(external.name).files()
+    assert (files.name, files.paths) == (external.name, (str(external.file),))
+    assert files.sha256 in ("", external.file.name.removeprefix("sha256-"))
+    assert find(external.name) is not None
+    assert [model.name for model in pulled_models()()] == [external.name]
+    assert main(["pull", external.name]) == 0
     assert "was already here" in capsys.readouterr().out
-    assert main(["rm", made.name, "--yes"]) != 0
-    assert f"belongs to {made.program}" in capsys.readouterr().err
-    assert resolve(made.name.upper().replace("HF:", "hf:")).files().name == made.name
-    assert picture(made.root) == before
+    assert main(["rm", external.name, "--yes"]) != 0
+    assert f"belongs to {external.program}" in capsys.readouterr().err
+    assert resolve(external.name.upper().replace("HF:", "hf:")).files().name == external.name
+    assert picture(external.root) == before
 
 
 def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
-    made = OllamaStore(home, TINY)
+    external = OllamaStore(home, TINY)
     read = []
 
     def counted(path: Path, progress: Callable[[int], None]) -> str:
@@ -98,67 +98,67 @@ def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monk
 
     monkeypatch.setattr(reader, "sha256_of", counted)
     heard = []
-    resolve(made.name).files(progress=lambda stage, fraction: heard.append((stage, fraction)))
-    resolve(made.name).files()
+    resolve(external.name).files(progress=lambda stage, fraction: heard.append((stage, fraction)))
+    resolve(external.name).files()
     assert len(read) == 1
     assert heard[-1][1] == 1.0
     assert "Ollama" in heard[-1][0]
-    made.file.write_bytes(gguf_bytes(seed=5))
+    external.file.write_bytes(gguf_bytes(seed=5))
     with pytest.raises(ChecksumError, match=r"not .* as its name says"):
-        resolve(made.name).files()
+        resolve(external.name).files()
 
 
 # --- broken
 
 
-def the_file_is_gone(made: AnyStore) -> None:
-    if isinstance(made, StudioFolder):  # where nothing else would tell of it
-        made.file.rename(made.repo / "tiny-F32-00001-of-00002.gguf")
+def the_file_is_gone(external: AnyStore) -> None:
+    if isinstance(external, StudioFolder):  # where nothing else would tell of it
+        external.file.rename(external.repo / "tiny-F32-00001-of-00002.gguf")
     else:
-        made.file.unlink()
+        external.file.unlink()
 
 
-def a_truncated_file_under_its_own_digest(made: AnyStore) -> None:
-    made.replace(TINY[: len(TINY) - 40])
+def a_truncated_file_under_its_own_digest(external: AnyStore) -> None:
+    external.replace(TINY[: len(TINY) - 40])
 
 
-def the_file_is_empty(made: AnyStore) -> None:
-    made.file.write_bytes(b"")
+def the_file_is_empty(external: AnyStore) -> None:
+    external.file.write_bytes(b"")
 
 
-def a_hostile_header(made: AnyStore) -> None:
+def a_hostile_header(external: AnyStore) -> None:
     layers = entry("llama.block_count", 4, struct.pack("<I", 1 << 30))
-    made.replace(gguf_bytes([e for e in model_entries() if b"block_count" not in e] + [layers]))
+    external.replace(gguf_bytes([e for e in model_entries() if b"block_count" not in e] + [layers]))
 
 
-def a_pipe_in_its_place(made: AnyStore) -> None:
-    made.file.unlink()
-    os.mkfifo(made.file)
+def a_pipe_in_its_place(external: AnyStore) -> None:
+    external.file.unlink()
+    os.mkfifo(external.file)
 
 
-def a_link_out_of_the_store(made: AnyStore) -> None:
-    elsewhere = made.root.parent.parent / "elsewhere.gguf"
-    shutil.move(made.file, elsewhere)
-    made.file.symlink_to(elsewhere)
+def a_link_out_of_the_store(external: AnyStore) -> None:
+    elsewhere = external.root.parent.parent / "elsewhere.gguf"
+    shutil.move(external.file, elsewhere)
+    external.file.symlink_to(elsewhere)
 
 
-def a_link_to_itself(made: AnyStore) -> None:
-    made.file.unlink()
-    made.file.symlink_to(made.file)
+def a_link_to_itself(external: AnyStore) -> None:
+    external.file.unlink()
+    external.file.symlink_to(external.file)
 
 
-def a_part_of_a_split_model_alone(made: AnyStore) -> None:
+def a_part_of_a_split_model_alone(external: AnyStore) -> None:
     count = entry("split.count", 2, struct.pack("<H", 3)), entry("split.no", 2, struct.pack("<H", 1))
     content = gguf_bytes([*model_entries(), *count])
-    if isinstance(made, OllamaStore):
-        made.replace(content)
+    if isinstance(external, OllamaStore):
+        external.replace(content)
         return
-    made.link.unlink()
+    external.link.unlink()
     name = "tiny-F32-00002-of-00003.gguf"
-    if isinstance(made, HubCache):
-        made.add(name, content)
+    if isinstance(external, HubCache):
+        external.add(name, content)
     else:
-        (made.repo / name).write_bytes(content)
+        (external.repo / name).write_bytes(content)
 
 
 BREAKS = {
@@ -175,35 +175,35 @@ BREAKS = {
 
 @pytest.mark.parametrize(("break_it", "said"), BREAKS.items(), ids=[one.__name__ for one in BREAKS])
 def test_broken_model_is_listed_with_what_to_do_and_never_written_to(
-    made, break_it, said, capsys, listed
+    external, break_it, said, capsys, list_models
 ) -> None:
-    break_it(made)
-    before = picture(made.root)
-    (row,) = listed()["unusable"]
-    assert (row["name"], row["store"]) == (made.name, made.program)
+    break_it(external)
+    before = picture(external.root)
+    (row,) = list_models()["unusable"]
+    assert (row["name"], row["store"]) == (external.name, external.program)
     assert row["fix"]
     assert main(["list"]) == 0
-    assert f"{made.name} can't be used: {row['problem']}" in capsys.readouterr().out
+    assert f"{external.name} can't be used: {row['problem']}" in capsys.readouterr().out
     with pytest.raises(CatalogError, match=said):
-        resolve(made.name).files()
-    assert main(["run", made.name, "Hello"]) != 0
+        resolve(external.name).files()
+    assert main(["run", external.name, "Hello"]) != 0
     err = capsys.readouterr().err
     assert "error:" in err
     assert "Traceback" not in err
-    assert picture(made.root) == before
+    assert picture(external.root) == before
 
 
-def test_unreadable_folder_is_reported(made, listed) -> None:
-    place = made.root / "manifests" if isinstance(made, OllamaStore) else made.root
+def test_unreadable_folder_is_reported(external, list_models) -> None:
+    place = external.root / "manifests" if isinstance(external, OllamaStore) else external.root
     place.chmod(0)
     try:
-        found = listed()
+        found = list_models()
         if os.geteuid():
             (row,) = found["unusable"]
             assert row["name"].endswith("*")
             assert "can't be looked into" in row["problem"]
             with pytest.raises(ModelNotPulledError):
-                resolve(made.name).files()
+                resolve(external.name).files()
         else:
             assert found["models"]
     finally:
@@ -221,14 +221,14 @@ def test_unreadable_folder_is_reported(made, listed) -> None:
     ],
     ids=["garbage", "other-types", "deep", "no-model", "huge"],
 )
-def test_malformed_manifest_is_reported(home: Path, content: str, said: str, listed) -> None:
-    made = OllamaStore(home, TINY)
-    made.manifest.write_text(content)
-    before = picture(made.root)
-    assert said in listed()["unusable"][0]["problem"]
+def test_malformed_manifest_is_reported(home: Path, content: str, said: str, list_models) -> None:
+    external = OllamaStore(home, TINY)
+    external.manifest.write_text(content)
+    before = picture(external.root)
+    assert said in list_models()["unusable"][0]["problem"]
     with pytest.raises(ModelNotPulledError, match=said):
-        resolve(made.name).files()
-    assert picture(made.root) == before
+        resolve(external.name).files()
+    assert picture(external.root) == before
 
 
 @pytest.mark.parametrize(
@@ -236,26 +236,26 @@ def test_malformed_manifest_is_reported(home: Path, content: str, said: str, lis
     ["sha256:../../../../etc/passwd", "sha256:" + "A" * 64, "md5:00", "", "sha256:" + "0" * 63],
 )
 def test_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
-    made = OllamaStore(home, TINY)
-    made.write_manifest(digest=digest)
+    external = OllamaStore(home, TINY)
+    external.write_manifest(digest=digest)
     with pytest.raises(ModelNotPulledError, match="not a SHA-256"):
-        resolve(made.name).files()
+        resolve(external.name).files()
 
 
 def test_external_file_of_another_digest_is_refused(home: Path) -> None:
-    for made in (OllamaStore(home, TINY), HubCache(home, TINY)):
-        made.file.write_bytes(gguf_bytes(seed=9))
-        before = picture(made.root)
+    for external in (OllamaStore(home, TINY), HubCache(home, TINY)):
+        external.file.write_bytes(gguf_bytes(seed=9))
+        before = picture(external.root)
         with pytest.raises(ChecksumError, match="as its name says"):
-            resolve(made.name).files()
-        assert picture(made.root) == before
+            resolve(external.name).files()
+        assert picture(external.root) == before
 
 
-def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, listed) -> None:
+def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, list_models) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    found = listed()
+    found = list_models()
     assert (found["models"], found["unusable"]) == ([], [])
     with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
         resolve("ollama/llama3:8b").files()
@@ -265,13 +265,13 @@ def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, listed
 
 
 def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
-    made = OllamaStore(home, TINY)
+    external = OllamaStore(home, TINY)
     for place in (
         "registry.ollama.ai/library/big/latest",
         "registry.ollama.ai/someone/tiny/q8_0",
         "hf.co/someone/Tiny-GGUF/Q4_K_M",
     ):
-        made.write_manifest(made.root / "manifests" / place)
+        external.write_manifest(external.root / "manifests" / place)
     names = {model.name for model in stores.search("ollama/")}
     others = {"ollama/big", "ollama/someone/tiny:q8_0", "ollama/hf.co/someone/Tiny-GGUF:Q4_K_M"}
     assert names == {"ollama/tiny:1b", *others}
@@ -280,7 +280,7 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     assert part_of("Ollama/Big:latest") == part_of("ollama/big")
 
 
-def test_store_cache_searches_again_once_stale(made, monkeypatch) -> None:
+def test_store_cache_searches_again_once_stale(external, monkeypatch) -> None:
     searches: list[str] = []
     plain = stores.search
 
@@ -292,10 +292,10 @@ def test_store_cache_searches_again_once_stale(made, monkeypatch) -> None:
     monkeypatch.setattr(stores, "FRESH_S", 3600.0)
     cache = stores.StoreCache()
     names = [[model.name for model in cache.usable()] for _ in range(3)]
-    assert names == [[made.name]] * 3
+    assert names == [[external.name]] * 3
     assert len(searches) == 1
     monkeypatch.setattr(stores, "FRESH_S", 0.0)
-    made.file.unlink()
+    external.file.unlink()
     assert stores.StoreCache().usable() == []
 
 
@@ -344,29 +344,29 @@ def test_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
 def test_hubs_cache_is_where_its_variables_say(
     home: Path, tmp_path: Path, variable: str, monkeypatch
 ) -> None:
-    made = HubCache(home, TINY)
+    external = HubCache(home, TINY)
     below = {"HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}.get(variable, "")
     (tmp_path / "moved" / below).parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(made.root, tmp_path / "moved" / below)
+    shutil.move(external.root, tmp_path / "moved" / below)
     assert stores.search() == []
     monkeypatch.setenv(variable, str(tmp_path / "moved"))
-    assert [model.name for model in stores.usable()] == [made.name]
+    assert [model.name for model in stores.usable()] == [external.name]
 
 
 def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(home: Path) -> None:
-    made = HubCache(home, TINY)
-    made.add("Q8/tiny-Q8_0.gguf", gguf_bytes(seed=1))
-    made.add("other-Q8_0.gguf", gguf_bytes(seed=2))
-    made.add("mmproj-tiny-F16.gguf", gguf_bytes(seed=3))
-    made.add("tiny-F32.gguf", gguf_bytes(seed=4), revision="b" * 40)
-    made.add("same-F16.gguf", TINY, revision="b" * 40)
+    external = HubCache(home, TINY)
+    external.add("Q8/tiny-Q8_0.gguf", gguf_bytes(seed=1))
+    external.add("other-Q8_0.gguf", gguf_bytes(seed=2))
+    external.add("mmproj-tiny-F16.gguf", gguf_bytes(seed=3))
+    external.add("tiny-F32.gguf", gguf_bytes(seed=4), revision="b" * 40)
+    external.add("same-F16.gguf", TINY, revision="b" * 40)
     assert {model.name for model in stores.search("hf:")} == {
-        made.name,
+        external.name,
         "hf:someone/Tiny-GGUF/Q8/tiny-Q8_0.gguf",
         "hf:someone/Tiny-GGUF/other-Q8_0.gguf",
         f"hf:someone/Tiny-GGUF@{'b' * 40}:F32",
     }
-    assert resolve("someone/Tiny-GGUF:F32").files().name == made.name
+    assert resolve("someone/Tiny-GGUF:F32").files().name == external.name
 
 
 def test_a_stores_projector_is_found_and_verified(home: Path, tmp_path: Path) -> None:
@@ -390,12 +390,12 @@ def test_a_stores_projector_is_found_and_verified(home: Path, tmp_path: Path) ->
 def test_ollamas_projector_is_found(home: Path, tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model.gguf")
     projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", read_header(model).n_embd)
-    made = OllamaStore(home, model.read_bytes())
-    made.layers.append(("projector", projector.read_bytes()))
-    blob = made.blob(projector.read_bytes())
-    made.write_manifest()
-    assert resolve(made.name).files().projector == str(blob)
-    assert next(one for one, _ in every_model(load_catalog()) if one.name == made.name).can_see
+    external = OllamaStore(home, model.read_bytes())
+    external.layers.append(("projector", projector.read_bytes()))
+    blob = external.blob(projector.read_bytes())
+    external.write_manifest()
+    assert resolve(external.name).files().projector == str(blob)
+    assert next(one for one, _ in every_model(load_catalog()) if one.name == external.name).can_see
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])
@@ -405,55 +405,55 @@ def test_split_model_is_one_model(kind, home: Path) -> None:
         gguf_bytes([*model_entries(), count, entry("split.no", 2, struct.pack("<H", n))])
         for n in (0, 1)
     ]
-    made = kind(home, *parts)
-    assert len(resolve(made.name).files().paths) == 2
-    made.link.unlink()
+    external = kind(home, *parts)
+    assert len(resolve(external.name).files().paths) == 2
+    external.link.unlink()
     with pytest.raises(ModelNotPulledError, match=r"its part .* is missing"):
-        resolve(made.name).files()
+        resolve(external.name).files()
 
 
 def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None:
-    made = StudioFolder(home, TINY)
-    shutil.move(made.root, tmp_path / "models")
+    external = StudioFolder(home, TINY)
+    shutil.move(external.root, tmp_path / "models")
     assert stores.search() == []
     (home / ".lmstudio/settings.json").write_text(
         json.dumps({"downloadsFolder": str(tmp_path / "models")})
     )
-    assert resolve(made.name).files().paths[0].startswith(str(tmp_path))
+    assert resolve(external.name).files().paths[0].startswith(str(tmp_path))
     for wrong in ("[]", "{", *(json.dumps({"downloadsFolder": folder}) for folder in ("/\0", 3))):
         (home / ".lmstudio/settings.json").write_text(wrong)
         assert stores.search() == []
 
 
 def test_control_characters_are_not_printed(home: Path, capsys) -> None:
-    made = StudioFolder(home, TINY)
-    made.file.rename(made.repo / "tiny\x1b[2J.gguf")
+    external = StudioFolder(home, TINY)
+    external.file.rename(external.repo / "tiny\x1b[2J.gguf")
     assert main(["list", "--pulled"]) == 0
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
 def test_ollama_model_is_pulled_under_a_name(home: Path, capsys) -> None:
-    made = OllamaStore(home, TINY)
-    before = picture(made.root)
-    assert main(["pull", made.name, "--name", "mine"]) == 0
-    assert picture(made.root) == before
+    external = OllamaStore(home, TINY)
+    before = picture(external.root)
+    assert main(["pull", external.name, "--name", "mine"]) == 0
+    assert picture(external.root) == before
     copy = Path(resolve("mine").files().paths[0])
     assert copy.read_bytes() == TINY
-    shutil.rmtree(made.root)
+    shutil.rmtree(external.root)
     assert resolve("mine").files().sha256 == sha(TINY)
 
 
 # --- the first launch
 
 
-def test_external_models_are_offered_if_none_is_pulled(made, capsys) -> None:
+def test_external_models_are_offered_if_none_is_pulled(external, capsys) -> None:
     assert main(["run", "Hello"]) != 0
-    assert f"from {made.program}: `edgeinfer chat {made.name}`" in capsys.readouterr().err
+    assert f"from {external.program}: `edgeinfer chat {external.name}`" in capsys.readouterr().err
 
 
 def test_every_cell_layout_generates(kind, home: Path, smollm2: Path, as_json) -> None:
-    made = kind(home, smollm2.read_bytes())
-    before = picture(made.root)
+    external = kind(home, smollm2.read_bytes())
+    before = picture(external.root)
     name = next(iter(stores.usable())).name
     assert as_json("run", name, "Hello", "--max-tokens", "4")["usage"]["completion_tokens"] > 0
-    assert picture(made.root) == before
+    assert picture(external.root) == before

@@ -31,9 +31,9 @@ def listed(as_json):
 
 
 def test_memory_rate_is_measured_on_this_machine() -> None:
-    found = read_memory_rate()
-    assert found.bytes_per_s > 1e8
-    assert found.threads >= 1
+    measured = read_memory_rate()
+    assert measured.bytes_per_s > 1e8
+    assert measured.threads >= 1
 
 
 def test_memory_rate_is_the_fastest_measured_so_far(monkeypatch, tmp_path) -> None:
@@ -114,14 +114,14 @@ def test_first_run_offers_models_that_suit_the_machine(
 ) -> None:
     machine(available, rate, threads)
     choices = fits.first_run_choices()
-    assert [one.role for one in choices] == roles
+    assert [choice.role for choice in choices] == roles
     assert choices[-1].name == "smollm2-135m-instruct"
-    assert len({one.name for one in choices}) == len(choices)
-    for one in choices:
-        assert one.licence
-        assert one.why
-        assert one.role == "tiny" or fits.needed_bytes(one.size_bytes) <= available
-    assert all(one.tokens_per_s >= fits.READABLE_TOKENS_PER_S for one in choices)
+    assert len({choice.name for choice in choices}) == len(choices)
+    for choice in choices:
+        assert choice.licence
+        assert choice.why
+        assert choice.role == "tiny" or fits.needed_bytes(choice.size_bytes) <= available
+    assert all(choice.tokens_per_s >= fits.READABLE_TOKENS_PER_S for choice in choices)
 
 
 def test_offered_models_are_chat_models_of_the_catalogue() -> None:

@@ -10,8 +10,8 @@ from edgeinfer.models.gguf import FILE_TYPES, TENSOR_TYPES, ArrayInfo, check, re
 
 def test_smollm2_header(smollm2: Path) -> None:
     header = check(smollm2)
-    found = header.architecture, header.quantization, header.n_layer, header.n_ctx_train
-    assert found == ("llama", "Q4_1", 30, 8192)
+    facts = header.architecture, header.quantization, header.n_layer, header.n_ctx_train
+    assert facts == ("llama", "Q4_1", 30, 8192)
     assert (header.n_params, header.n_vocab, header.n_embd) == (134_515_008, 49_152, 576)
     assert header.file_bytes == smollm2.stat().st_size
     assert header.split == (0, 1)
@@ -29,11 +29,11 @@ def test_gemma_header_steps_over_a_large_vocabulary(gemma3: Path) -> None:
 def test_tensors_agree_with_the_gguf_package(smollm2: Path) -> None:
     from gguf import GGUFReader
 
-    ours = read_header(smollm2)
-    theirs = GGUFReader(smollm2)
-    assert [(t.name, t.type, t.shape, t.offset, t.size_bytes) for t in ours.tensors] == [
+    header = read_header(smollm2)
+    reader = GGUFReader(smollm2)
+    assert [(t.name, t.type, t.shape, t.offset, t.size_bytes) for t in header.tensors] == [
         (t.name, t.tensor_type.name, tuple(map(int, t.shape)), int(t.data_offset), int(t.n_bytes))
-        for t in theirs.tensors
+        for t in reader.tensors
     ]
 
 
@@ -41,11 +41,11 @@ def test_tensor_types_agree_with_the_gguf_package() -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     for kind in GGMLQuantizationType:
-        ours = TENSOR_TYPES[kind.value]
-        assert ours.name == kind.name
+        tensor_type = TENSOR_TYPES[kind.value]
+        assert tensor_type.name == kind.name
         # the package counts two 32-bit floats in a block of Q8_1; ggml's block_q8_1 has two halves
         if kind.name != "Q8_1":
-            assert (ours.block, ours.bytes) == GGML_QUANT_SIZES[kind]
+            assert (tensor_type.block, tensor_type.bytes) == GGML_QUANT_SIZES[kind]
 
 
 def test_file_types_agree_with_llama_cpp() -> None:

@@ -71,15 +71,15 @@ def truncations(rng: random.Random) -> Iterator[Case]:
     whole = file_of(
         [*BASE, string_entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
     )
-    for at in sorted(rng.sample(range(1, len(whole)), 60)):
-        yield f"cut at {at} of {len(whole)}", whole[:at]
+    for length in sorted(rng.sample(range(1, len(whole)), 60)):
+        yield f"cut at {length} of {len(whole)}", whole[:length]
 
 
 def preambles(rng: random.Random) -> Iterator[Case]:
     for magic in (*b"GGML gguf FUGG <htm GGJT GGLA".split(), b"GGU\0", b"\x7fELF", b"PK\3\4", bytes(4)):
         yield f"magic {magic!r}", file_of(BASE, [tensor()], magic=magic)
-    known = (0, 1, 4, 5, 255, 0x03000000, 0x02000000, 2**31, 2**32 - 1)
-    for version in (*known, *rng.sample(range(4, 2**32), 10)):
+    versions = (0, 1, 4, 5, 255, 0x03000000, 0x02000000, 2**31, 2**32 - 1)
+    for version in (*versions, *rng.sample(range(4, 2**32), 10)):
         yield f"version {version}", file_of(BASE, [tensor()], version=version)
     for count in (*HUGE, *rng.sample(range(500, 2**40), 10)):
         yield f"{count} tensors", file_of(BASE, [tensor()], n_tensors=count)
@@ -202,7 +202,7 @@ def survivors() -> list[bytes]:
     """Mutants that our reader takes."""
     whole = gguf_bytes()
     header_bytes = parse(whole).data_offset
-    taken = []
+    reads = []
     for mutant in mutants(whole, header_bytes, 3000):
         try:
             header = parse(mutant)
@@ -210,8 +210,8 @@ def survivors() -> list[bytes]:
             continue
         assert isinstance(header, GgufHeader)
         assert header.tensors[-1].offset + header.tensors[-1].size_bytes <= len(mutant)
-        taken.append(mutant)
-    return taken
+        reads.append(mutant)
+    return reads
 
 
 _ORACLE = """

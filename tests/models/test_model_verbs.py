@@ -65,8 +65,8 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_j
 def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     pulled = as_json("pull", str(local), "--name", "mine")
     blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
-    kept = BlockStore(paths.blocks_dir()).model("another", {})
-    folders = [one.path(b"x").parent for one in (blocks, kept)]
+    other = BlockStore(paths.blocks_dir()).model("another", {})
+    folders = [one.path(b"x").parent for one in (blocks, other)]
     as_json("rm", "mine", "--yes")
     assert [folder.exists() for folder in folders] == [False, True]
 
@@ -80,8 +80,8 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     _, out, _ = run(capsys, "list")
     assert out.split()[:9] == "NAME HERE SIZE PARAMETERS QUANT CONTEXT SNAPSHOTS LICENCE FOR".split()
     _, out, _ = run(capsys, "show", "mine")
-    words = ("architecture", "sha256", "KV cache", "for 1,000 tokens", "compute", "trained context")
-    assert all(word in out for word in words)
+    labels = ("architecture", "sha256", "KV cache", "for 1,000 tokens", "compute", "trained context")
+    assert all(word in out for word in labels)
     _, out, _ = run(capsys, "show", "qwen3-8b")
     assert "not here yet: edgeinfer pull qwen3-8b" in out
     _, out, _ = run(capsys, "rm", "mine", "--yes")
@@ -115,15 +115,15 @@ def test_other_type_of_a_model_that_is_here_is_refused(local: Path, as_json) -> 
 
 def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None:
     server.files["/tiny.gguf"] = local.read_bytes()
-    words = ("pull", f"{server.url}/tiny.gguf", "--name", "mine", "--quiet")
+    command = ("pull", f"{server.url}/tiny.gguf", "--name", "mine", "--quiet")
     digest = hashlib.sha256(local.read_bytes()).hexdigest()
-    error = as_json(*words, "--sha256", "0" * 64, code=5)
+    error = as_json(*command, "--sha256", "0" * 64, code=5)
     assert error["code"] == "checksum"
     assert "as --sha256 says" in error["message"]
-    as_json(*words, "--sha256", "12", code=2)
-    assert as_json(*words, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
-    assert as_json(*words, "--sha256", digest)["was_here"]
-    as_json(*words, "--sha256", "0" * 64, code=5)  # a model that is here is no answer to another
+    as_json(*command, "--sha256", "12", code=2)
+    assert as_json(*command, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
+    assert as_json(*command, "--sha256", digest)["was_here"]
+    as_json(*command, "--sha256", "0" * 64, code=5)  # a model that is here is no answer to another
     assert list_pulled()[0].sha256 == digest
 
 
@@ -136,20 +136,20 @@ def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
         tries = {"b": 'run b "The sea is"', "c": 'run c "What is photosynthesis?"', "e": "serve e"}
         assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
     listed = as_json("list", "--pulled")["models"]
-    assert [one["purpose"] for one in listed] == ["base", "chat", "embedding"]
+    assert [row["purpose"] for row in listed] == ["base", "chat", "embedding"]
     assert listed[0]["parameters"] == "72"
 
 
 def test_file_in_place_that_others_may_change_is_warned_of(local: Path, capsys) -> None:
-    words = ("pull", str(local), "--in-place", "--quiet", "--name")
-    assert "warning" not in run(capsys, *words, "safe")[2]
+    command = ("pull", str(local), "--in-place", "--quiet", "--name")
+    assert "warning" not in run(capsys, *command, "safe")[2]
     local.chmod(0o666)
-    assert f"warning: others may change {local}" in run(capsys, *words, "shared")[2]
+    assert f"warning: others may change {local}" in run(capsys, *command, "shared")[2]
     local.chmod(0o644)
     local.parent.chmod(0o777)
-    assert f"warning: others may change {local}" in run(capsys, *words, "movable")[2]
+    assert f"warning: others may change {local}" in run(capsys, *command, "movable")[2]
     local.parent.chmod(0o1777)
-    assert "warning" not in run(capsys, *words, "sticky")[2]
+    assert "warning" not in run(capsys, *command, "sticky")[2]
 
 
 def test_unfinished_pull_is_listed_and_removed(capsys) -> None:

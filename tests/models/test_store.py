@@ -127,9 +127,9 @@ def test_path_is_checked_and_needs_no_store(local: Path, tmp_path: Path) -> None
 
 def test_unknown_references_are_no_model() -> None:
     for name in ("qwen3-4b", "qwen3-4b:Q8_0"):
-        with pytest.raises(ModelNotPulledError) as known:
+        with pytest.raises(ModelNotPulledError) as caught:
             resolve(name).files()
-        assert known.value.hint == f"pull it first: `edgeinfer pull {name}`"
+        assert caught.value.hint == f"pull it first: `edgeinfer pull {name}`"
     with pytest.raises(UnknownModelError) as unknown:
         resolve("qwen3-4bb").files()
     assert "qwen3-4b" in (unknown.value.hint or "")

@@ -93,8 +93,8 @@ def test_digest_is_of_the_part_that_is_asked_for(tmp_path):
     path.write_bytes(content)
     seen = []
     with open(path, "rb") as file:
-        found = disk.sha256_of_part(file.fileno(), 1000, 5000, lambda piece, _done: seen.append(piece))
-    assert found == hashlib.sha256(content[1000:6000]).hexdigest()
+        digest = disk.sha256_of_part(file.fileno(), 1000, 5000, lambda piece, _done: seen.append(piece))
+    assert digest == hashlib.sha256(content[1000:6000]).hexdigest()
     assert b"".join(seen) == content[1000:6000]
     assert disk.sha256_of(path, lambda _done: None) == hashlib.sha256(content).hexdigest()
 

@@ -18,29 +18,29 @@ DEFAULT = "smollm2-135m-instruct"
 @pytest.fixture
 def checks(as_json):
     """Run `doctor`, which exits with `code`; return its checks by name."""
-    return lambda code=0: {one["name"]: one for one in as_json("doctor", code=code)["checks"]}
+    return lambda code=0: {check["name"]: check for check in as_json("doctor", code=code)["checks"]}
 
 
 def test_doctor_calls_a_default_model_that_is_not_pulled_a_todo(checks):
-    found = checks()["catalogue"]
-    assert (found["status"], found["fix"]) == ("todo", f"edgeinfer pull {DEFAULT}")
+    check = checks()["catalogue"]
+    assert (check["status"], check["fix"]) == ("todo", f"edgeinfer pull {DEFAULT}")
 
 
 def test_doctor_is_content_once_the_main_job_works(checks, smollm2):
     assert main(["pull", str(smollm2), "--name", DEFAULT]) == 0
-    found = checks()
-    assert {name: c["found"] for name, c in found.items() if c["status"] == "fail"} == {}
-    assert "threads" in found["cpu"]["found"]
-    assert "LLAMAFILE" in found["llama.cpp"]["found"]
-    assert str(paths.data_dir()) in found["directories"]["found"]
+    by_name = checks()
+    assert {name: c["found"] for name, c in by_name.items() if c["status"] == "fail"} == {}
+    assert "threads" in by_name["cpu"]["found"]
+    assert "LLAMAFILE" in by_name["llama.cpp"]["found"]
+    assert str(paths.data_dir()) in by_name["directories"]["found"]
 
 
 def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):
     paths.config_dir().mkdir(parents=True)
     (paths.config_dir() / "config.toml").write_text("[lod]\n")
-    found = checks(code=1)
-    assert 'unknown key "lod"; did you mean "load"?' in found["configuration"]["found"]
-    assert found["llama.cpp"]["status"] == "ok"
+    by_name = checks(code=1)
+    assert 'unknown key "lod"; did you mean "load"?' in by_name["configuration"]["found"]
+    assert by_name["llama.cpp"]["status"] == "ok"
 
 
 def test_doctor_reports_a_library_that_does_not_load(monkeypatch):

@@ -53,9 +53,9 @@ TIGHTER_ABOVE = group(6 * GB, 0, at="a/b/") | group(8 * GB, 7 * GB, at="a/")
     ids=["container", "same group", "tightest group", "over its limit"],
 )
 def test_control_group_limits_memory(tmp_path: Path, cgroup, files, total, available, place) -> None:
-    found = machine.read_memory(tree(tmp_path, f"0::{cgroup}\n", files))
-    assert (found.total_bytes, found.available_bytes) == (total, available)
-    assert found.reason.endswith(place)
+    memory = machine.read_memory(tree(tmp_path, f"0::{cgroup}\n", files))
+    assert (memory.total_bytes, memory.available_bytes) == (total, available)
+    assert memory.reason.endswith(place)
 
 
 def test_version_1_groups(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
 
 
 def test_unknown_memory_is_unlimited(tmp_path: Path) -> None:
-    found = machine.read_memory(tmp_path)
-    assert (found.total_bytes, found.available_bytes) == (0, 1 << 62)
+    memory = machine.read_memory(tmp_path)
+    assert (memory.total_bytes, memory.available_bytes) == (0, 1 << 62)
 
 
 def test_this_machine() -> None:
-    here = machine.read_machine()
-    assert 1 <= here.physical_cores <= here.logical_cpus
-    assert 0 < here.memory.available_bytes <= here.memory.total_bytes
+    current = machine.read_machine()
+    assert 1 <= current.physical_cores <= current.logical_cpus
+    assert 0 < current.memory.available_bytes <= current.memory.total_bytes
     assert machine.resident_bytes() > 1 << 20
 
 

@@ -15,21 +15,21 @@ def test_directories_are_platformdirs_own(monkeypatch, tmp_path, kind, set_varia
     monkeypatch.delenv("EDGEINFER_HOME")
     if set_variable:
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", str(tmp_path))
-    ours = getattr(paths, f"{kind}_dir")()
-    assert ours == getattr(platformdirs, f"user_{kind}_path")("edgeinfer", appauthor=False)
+    folder = getattr(paths, f"{kind}_dir")()
+    assert folder == getattr(platformdirs, f"user_{kind}_path")("edgeinfer", appauthor=False)
 
 
 def test_one_variable_moves_everything(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     kinds = ("config", "models", "snapshots", "state", "runtime")
     places = [getattr(paths, f"{kind}_dir")() for kind in kinds]
-    assert all(place.is_relative_to(tmp_path) for place in places)
+    assert all(folder.is_relative_to(tmp_path) for folder in places)
     assert len(set(places)) == len(places)
 
 
 def test_private_dir_is_made_0700(tmp_path):
-    made = paths.private_dir(tmp_path / "a" / "b")
-    assert made.stat().st_mode & 0o777 == 0o700
+    folder = paths.private_dir(tmp_path / "a" / "b")
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def wide(path):

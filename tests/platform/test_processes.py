@@ -60,9 +60,10 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
     not SESSION.exists(), reason="this kernel shares the processor only among processes"
 )
 def test_background_process_steps_back_with_its_own_session_only():
-    own = SESSION.read_text().partition("nice")[2].split()  # none where a session has no such group
+    # none where a session has no such group
+    niceness = SESSION.read_text().partition("nice")[2].split()
     assert run_python(STEP_BACK, start_new_session=True).split() == ["19", "10"]
-    assert run_python(STEP_BACK).split() == ["19", *own]
+    assert run_python(STEP_BACK).split() == ["19", *niceness]
 
 
 @pytest.mark.parametrize(("frozen", "switches"), [(False, ["-P", "-m"]), (True, [MODULE_SWITCH])])

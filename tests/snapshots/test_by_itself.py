@@ -62,8 +62,8 @@ def test_stopping_the_app_does_not_stop_its_endpoint_for_ever(warm):
 
 
 def test_app_is_shown_by_ps_as_the_verb_and_its_model(warm):
-    for words, title in (((), f"edgeinfer serve {MODEL}"), (("--resume=never",), "edgeinfer serve")):
-        with Endpoint(warm, MODEL, *words) as endpoint:
+    for options, title in (((), f"edgeinfer serve {MODEL}"), (("--resume=never",), "edgeinfer serve")):
+        with Endpoint(warm, MODEL, *options) as endpoint:
             endpoint.ask()
             (app,) = endpoint.apps()
             shown = Path(f"/proc/{app}/cmdline").read_bytes().rstrip(b"\0").decode()
@@ -81,8 +81,8 @@ def test_named_snapshot_is_resumed_by_name_alone(user):
     # what is configured does not matter to one that is named
     user.settings(f"{NO_AUTO_WARM}[load]\nctx = 1024\n")
     assert user.ask("--snapshot", "short").start["snapshot"] == f"{MODEL},short"
-    words = ("run", "Name three colours.", *"--max-tokens 2 --json --snapshot".split())
-    result = user.run(*words, f"{MODEL},short").result
+    command = ("run", "Name three colours.", *"--max-tokens 2 --json --snapshot".split())
+    result = user.run(*command, f"{MODEL},short").result
     assert (result["model"], result["start"]["how"]) == (MODEL, "resumed")
     other = user.ask("--snapshot", "short", "--ctx", "2048")
     assert (other.code, "made with n_ctx=512, not with n_ctx=2048" in other.err) == (7, True)
@@ -136,8 +136,8 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
 
 def test_ollamas_place_is_held_by_a_resumed_endpoint_and_across_its_death(warm):
     port = free_port()
-    place = {"EDGEINFER_OLLAMA_PORT": str(port)}
-    with Endpoint(warm, MODEL, "--ollama", "--resume=always", env=place) as endpoint:
+    environment = {"EDGEINFER_OLLAMA_PORT": str(port)}
+    with Endpoint(warm, MODEL, "--ollama", "--resume=always", env=environment) as endpoint:
         for _ in range(2):
             asked = {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 3}}
             answer = httpx2.post(f"http://127.0.0.1:{port}/api/generate", json=asked, timeout=60)

@@ -64,11 +64,11 @@ def place(endpoint: Endpoint) -> str:
 def on_device(endpoint: Endpoint) -> str:
     """Wait until layers are on a device; where they lie."""
 
-    def found() -> str:
+    def mapped_files() -> str:
         assert endpoint.process.poll() is None, endpoint.log.read_text()
         return place(endpoint).replace("none", "")
 
-    return wait_until(found, "a device", PATIENCE_S)
+    return wait_until(mapped_files, "a device", PATIENCE_S)
 
 
 def mapped(endpoint: Endpoint) -> str:
@@ -98,8 +98,8 @@ def test_one_snapshot_is_resumed_with_a_device_and_without(
     snapshot = warm.snapshot()
     texts = set()
     for layers in ("2", "none"):
-        words = (MODEL, "--gpu-layers", layers, "--resume=always")
-        with Endpoint(warm, *words, env=device) as endpoint:
+        command = (MODEL, "--gpu-layers", layers, "--resume=always")
+        with Endpoint(warm, *command, env=device) as endpoint:
             if layers == "2":
                 assert on_device(endpoint) == "2 of 31 on Vulkan0"
                 assert f"{MODEL}: layers on GPUs: 2 of 31 on Vulkan0" in warm.run("ps").out

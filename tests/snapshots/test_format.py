@@ -25,20 +25,22 @@ words = st.text(
 
 
 def manifest(**tables) -> format.Manifest:
-    made = format.Manifest(
+    document = format.Manifest(
         name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2
     )
     for name, value in tables.items():
-        setattr(made, name, value)
-    return made
+        setattr(document, name, value)
+    return document
 
 
 @given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
     files = {f"/{path}": f"{n} {n * 1000} {n}" for n, path in enumerate(paths)}
     options = {"n_ctx": "8"}
-    made = manifest(keys=keys, files=files, images={"memory.img": 5}, requested=options, actual=options)
-    assert vars(format.parse_manifest(format.manifest_text(made), "here")) == vars(made)
+    document = manifest(
+        keys=keys, files=files, images={"memory.img": 5}, requested=options, actual=options
+    )
+    assert vars(format.parse_manifest(format.manifest_text(document), "here")) == vars(document)
 
 
 def test_every_truncation_of_a_manifest_is_refused():
@@ -83,8 +85,8 @@ def test_generations_are_newest_first_and_only_published_ones(tmp_path):
         folder.mkdir()
         if published:
             (folder / format.MANIFEST).touch()
-    found = format.generations(str(tmp_path))
-    assert [os.path.basename(folder) for folder in found["m"]] == [
+    folders = format.generations(str(tmp_path))
+    assert [os.path.basename(folder) for folder in folders["m"]] == [
         format.folder_name("m", n, program) for n, program in ((2, "q"), (1, "p"))
     ]
     of_one = format.generations(str(tmp_path), "p")["m"]

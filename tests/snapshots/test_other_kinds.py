@@ -32,9 +32,11 @@ def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, pla
     user.run("warm", kind, "--quiet").check()
     once, again = (user.run(kind, program=ASK).check().out for _ in range(2))
     assert once == again != ""
-    found = msgspec.msgpack.decode(bytes.fromhex(once))
+    canary = msgspec.msgpack.decode(bytes.fromhex(once))
     assert (
-        {type(one) for one in found} == {float} if kind == "ranker" else {*map(len, found)} == {N_EMBD}
+        {type(one) for one in canary} == {float}
+        if kind == "ranker"
+        else {*map(len, canary)} == {N_EMBD}
     )
 
 
@@ -61,10 +63,15 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     picture = place.folder / "picture.png"
     Image.linear_gradient("L").convert("RGB").save(picture)
     user.run("pull", str(model), "--name", "sees", "--in-place", "--quiet").check()
-    words = ("What is it?", "--image", str(picture), *"--max-tokens 8 --temperature 0 --json".split())
-    cold = user.run("run", "sees", *words, "--resume=never").check()
+    question = (
+        "What is it?",
+        "--image",
+        str(picture),
+        *"--max-tokens 8 --temperature 0 --json".split(),
+    )
+    cold = user.run("run", "sees", *question, "--resume=never").check()
     user.run("warm", "sees", "--quiet").check()
-    resumed = user.run("run", "sees", *words).check()
+    resumed = user.run("run", "sees", *question).check()
     assert resumed.start["how"] == "resumed"
     assert resumed.result["text"] == cold.result["text"] != ""
     exported = user.home / "exported"
@@ -73,15 +80,15 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     abroad.run("snapshots", "trust", signer).check()
     importing = ("import", str(exported), "--quiet")
     abroad.run("snapshots", *importing).check()
-    travelled = abroad.run("run", "sees", *words).check()
+    travelled = abroad.run("run", "sees", *question).check()
     assert travelled.start["how"] == "resumed"
     assert travelled.result["text"] == cold.result["text"]
     abroad.run("rm", "sees", "--yes").check()
     abroad.run("pull", str(model), "--name", "seeing", "--quiet").check()
     abroad.run("snapshots", *importing).check()  # of the model that is here by another name
-    assert abroad.run("run", "sees", *words).result["text"] == cold.result["text"]
+    assert abroad.run("run", "sees", *question).result["text"] == cold.result["text"]
     os.utime(projector)
-    changed = user.run("run", "sees", *words).check()
+    changed = user.run("run", "sees", *question).check()
     assert changed.start["how"] == "cold"
     assert projector.name in changed.err
 

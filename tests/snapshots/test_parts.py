@@ -67,14 +67,14 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
     folder = root / folder_of(name, generation, program and format.short_hash(program))
     (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
-    made = format.Manifest(
+    document = format.Manifest(
         name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2
     )
-    made.requested, made.actual = requested or {}, actual or {}
-    made.keys = fingerprint.machine_keys() | ({"program": program} if program else {})
-    made.files = {sys.executable: fingerprint.stamp(sys.executable)}
-    made.images = {format.MEMORY: size}
-    manifest = format.manifest_text(made).encode()
+    document.requested, document.actual = requested or {}, actual or {}
+    document.keys = fingerprint.machine_keys() | ({"program": program} if program else {})
+    document.files = {sys.executable: fingerprint.stamp(sys.executable)}
+    document.images = {format.MEMORY: size}
+    manifest = format.manifest_text(document).encode()
     contents = {format.MEMORY: bytes(size), format.MANIFEST: manifest, format.LOCK: b""}
     for file, content in contents.items():
         (folder / file).write_bytes(content)
@@ -283,10 +283,10 @@ def test_every_key_of_the_machine_and_every_part_of_a_stamp_is_compared_and_name
         fingerprint.refuse_stale(manifest, str(folder))
         manifest.keys[key] = "another"
         is_stale_by(key, manifest, folder)
-    for part in range(3):
+    for number in range(3):
         manifest = format.read_manifest(str(folder))
         parts = manifest.files[sys.executable].split()
-        parts[part] = "1"
+        parts[number] = "1"
         manifest.files[sys.executable] = " ".join(parts)
         is_stale_by(sys.executable, manifest, folder)
 
@@ -393,8 +393,8 @@ def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
 
     model = make_llama(tmp_path / "tiny.gguf", 512)
     assert filtered("pull", str(model), "--name", "tiny", "--in-place").returncode == 0
-    found = filtered("run", "tiny", "Hi", "--max-tokens", "2")
-    assert (found.returncode, found.stderr) == (
+    completed = filtered("run", "tiny", "Hi", "--max-tokens", "2")
+    assert (completed.returncode, completed.stderr) == (
         0,
         f"edgeinfer: cold start: tiny has no snapshot yet ({criu.FILTERED})\n",
     )

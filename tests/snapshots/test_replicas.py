@@ -81,56 +81,57 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
     questions = [f"Tell me story number {n}." for n in range(20)]
     with Serving(warm, "--threads", "2") as alone:
         expected = [alone.stream(text, _FEW)[0] for text in questions[:3]]
-    with Serving(warm, "--threads", "2", "--replicas", "2") as here:
-        wait_until(lambda: here.has(2), "two replicas")
-        assert {replica["how"] for replica in here.replicas["running"]} == {"resumed"}
+    with Serving(warm, "--threads", "2", "--replicas", "2") as serving:
+        wait_until(lambda: serving.has(2), "two replicas")
+        assert {replica["how"] for replica in serving.replicas["running"]} == {"resumed"}
         assert "small: 2 of 2 replicas: " in warm.run("ps").out
         answers: dict[str, tuple[str, str]] = {}
 
         def ask(text: str, n: int = _FEW) -> None:
-            answers[text] = here.stream(text, n)
+            answers[text] = serving.stream(text, n)
 
         with streaming(ask, questions[:3]):
             pass
         assert [answers[text] for text in questions[:3]] == [(text, "") for text in expected]
-        busy = [replica["completion_tokens_total"] for replica in here.replicas["running"]]
+        busy = [replica["completion_tokens_total"] for replica in serving.replicas["running"]]
         assert min(busy) >= _FEW
 
         text = "Once upon a time there was a fox. " * 60
-        here.stream(text, 1)
-        assert all(here.cached(f"{text} Question {n}?") > 400 for n in range(2))
+        serving.stream(text, 1)
+        assert all(serving.cached(f"{text} Question {n}?") > 400 for n in range(2))
 
         answers.clear()
-        here.begun.clear()
+        serving.begun.clear()
         with streaming(lambda text: ask(text, 64), questions):
             wait_until(
-                lambda: sum(c["requests"] for c in here.replicas["running"]) == 20, "all in a replica"
+                lambda: sum(c["requests"] for c in serving.replicas["running"]) == 20,
+                "all in a replica",
             )
-            wait_until(lambda: len(here.begun) > 8, "each to have begun: one computes eight at once")
-            endpoint, victim, _ = here.apps()
+            wait_until(lambda: len(serving.begun) > 8, "each to have begun: one computes eight at once")
+            endpoint, victim, _ = serving.apps()
             assert left_by(endpoint, REPLICAS, ReplicasInfo) is not None
             os.kill(victim, signal.SIGKILL)
         codes = [code for _, code in answers.values()]
         assert len(codes) == 20
         assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
         assert codes.count("") == 20 - codes.count("model_unavailable")
-        wait_until(lambda: here.has(2), "another replica")
-        assert here.replicas["crashed_total"] == 1
-        assert [replica["number"] for replica in here.replicas["running"]] in ([1, 3], [2, 3])
+        wait_until(lambda: serving.has(2), "another replica")
+        assert serving.replicas["crashed_total"] == 1
+        assert [replica["number"] for replica in serving.replicas["running"]] in ([1, 3], [2, 3])
         assert not Path(f"/proc/{victim}").exists()
 
 
 def test_resumed_endpoint_tells_its_clients_users_apart(warm):
-    with Serving(warm, "--replicas", "2") as here:
-        assert "models" in here.client.get("/props").json()  # of this user, or of root
+    with Serving(warm, "--replicas", "2") as serving:
+        assert "models" in serving.client.get("/props").json()  # of this user, or of root
         if os.getuid() == 0:
-            url = f"{here.client.base_url}/props"
+            url = f"{serving.client.base_url}/props"
             other = subprocess.run(["curl", "-s", url], user=65534, capture_output=True, text=True)
             assert "user_not_allowed" in other.stdout
 
 
 def test_replicas_of_a_model_without_a_snapshot_are_loaded(warm):
-    with Serving(warm, "--resume", "never", "--replicas", "2", "--ctx", "1024") as here:
-        wait_until(lambda: here.has(2), "two replicas")
-        assert {replica["how"] for replica in here.replicas["running"]} == {"cold"}
-        assert here.stream("Hello", 4)[1] == ""
+    with Serving(warm, "--resume", "never", "--replicas", "2", "--ctx", "1024") as serving:
+        wait_until(lambda: serving.has(2), "two replicas")
+        assert {replica["how"] for replica in serving.replicas["running"]} == {"cold"}
+        assert serving.stream("Hello", 4)[1] == ""

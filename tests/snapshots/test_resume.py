@@ -155,8 +155,8 @@ def test_list_shows_both_sizes_and_the_state(warm):
 
 
 def test_sixteen_at_once_from_one_snapshot(warm):
-    words = ("run", MODEL, "Hello", "--max-tokens", "1", "--json")
-    crowd = [warm.popen(*words) for _ in range(16)]
+    command = ("run", MODEL, "Hello", "--max-tokens", "1", "--json")
+    crowd = [warm.popen(*command) for _ in range(16)]
     for process in crowd:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
@@ -243,6 +243,6 @@ def test_an_idle_resumed_process_has_little_memory_of_its_own(warm):
 def _wait_for_app(process) -> list[int]:
     while True:
         assert process.poll() is None, process.communicate()
-        found = descendants(process.pid)
-        if len(found) == 2 and command_name(found[1]) == "edgeinfer":
-            return found
+        processes = descendants(process.pid)
+        if len(processes) == 2 and command_name(processes[1]) == "edgeinfer":
+            return processes

@@ -82,10 +82,13 @@ def assert_same(endpoint: Endpoint, stream: Stream, undisturbed: Stream) -> None
         return
     body = {"model": MODEL, "prompt": stream.prompt + common, "max_tokens": 1, "logprobs": 2}
     answer = endpoint.post({**body, "temperature": 0})
-    (found,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+    (candidate,) = answer["choices"][0]["logprobs"]["top_logprobs"]
     likeliest = [stream.text[len(common) :], undisturbed.text[len(common) :]]
-    assert all(any(text.startswith(token) for text in likeliest) for token in found), (found, likeliest)
-    assert abs(max(found.values()) - min(found.values())) < TIE
+    assert all(any(text.startswith(token) for text in likeliest) for token in candidate), (
+        candidate,
+        likeliest,
+    )
+    assert abs(max(candidate.values()) - min(candidate.values())) < TIE
 
 
 def streams(endpoint: Endpoint, n_tokens: int) -> list[Stream]:
@@ -106,8 +109,8 @@ def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
         assert taken.result["was_built"]
         assert taken.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
-        left = process_metadata.left_by(app, process_metadata.DESCRIPTION, ProcessDescription)
-        assert SECRET not in repr(left)
+        description = process_metadata.left_by(app, process_metadata.DESCRIPTION, ProcessDescription)
+        assert SECRET not in repr(description)
         for path in somebody.snapshot(f"{MODEL},live").rglob("*"):
             content = path.read_bytes() if path.is_file() else b""
             for encoding in ("utf-8", "utf-16-le", "utf-32-le"):
@@ -195,7 +198,7 @@ def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
 
 def names(person) -> set[str]:
     listed = person.run("snapshots", "--json").result["snapshots"]
-    return {one["details"]["name"] for one in listed}
+    return {row["details"]["name"] for row in listed}
 
 
 def test_impossible_take_reports_a_next_step(somebody):

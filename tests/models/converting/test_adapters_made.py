@@ -33,7 +33,10 @@ def pulled_base(name, tmp_path) -> None:
 def with_adapter_added(name, folder, factor):
     """The checkpoint with factor * B @ A added, as its makers' own tools would."""
     make_checkpoint(name, folder)
-    tensors = {one: weights(one, tuple(shape)) for one, shape in golden(name)["tensors"].items()}
+    tensors = {
+        tensor_name: weights(tensor_name, tuple(shape))
+        for tensor_name, shape in golden(name)["tensors"].items()
+    }
     for module, (a, b) in pairs(name, BASES[name]).items():
         added = factor * (b.astype(np.float64) @ a.astype(np.float64))
         tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] + added).astype(np.float32)
@@ -64,10 +67,10 @@ def test_applied_adapter_equals_changed_weights(name, tmp_path) -> None:
 def test_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     pull_adapter(str(make_peft(tmp_path / "Red-1.0", "qwen3", ATTENTION)), "base")
-    (one,) = adapters.list_adapters()
-    assert (one.name, one.base, one.n_tensors) == ("red-1.0", "base", 8)
+    (adapter,) = adapters.list_adapters()
+    assert (adapter.name, adapter.base, adapter.n_tensors) == ("red-1.0", "base", 8)
     path = LORA.parse("red-1.0:0.5").removesuffix(":0.5")
-    assert path == one.path
+    assert path == adapter.path
     assert adapters_of(f"{path}:0.5") == {"red-1.0": (path, 0.5)}
     remove_model("red-1.0")
     assert adapters.list_adapters() == []
@@ -136,7 +139,7 @@ def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:
         Adapter("blue", blue),
     )
     assert LoadOptions(lora="none").adapters(files) == ()
-    assert [one.name for one in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
+    assert [adapter.name for adapter in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
 
 
 def test_adapter_in_models_toml_has_one_place(user_models) -> None:

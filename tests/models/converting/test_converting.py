@@ -53,39 +53,41 @@ def test_logits_are_those_of_transformers(name, logits, tmp_path) -> None:
     """Both in float32. Gemma's GELU is a table of half precision in llama.cpp."""
     folder = make_checkpoint(name, tmp_path / "made", shards=3)
     convert(folder, tmp_path / "made.gguf", "F32", Job())
-    ours = read(tmp_path / "made.gguf", token_ids())[list(KEPT)]
-    theirs = logits[name]
-    assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
+    computed = read(tmp_path / "made.gguf", token_ids())[list(KEPT)]
+    expected = logits[name]
+    assert np.linalg.norm(computed - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
 def test_every_family_of_the_table_is_made() -> None:
-    made = {golden(name)["config"]["architectures"][0] for name in MADE}
+    converted = {golden(name)["config"]["architectures"][0] for name in MADE}
     for family in FAMILIES:
-        assert made & set(family.checkpoints), family.title
-    assert made <= {word for family in FAMILIES for word in family.checkpoints}
+        assert converted & set(family.checkpoints), family.title
+    assert converted <= {word for family in FAMILIES for word in family.checkpoints}
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
 def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
-    kept = TOKENIZERS[name]
+    recorded = TOKENIZERS[name]
     folder = make_checkpoint("llama2", tmp_path / "made")
     config = json.loads((folder / "config.json").read_text())
-    tokens = kept["tokenizer"]["model"]["vocab"]
-    config["vocab_size"] = n_vocab = len(tokens) + len(kept["tokenizer"]["added_tokens"])
+    tokens = recorded["tokenizer"]["model"]["vocab"]
+    config["vocab_size"] = n_vocab = len(tokens) + len(recorded["tokenizer"]["added_tokens"])
     (folder / "config.json").write_text(json.dumps(config))
     shapes = golden("llama2")["tensors"]
-    for one in ("model.embed_tokens.weight", "lm_head.weight"):
-        shapes[one] = [n_vocab, shapes[one][1]]
-    tensors = {one: weights(one, tuple(shape)) for one, shape in shapes.items()}
+    for tensor_name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[tensor_name] = [n_vocab, shapes[tensor_name][1]]
+    tensors = {tensor_name: weights(tensor_name, tuple(shape)) for tensor_name, shape in shapes.items()}
     (folder / "model.safetensors").write_bytes(safetensors(tensors))
-    (folder / "tokenizer.json").write_text(json.dumps(kept["tokenizer"]))
+    (folder / "tokenizer.json").write_text(json.dumps(recorded["tokenizer"]))
     convert(folder, tmp_path / "made.gguf", "F16", Job())
     with loaded(tmp_path / "made.gguf", vocab_only=True) as model:
         vocab = Vocab(model)
         texts = nasty_strings()
-        found = [digest(vocab.tokenize(text, parse_special=True)) for text in texts]
+        token_ids = [digest(vocab.tokenize(text, parse_special=True)) for text in texts]
     wrong = [
-        text for text, ours, theirs in zip(texts, found, kept["ids"], strict=True) if ours != theirs
+        text
+        for text, ours, theirs in zip(texts, token_ids, recorded["ids"], strict=True)
+        if ours != theirs
     ]
     assert wrong == []
 
@@ -96,12 +98,12 @@ def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
     folder = make_checkpoint("qwen2", tmp_path / "made", bf16=True)
     convert(folder, tmp_path / "made.gguf", kind, Job())
     reader = gguf_package.GGUFReader(tmp_path / "made.gguf")
-    tensor = next(one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
+    tensor = next(candidate for candidate in reader.tensors if candidate.name == "blk.1.ffn_up.weight")
     assert tensor.tensor_type.name == kind
     found = gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
-    meant = weights("model.layers.1.mlp.up_proj.weight", (48, 32))
-    step = np.abs(meant).max() / 127 if kind == "Q8_0" else 0
-    assert np.abs(found - meant).max() <= step
+    expected = weights("model.layers.1.mlp.up_proj.weight", (48, 32))
+    step = np.abs(expected).max() / 127 if kind == "Q8_0" else 0
+    assert np.abs(found - expected).max() <= step
     assert gguf.check(tmp_path / "made.gguf").quantization == kind
 
 
@@ -152,22 +154,22 @@ def headed(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
 
 
 def config_with(folder, **changes) -> None:
-    place = folder / "config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | changes))
+    config_file = folder / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | changes))
 
 
 def with_a_tensor_too_many(folder) -> None:
     extra = {"model.layers.0.self_attn.novelty.weight": weights("x", (4, 4))}
-    for place in folder.glob("*.safetensors"):
-        place.unlink()
-    kept = golden("llama3")["tensors"]
-    tensors = {name: weights(name, tuple(shape)) for name, shape in kept.items()}
+    for weights_file in folder.glob("*.safetensors"):
+        weights_file.unlink()
+    recorded = golden("llama3")["tensors"]
+    tensors = {name: weights(name, tuple(shape)) for name, shape in recorded.items()}
     (folder / "model.safetensors").write_bytes(safetensors(tensors | extra))
 
 
 def with_pickles(folder) -> None:
-    for place in folder.glob("*.safetensors*"):
-        place.unlink()
+    for weights_file in folder.glob("*.safetensors*"):
+        weights_file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
 
 
@@ -247,10 +249,10 @@ def test_converter_refuses_and_leaves_nothing(words, tmp_path) -> None:
     ("magic", "words"), [(b"tjgg", "of the time before GGUF"), (b"PK\x03\x04", "archive of pickles")]
 )
 def test_other_programs_files_are_called_what_they_are(magic, words, tmp_path) -> None:
-    place = tmp_path / "old.bin"
-    place.write_bytes(magic + bytes(100))
+    old_file = tmp_path / "old.bin"
+    old_file.write_bytes(magic + bytes(100))
     with pytest.raises(InvalidGgufError, match=words) as caught:
-        pull(f"file:{place}")
+        pull(f"file:{old_file}")
     assert caught.value.hint is not None
     assert "edgeinfer pull" in caught.value.hint
 

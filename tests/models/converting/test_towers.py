@@ -41,16 +41,16 @@ def test_rows_are_those_of_transformers(name, tmp_path) -> None:
         projector = Projector(str(tmp_path / "mmproj.gguf"), native, 1)
         encoded = projector.encode(Picture(side, side, picture(side).tobytes()))
         projector.free()
-    theirs = np.load(GOLDEN / "logits.npz")[f"{name} rows"]
+    expected = np.load(GOLDEN / "logits.npz")[f"{name} rows"]
     assert encoded
-    for ours in encoded:  # of SmolVLM a tile and the whole, which are the same here
-        assert ours.shape == theirs.shape
-        assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs)
+    for row in encoded:  # of SmolVLM a tile and the whole, which are the same here
+        assert row.shape == expected.shape
+        assert np.linalg.norm(row - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
 def test_every_tower_of_the_table_is_made() -> None:
-    made = {golden(name)["config"]["architectures"][0] for name in SEEING}
-    assert all(made & set(tower.checkpoints) for tower in TOWERS)
+    converted = {golden(name)["config"]["architectures"][0] for name in SEEING}
+    assert all(converted & set(tower.checkpoints) for tower in TOWERS)
 
 
 def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> None:
@@ -85,11 +85,11 @@ def test_tower_that_is_refused_leaves_a_model_of_text(changes, words, tmp_path) 
         else "qwen2.5-vl"
     )
     folder = make_checkpoint(name, tmp_path / name)
-    place = folder / "config.json"
-    config = json.loads(place.read_text())
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text())
     config["vision_config"] |= changes
-    place.write_text(json.dumps(config))
+    config_file.write_text(json.dumps(config))
     notes: list[PullProgress] = []
     assert pull(str(folder), notes.append).projector is None
-    note = next(one.note for one in notes if "no pictures are read" in one.note)
+    note = next(progress.note for progress in notes if "no pictures are read" in progress.note)
     assert re.search(words, note), note

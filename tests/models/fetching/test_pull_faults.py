@@ -139,7 +139,7 @@ def test_dropped_download_continues(server, url, body, options) -> None:
     )
     pull(url, options=options)
     assert is_right(body)
-    starts = [one.headers.get("range", "bytes=0-") for one in server.gets("/tiny.gguf")]
+    starts = [seen.headers.get("range", "bytes=0-") for seen in server.gets("/tiny.gguf")]
     assert [int(s[6:-1]) for s in starts] == [0, 100_000, 100_001, 100_001, 250_001]
     assert server.served == len(body)
 

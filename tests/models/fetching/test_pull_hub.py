@@ -80,7 +80,7 @@ def test_projector_that_does_not_fit_is_left_out(repo, options, tmp_path, wrong)
     notes: list[PullProgress] = []
     record = pull(f"{REPO}:q8_0", notes.append, options=options)
     assert record.projector is None
-    assert any("no pictures are read" in one.note for one in notes)
+    assert any("no pictures are read" in note.note for note in notes)
     assert [path.name for path in sorted(record.folder.iterdir())] == ["Tiny-Q8_0.gguf", "model.json"]
     assert resolve(record.name).files().projector == ""
 
@@ -103,7 +103,7 @@ def test_split_model_is_fetched_whole(server, repo, options) -> None:
 
 def test_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
     pull(f"{REPO}:Q8_0", options=options)
-    resolved = [one.path for one in server.seen if "/resolve/" in one.path]
+    resolved = [seen.path for seen in server.seen if "/resolve/" in seen.path]
     assert resolved
     assert all("/resolve/0123456789abcdef" in path for path in resolved)
 
@@ -112,7 +112,7 @@ def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, option
     server.faults.extend([Fault(cut_after=60_000), Fault(cut_after=60_000)])
     record = pull(f"{REPO}:Q8_0", options=options)
     assert record.paths[0].read_bytes() == body
-    ranges = [one.headers.get("range") for one in cdn(server, "Tiny-Q8_0.gguf")]
+    ranges = [seen.headers.get("range") for seen in cdn(server, "Tiny-Q8_0.gguf")]
     assert ranges == [None, "bytes=60000-", "bytes=120000-"]
 
 
@@ -144,10 +144,10 @@ def test_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     record = pull(f"{REPO}:Q8_0", options=options)
     assert record.paths[0].read_bytes() == body
-    at_home = [one for one in server.seen if not one.path.startswith("/cdn/")]
+    at_home = [seen for seen in server.seen if not seen.path.startswith("/cdn/")]
     assert at_home
-    assert all(one.headers["authorization"] == f"Bearer {TOKEN}" for one in at_home)
-    assert all("authorization" not in one.headers for one in cdn(server, "Tiny-Q8_0.gguf"))
+    assert all(seen.headers["authorization"] == f"Bearer {TOKEN}" for seen in at_home)
+    assert all("authorization" not in seen.headers for seen in cdn(server, "Tiny-Q8_0.gguf"))
     assert TOKEN not in (record.folder / "model.json").read_text()
 
 

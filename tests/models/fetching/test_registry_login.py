@@ -28,8 +28,8 @@ def sent(answer: Answer) -> list[tuple[str, str]]:
     seen = []
 
     def handle(request: httpx2.Request) -> httpx2.Response:
-        place = f"{request.url.scheme}://{request.url.host}"
-        seen.append((place, request.headers.get("Authorization", "")))
+        origin = f"{request.url.scheme}://{request.url.host}"
+        seen.append((origin, request.headers.get("Authorization", "")))
         return answer(request)
 
     with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
@@ -70,13 +70,13 @@ def test_another_host_cannot_ask_for_the_login() -> None:
             return httpx2.Response(401, headers={"WWW-Authenticate": "Basic"})
         return registry("https://store.example.net/uploads/1")(request)
 
-    assert [login for place, login in sent(answer) if place.endswith("store.example.net")] == [""]
+    assert [login for origin, login in sent(answer) if origin.endswith("store.example.net")] == [""]
 
 
 def test_upload_in_the_open_is_refused() -> None:
     *asked, refusal = sent(registry("http://registry.example.org/uploads/1"))
     assert "redirects to an unencrypted address" in refusal[1]
-    assert {place for place, _ in asked} == {"https://registry.example.org"}
+    assert {origin for origin, _ in asked} == {"https://registry.example.org"}
 
 
 @pytest.mark.parametrize(

@@ -103,16 +103,16 @@ def test_types_are_compared_by_size_speed_loss_and_score(
     before = quantize(smol, "q2_k", options=QuantizeOptions(perplexity=False)).model
     body = as_json("quantize", smol, "--compare", "q8_0,q2_k", "--quiet")
     assert resolve(f"{smol}:Q2_K").pulled == before
-    assert [one["name"] for one in body["models"]] == [smol, f"{smol}:Q8_0", f"{smol}:Q2_K"]
+    assert [model["name"] for model in body["models"]] == [smol, f"{smol}:Q8_0", f"{smol}:Q2_K"]
     source, large, small = body["models"]
     assert large["size_bytes"] > source["size_bytes"] > small["size_bytes"]
     assert source["divergence"] is None
     assert 0 < large["divergence"] < small["divergence"]
-    for one in body["models"]:
-        assert min(one["prefill_tokens_per_s"], one["decode_tokens_per_s"]) > 0
+    for model in body["models"]:
+        assert min(model["prefill_tokens_per_s"], model["decode_tokens_per_s"]) > 0
     assert body["evaluation"]["scores"][0]["value"] == 1
     assert not drift_path().exists(), "its answers are not a person's"
-    assert body["evaluation"]["candidates"] == [one["name"] for one in body["models"]]
+    assert body["evaluation"]["candidates"] == [model["name"] for model in body["models"]]
 
 
 def test_comparison_of_bad_types_begins_with_an_error(smol: str, as_json) -> None:
@@ -128,7 +128,7 @@ def test_types_without_importance_matrix_are_refused(gemma: str, kind: str) -> N
     assert resolve(f"gemma:{kind}").pulled is None
 
 
-def importance(model: Path, place: Path, *, wrong: bool = False) -> str:
+def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
     """An importance matrix that finds every value equally important."""
     rows = {
         t.name: t.shape[0]
@@ -143,8 +143,8 @@ def importance(model: Path, place: Path, *, wrong: bool = False) -> str:
     content = bytearray(gguf_bytes(entries=[], tensors=tensors))
     data = sum(4 * n for _, n in tensors)
     content[-data:] = struct.pack("<f", 1.0) * (data // 4)
-    place.write_bytes(content)
-    return str(place)
+    target.write_bytes(content)
+    return str(target)
 
 
 def test_importance_matrix_allows_small_types(gemma: str, gemma3: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_quantization_that_is_given_up_leaves_nothing(gemma: str, error) -> None
 
 def test_full_disk_stops_quantization(smol: str, monkeypatch) -> None:
     monkeypatch.setattr(
-        quantizing, "child_command", lambda *words: [sys.executable, "-c", _FULL_DISK, *words]
+        quantizing, "child_command", lambda *arguments: [sys.executable, "-c", _FULL_DISK, *arguments]
     )
     with pytest.raises(DiskFullError, match="no room"):
         quantize(smol, "Q4_0", options=QuantizeOptions(perplexity=False))
@@ -250,9 +250,9 @@ def test_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [0, 60_000])
 def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli) -> None:
     """A file-size limit fails a write as a full disk does: of our own files, and of llama.cpp's."""
-    made = make_llama(tmp_path / "made.gguf")
+    original = make_llama(tmp_path / "made.gguf")
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
-    process = start_cli("quantize", str(made), "Q8_0", "--name", "eight", "--json", before=before)
+    process = start_cli("quantize", str(original), "Q8_0", "--name", "eight", "--json", before=before)
     out, err = process.communicate()
     assert process.returncode == 6, err
     assert json.loads(out)["error"]["code"] == "disk-full"

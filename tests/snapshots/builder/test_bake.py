@@ -34,7 +34,7 @@ class Dump:
         self.folder, self.memory = folder / "images", folder / "memory.img"
         self.folder.mkdir()
         self.write(f"mm-{PID}.img", ImageMessage.of({1: 0}).with_parts(criu_images.MM_AREAS, areas))
-        runs = ({1: at, 2: len(data) // PAGE, 4: PRESENT} for at, data in content.items())
+        runs = ({1: address, 2: len(data) // PAGE, 4: PRESENT} for address, data in content.items())
         self.write(f"pagemap-{PID}.img", ImageMessage.of({1: 1}), *map(ImageMessage.of, runs))
         (self.folder / "pages-1.img").write_bytes(b"".join(content.values()))
         self.write("files.img", ImageMessage.of({1: 1, 2: 7}))
@@ -54,28 +54,28 @@ class Dump:
         return self.first(f"mm-{PID}.img").parts(criu_images.MM_AREAS)
 
     def bake(self) -> bake.Baked:
-        return bake.bake(self.folder, self.memory, PID, lambda part: None)
+        return bake.bake(self.folder, self.memory, PID, lambda fraction: None)
 
     def restored(self) -> dict[int, bytes | None]:
         """Every page as a restore would have it; None where another file's page shows."""
-        found: dict[int, bytes | None] = {}
+        memory: dict[int, bytes | None] = {}
         for a in self.areas():
-            start, end, offset, file = (a.number(n) for n in (1, 2, 3, 4))
+            start, stop, offset, file = (a.number(n) for n in (1, 2, 3, 4))
             is_file = a.number(criu_images.AREA_STATUS) & criu_images.STATUS_FILE_PRIVATE
-            for at in range(start, end, PAGE):
+            for address in range(start, stop, PAGE):
                 if file == 8:
-                    where = offset + at - start
-                    found[at] = self.memory.read_bytes()[where : where + PAGE]
+                    where = offset + address - start
+                    memory[address] = self.memory.read_bytes()[where : where + PAGE]
                 else:
-                    found[at] = None if is_file else bytes(PAGE)
+                    memory[address] = None if is_file else bytes(PAGE)
         pages = (self.folder / "pages-1.img").read_bytes()
-        at = 0
+        address = 0
         for entry in criu_images.read(self.folder / f"pagemap-{PID}.img").messages[1:]:
             for n in range(entry.number(2)):
-                found[entry.number(1) + n * PAGE] = pages[at : at + PAGE]
-                at += PAGE
-        assert at == len(pages)
-        return found
+                memory[entry.number(1) + n * PAGE] = pages[address : address + PAGE]
+                address += PAGE
+        assert address == len(pages)
+        return memory
 
 
 def random_pages(n: int) -> bytes:
@@ -100,7 +100,7 @@ def test_zeros_take_no_room_and_are_zeros_again(tmp_path):
     baked = dump.bake()
     assert baked.disk_bytes < 100 * PAGE < baked.memory_bytes
     restored = dump.restored()
-    assert b"".join(restored[at] for at in sorted(restored)) == data
+    assert b"".join(restored[address] for address in sorted(restored)) == data
 
 
 def test_zeros_over_a_file_stay_zeros_and_do_not_show_the_file(tmp_path):

@@ -44,9 +44,9 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
 
     abroad.run("snapshots", "trust", signer).check()
     abroad.run("snapshots", "import", str(exported), "--quiet").check()
-    here, there = abroad.ask(), warm.ask()
-    assert here.start["how"] == "resumed"
-    assert here.result["text"] == there.result["text"]
+    imported, original = abroad.ask(), warm.ask()
+    assert imported.start["how"] == "resumed"
+    assert imported.result["text"] == original.result["text"]
 
 
 @pytest.mark.criu
@@ -195,11 +195,11 @@ def all_refused(tamperings: dict, exported: Path, signer: str) -> None:
     key = SigningKey(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
-    for number, (what, (tamper, code, words)) in enumerate(tamperings.items()):
+    for number, (name, (tamper, code, message)) in enumerate(tamperings.items()):
         folder = exported.with_name(f"{exported.name}-{number}")
         tamper(exported, folder, key)
         error = refused(folder)
-        assert (error.code, words in error.message) == (code, True), (what, error)
+        assert (error.code, message in error.message) == (code, True), (name, error)
         shutil.rmtree(folder)
 
 

@@ -26,12 +26,12 @@ OPTIONS = ("--lora", "red:0.5", "--lora", "blue")
 @pytest.fixture(scope="module")
 def exporter(warm):
     """A user who has two adapters of the small model."""
-    place = warm.data / "data/adapters"
-    place.mkdir(mode=0o700, exist_ok=True)
-    for seed, path in enumerate((place / "red.gguf", warm.home / "blue.gguf")):
+    folder = warm.data / "data/adapters"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for seed, path in enumerate((folder / "red.gguf", warm.home / "blue.gguf")):
         make_adapter(path, seed, strength=0.5)
         os.chown(path, warm.uid, warm.gid)
-    os.chown(place, warm.uid, warm.gid)
+    os.chown(folder, warm.uid, warm.gid)
     return warm
 
 
@@ -39,8 +39,8 @@ def exporter(warm):
 def exported(exporter) -> Path:
     """Export that snapshot to a folder."""
     folder = exporter.home / "with adapters"
-    words = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"))
-    name = exporter.run("warm", MODEL, *words, "--json").result["snapshot"]["name"]
+    options = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"))
+    name = exporter.run("warm", MODEL, *options, "--json").result["snapshot"]["name"]
     exporter.run("snapshots", "export", name, str(folder), "--quiet").check()
     return folder
 
@@ -64,15 +64,15 @@ def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad
     assert place_of(abroad, "red").read_bytes() == place_of(exporter, "red").read_bytes()
 
     blue = str(exporter.home / "blue.gguf")
-    there = exporter.ask(*(blue if word == "blue" else word for word in OPTIONS))
-    here = abroad.ask(*OPTIONS)
-    assert (here.start["how"], there.start["how"]) == ("resumed", "resumed")
-    assert here.result["text"] == there.result["text"] != exporter.ask().result["text"]
+    original = exporter.ask(*(blue if word == "blue" else word for word in OPTIONS))
+    imported = abroad.ask(*OPTIONS)
+    assert (imported.start["how"], original.start["how"]) == ("resumed", "resumed")
+    assert imported.result["text"] == original.result["text"] != exporter.ask().result["text"]
     with Endpoint(abroad, MODEL, *OPTIONS, "--resume=always") as endpoint:
         asked = [
             {"prompt": "Once", "max_tokens": 4, "temperature": 0, "lora": lora} for lora in ([], None)
         ]
-        plain, tuned = (endpoint.post(one)["choices"][0]["text"] for one in asked)
+        plain, tuned = (endpoint.post(body)["choices"][0]["text"] for body in asked)
         assert (
             plain != tuned
         )  # adapters can be switched off and on: the process knows them by our files
@@ -137,10 +137,10 @@ TAMPERINGS = {
 @pytest.mark.criu
 def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported, signer):
     paths.private_dir(paths.adapters_dir())
-    for what, tampering in TAMPERINGS.items():
-        all_refused({what: tampering}, exported, signer)
+    for name, tampering in TAMPERINGS.items():
+        all_refused({name: tampering}, exported, signer)
         adapters.place("red").unlink(missing_ok=True)
-        assert not list(paths.adapters_dir().iterdir()), what
+        assert not list(paths.adapters_dir().iterdir()), name
 
 
 # --- what does not travel
@@ -158,11 +158,11 @@ def manifest_with(lora: str = "", *files: str) -> format.Manifest:
 def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     pull.pull(str(smollm2), options=pull.PullOptions(name=MODEL, in_place=True))
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
-    for manifest, words in (
+    for manifest, message in (
         (manifest_with(lora=shouting), "the adapter RED.gguf has no name"),
         (manifest_with("", shouting), "RED.gguf, which your models.toml names"),
     ):
-        with pytest.raises(SnapshotError, match=words):
+        with pytest.raises(SnapshotError, match=message):
             exporting.describe(manifest, "")
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
