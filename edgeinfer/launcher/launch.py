@@ -95,20 +95,20 @@ class Launcher:
         app.report += data
         *lines, app.report = app.report.split(b"\n")
         for line in lines:
-            self._reported(app, line.decode(errors="replace"))
+            self._handle_report(app, line.decode(errors="replace"))
         if not data and app in self._apps.running:
-            self._ended(app, "signal 9")
+            self._handle_end(app, "signal 9")
 
-    def _reported(self, app: LaunchedApp, line: str) -> None:
+    def _handle_report(self, app: LaunchedApp, line: str) -> None:
         event, _, detail = line.partition(" ")
         if event == "restored":
             self._apps.close_carried(app)
         elif event == "stopped" and app is self._main:
             self._stop()
         elif event == "failed":
-            self._failed(app, detail)
+            self._handle_failure(app, detail)
         elif event in ("exit", "signal"):
-            self._ended(app, line)
+            self._handle_end(app, line)
 
     def _stop(self) -> None:
         """Stop with the app after Ctrl-Z: a SIGTSTP, or a key that a chat reads."""
@@ -118,7 +118,7 @@ class Launcher:
         elif self.argv[0] == "chat" and self._terminal.is_ours():
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
-    def _failed(self, app: LaunchedApp, why: str) -> None:
+    def _handle_failure(self, app: LaunchedApp, why: str) -> None:
         """Start cold with the same request after CRIU failed to restore an accepted snapshot."""
         self._apps.forget(app)
         if app.request.how == "cold":
@@ -132,7 +132,7 @@ class Launcher:
         if app is self._main:
             self._main = again
 
-    def _ended(self, app: LaunchedApp, how: str) -> None:
+    def _handle_end(self, app: LaunchedApp, how: str) -> None:
         self._apps.forget(app)
         if app is self._main:
             self._finish(app, how)

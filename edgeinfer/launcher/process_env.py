@@ -41,9 +41,9 @@ def listen(argv: list[str]) -> list[_socket.socket]:
         listening = [_socket.socket(fileno=fd) for fd in activated]
     else:
         host = line.value("--host") or str(serve.get("host", "127.0.0.1"))
-        listening = _bound(host, line.value("--port") or str(serve.get("port", 8080)))
+        listening = _bind(host, line.value("--port") or str(serve.get("port", 8080)))
     if listening and (line.has("--ollama") or serve.get("ollama")):
-        listening += _bound(paths.OLLAMA_HOST, str(paths.ollama_port()))
+        listening += _bind(paths.OLLAMA_HOST, str(paths.ollama_port()))
     return listening
 
 
@@ -55,7 +55,7 @@ def user_lookup() -> _socket.socket | None:
         return None
 
 
-def _bound(host: str, port: str) -> list[_socket.socket]:
+def _bind(host: str, port: str) -> list[_socket.socket]:
     """Listen on every address of `host`; return none if one of them cannot be bound."""
     listening: list[_socket.socket] = []
     try:

@@ -129,7 +129,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())
-    matching = format.named(all_of, snapshot, model)
+    matching = format.matching_names(all_of, snapshot, model)
     if len(matching) != 1:
         many = "several snapshots are" if matching else "there is no snapshot"
         hint = f"there are: {', '.join(matching or sorted(all_of)) or 'none'}"

@@ -46,13 +46,13 @@ def list_adapters() -> list[PulledAdapter]:
     adapters = []
     for path in sorted(paths.adapters_dir().glob("*.gguf")):
         try:
-            adapters.append(_described(path))
+            adapters.append(_describe(path))
         except InvalidGgufError as error:
             _log.warning("the adapter %s is left out: %s", path.stem, error.message)
     return adapters
 
 
-def _described(path: Path) -> PulledAdapter:
+def _describe(path: Path) -> PulledAdapter:
     header = gguf.read_header(path)
     return PulledAdapter(
         name=path.stem,
@@ -100,4 +100,4 @@ def pull_adapter(
         sync(target)
         os.replace(target, place(ref.name))
         shutil.rmtree(work, ignore_errors=True)
-    return _described(place(ref.name))
+    return _describe(place(ref.name))

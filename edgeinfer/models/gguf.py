@@ -306,7 +306,7 @@ class _Walker:
         metadata = dict(self._metadata(n_metadata))
         alignment = self._alignment(metadata)
         tensors = [self._tensor(index) for index in range(n_tensors)]
-        data_offset = _padded(self.at, alignment)
+        data_offset = _pad(self.at, alignment)
         return GgufHeader(
             path=self.name,
             version=version,
@@ -314,7 +314,7 @@ class _Walker:
             alignment=alignment,
             data_offset=data_offset,
             metadata=metadata,
-            tensors=tuple(self._placed(tensors, data_offset, alignment)),
+            tensors=tuple(self._place_tensors(tensors, data_offset, alignment)),
         )
 
     def bad(self, problem: str) -> NoReturn:
@@ -458,7 +458,7 @@ class _Walker:
         size = elements // tensor_type.block * tensor_type.bytes
         return TensorInfo(name, tensor_type.name, shape, self._u64(f"the offset of {name}"), size)
 
-    def _placed(
+    def _place_tensors(
         self, tensors: list[TensorInfo], data_offset: int, alignment: int
     ) -> Iterator[TensorInfo]:
         """Check that tensors follow each other without gaps and end within the file."""
@@ -470,7 +470,7 @@ class _Walker:
             names.add(tensor.name)
             if tensor.offset != expected:
                 self.bad(f"tensor {tensor.name} is at {tensor.offset} of the data, not at {expected}")
-            expected = _padded(tensor.offset + tensor.size_bytes, alignment)
+            expected = _pad(tensor.offset + tensor.size_bytes, alignment)
             missing = data_offset + tensor.offset + tensor.size_bytes - self.end
             if missing > 0:
                 where = f"{missing} bytes past the end of the file"
@@ -478,5 +478,5 @@ class _Walker:
             yield msgspec.structs.replace(tensor, offset=data_offset + tensor.offset)
 
 
-def _padded(offset: int, alignment: int) -> int:
+def _pad(offset: int, alignment: int) -> int:
     return (offset + alignment - 1) // alignment * alignment

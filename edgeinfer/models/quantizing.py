@@ -87,7 +87,7 @@ def quantize(
             shutil.rmtree(work, ignore_errors=True)
     score = {}
     if options.perplexity:
-        score = scored(str(record.paths[0]), job, options, compared=source.paths[0])
+        score = score_model(str(record.paths[0]), job, options, compared=source.paths[0])
     return Quantized(
         model=record,
         source_bytes=sum(Path(path).stat().st_size for path in source.paths),
@@ -274,7 +274,7 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")
 
 
-def scored(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
+def score_model(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
     """Measure the perplexity of a model, and its divergence from `compared` if given."""
     text = paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)

@@ -145,7 +145,7 @@ def parse(text: str) -> Source:
     return _PARSERS.get(text.partition(":")[0], _hub)(text)
 
 
-def _matched(pattern: re.Pattern[str], text: str, kind: str, form: str) -> re.Match[str]:
+def _match(pattern: re.Pattern[str], text: str, kind: str, form: str) -> re.Match[str]:
     match = pattern.fullmatch(text)
     if match is None:
         raise UsageError(f"{text!r} is no {kind}", hint=form)
@@ -157,14 +157,14 @@ def _file(text: str) -> LocalFile:
 
 
 def _object(text: str) -> StoredObject:
-    match = _matched(_OBJECT, text, "object of a store", "s3://BUCKET/KEY.gguf")
+    match = _match(_OBJECT, text, "object of a store", "s3://BUCKET/KEY.gguf")
     _safe(match["key"].removesuffix("/"), text)
     return StoredObject(match["bucket"], match["key"], match["scheme"])
 
 
 def _oci(text: str) -> OciArtifact:
     form = "oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b"
-    match = _matched(_OCI, text, "artifact of a registry", form)
+    match = _match(_OCI, text, "artifact of a registry", form)
     return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
 
@@ -179,7 +179,7 @@ def _url(text: str) -> Url:
 
 
 def _wheel(text: str) -> WheelFile:
-    match = _matched(_WHEEL, text, "wheel source", "wheel:NAME==VERSION/PATH/INSIDE")
+    match = _match(_WHEEL, text, "wheel source", "wheel:NAME==VERSION/PATH/INSIDE")
     return WheelFile(match["name"], match["version"], _safe(match["path"], text))
 
 
@@ -188,7 +188,7 @@ def _hub(text: str) -> HubFile | HubQuant:
         "hf:OWNER/REPO:QUANT, hf:OWNER/REPO/FILE.gguf, https://…, s3://BUCKET/KEY, "
         "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH"
     )
-    match = _matched(_HF, text, "source of a model", form)
+    match = _match(_HF, text, "source of a model", form)
     revision = _safe(match["rev"], text) if match["rev"] else "main"
     if match["path"]:
         return HubFile(match["repo"], _safe(match["path"], text), revision)

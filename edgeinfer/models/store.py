@@ -185,8 +185,8 @@ def publish(
     folder = names.folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
-    files = tuple(_placed(one, folder) for one in fetched)
-    encoder = None if projector is None else _placed(projector, folder)
+    files = tuple(_place(one, folder) for one in fetched)
+    encoder = None if projector is None else _place(projector, folder)
     sync(folder)
     headers = [gguf.read_header(folder / file.path) for file in files]
     record = PulledModel(
@@ -210,7 +210,7 @@ def publish(
     return record
 
 
-def _placed(file: Fetched, folder: Path) -> PulledFile:
+def _place(file: Fetched, folder: Path) -> PulledFile:
     path = file.path
     if file.ours:
         sync(file.path)
@@ -225,7 +225,7 @@ def _placed(file: Fetched, folder: Path) -> PulledFile:
     )
 
 
-def unfinished() -> dict[str, int]:
+def unfinished_pulls() -> dict[str, int]:
     """Return the bytes of interrupted pulls by the model's name, without running ones."""
     sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):

@@ -31,28 +31,28 @@ def confine(writable: Sequence[str]) -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def called(number: int, *arguments: object) -> int:
+    def call(number: int, *arguments: object) -> int:
         result: int = libc.syscall(number, *arguments)
         if result < 0:
             raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
         return result
 
-    version = called(_CREATE, None, ctypes.c_size_t(0), _GET_VERSION)
+    version = call(_CREATE, None, ctypes.c_size_t(0), _GET_VERSION)
     rights = (1 << _RIGHTS[min(version, len(_RIGHTS)) - 1]) - 1
     size = _SIZES[min(version, len(_SIZES)) - 1]
     attributes = struct.pack("=QQQ", rights, 3, 3)[:size]
-    rules = called(_CREATE, attributes, ctypes.c_size_t(size), 0)
+    rules = call(_CREATE, attributes, ctypes.c_size_t(size), 0)
 
     def allow(path: str, allowed: int) -> None:
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        called(_ADD, rules, _PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
+        call(_ADD, rules, _PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
         os.close(beneath)
 
     allow("/", _READ)
     for path in writable:
         allowed = rights if os.path.isdir(path) else rights & _OF_FILES
         allow(path, allowed)
-    called(_RESTRICT, rules, 0)
+    call(_RESTRICT, rules, 0)
     os.close(rules)
 
 
@@ -176,7 +176,7 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
-    return _assembled(steps)
+    return _assemble(steps)
 
 
 def _refusing(machine: str) -> bytes:
@@ -216,7 +216,7 @@ def _refusing(machine: str) -> bytes:
     ]
     for family in _FAMILIES:
         steps += [(_IF_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
-    return _assembled([*steps, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])
+    return _assemble([*steps, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT)])
 
 
 def _of_architecture(architecture: int) -> list[tuple[int, int, int, int]]:
@@ -228,5 +228,5 @@ def _of_architecture(architecture: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _assembled(steps: list[tuple[int, int, int, int]]) -> bytes:
+def _assemble(steps: list[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

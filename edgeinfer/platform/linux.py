@@ -40,7 +40,7 @@ def _libc() -> ctypes.CDLL:
     return _loaded[0]
 
 
-def _checked(result: int, call: str) -> int:
+def _check(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -50,7 +50,7 @@ def _checked(result: int, call: str) -> int:
 def clone(flags: int) -> int:
     """Fork into new namespaces: 0 in the child. Only for a process with one thread. Raises OSError."""
     number = _CLONE[os.uname().machine]
-    return _checked(
+    return _check(
         _libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone"
     )
 
@@ -82,7 +82,7 @@ def own_proc() -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """Call mount(2). Raises OSError."""
     texts = [os.fsencode(text) for text in (source, target, kind, options)]
-    _checked(_libc().mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
+    _check(_libc().mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 
 
 def bind(source: str, target: str, *, read_only: bool) -> None:
@@ -91,14 +91,14 @@ def bind(source: str, target: str, *, read_only: bool) -> None:
     if read_only:
         attributes = (ctypes.c_uint64 * 4)(1)  # MOUNT_ATTR_RDONLY
         arguments = (_AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attributes, ctypes.c_size_t(32))
-        _checked(_libc().syscall(_MOUNT_SETATTR, *arguments), f"mount --bind -r {target}")
+        _check(_libc().syscall(_MOUNT_SETATTR, *arguments), f"mount --bind -r {target}")
 
 
 def pivot_root(folder: str) -> None:
     """Make a mounted folder the root, and lose the old one. Raises OSError."""
     os.chdir(folder)
-    _checked(_libc().syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
-    _checked(_libc().umount2(b".", _MNT_DETACH), "umount")
+    _check(_libc().syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _check(_libc().umount2(b".", _MNT_DETACH), "umount")
     os.chdir("/")
 
 
@@ -112,7 +112,7 @@ def become_init(flags: int, uid: int, gid: int) -> None:
     if flags:
         own_proc()
     else:
-        _checked(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
+        _check(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def set_name(name: str) -> None:
@@ -135,9 +135,9 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
     low, high = word & 0xFFFFFFFF, word >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)(low, low, low, high, high, high)
-    _checked(_libc().capset(header, sets), "capset")
+    _check(_libc().capset(header, sets), "capset")
     for number in numbers:
-        _checked(
+        _check(
             _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)"
         )
 
@@ -153,25 +153,25 @@ def drop_privileges(*, can_map_root: bool = False) -> None:
     _libc().capget(header, permitted)
     left = permitted[1] & 1 << _CAP_SETFCAP if can_map_root and os.geteuid() == 0 else 0
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    _checked(_libc().capset(header, (ctypes.c_uint32 * 6)(left, left)), "capset")
+    _check(_libc().capset(header, (ctypes.c_uint32 * 6)(left, left)), "capset")
     refuse_new_privileges()
 
 
 def refuse_new_privileges() -> None:
     """Let no exec gain privileges: the kernel wants it before a filter or Landlock. Raises OSError."""
-    _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def forget_pages(start: int, length: int) -> None:
     """Call madvise(MADV_DONTNEED): the pages read as when they were mapped."""
-    _checked(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
+    _check(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
 def getrandom(size: int) -> bytes:
     """Read randomness by system call: libc's state may repeat (glibc >= 2.41)."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
-    got = _checked(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")
+    got = _check(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")
     if got != size:
         raise OSError(f"getrandom gave {got} bytes of {size}")
     return buffer.raw

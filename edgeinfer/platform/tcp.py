@@ -58,7 +58,7 @@ def peer_of(connection: socket.socket) -> Peer | None:
     try:
         return _ask_kernel(connection.family, local, remote)
     except OSError:  # a seccomp filter, gVisor, a kernel without inet_diag
-        ends = _spelled(*remote), _spelled(*local)
+        ends = _spell(*remote), _spell(*local)
         uids = [row.uid for row in _rows() if (row.local, row.remote) == ends and row.inode]
         return Peer(uids[0]) if uids else None
 
@@ -123,7 +123,7 @@ def _rows() -> Iterator[_Row]:
                 yield _Row(*ends, state, int(uid), int(inode))
 
 
-def _spelled(address: str, port: int) -> str:
+def _spell(address: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     raw = socket.inet_pton(family, address.partition("%")[0])
     numbers = struct.unpack(f"={len(raw) // 4}I", raw)

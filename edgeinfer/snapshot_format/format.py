@@ -77,7 +77,7 @@ class Manifest:
         self.images: dict[str, int] = {}
 
 
-def _escaped(word: str) -> str:
+def _escape(word: str) -> str:
     return word.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
 
 
@@ -92,7 +92,7 @@ def manifest_text(m: Manifest) -> str:
             rows += [(field, *item) for item in value.items()]
         else:
             rows.append((field, value))
-    return "".join("\t".join(_escaped(str(word)) for word in row) + "\n" for row in [*rows, ("end",)])
+    return "".join("\t".join(_escape(str(word)) for word in row) + "\n" for row in [*rows, ("end",)])
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
@@ -191,7 +191,7 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
 
 
-def named(names: Collection[str], requested: str, model: str = "") -> list[str]:
+def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
     """List what `wanted` may mean: a whole name, else one given for `model`, else for any model."""
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)

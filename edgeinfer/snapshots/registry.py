@@ -138,7 +138,7 @@ def last_used_s(folder: Path) -> float:
         return 0.0
 
 
-def listed() -> list[Listed]:
+def list_snapshots() -> list[Listed]:
     """List every snapshot by name: the newest generation of each name and program."""
     rows = []
     for folder in map(Path, _newest_of_each()):
@@ -171,7 +171,7 @@ def find(name: str) -> Path:
     """Find a snapshot by name, whole or given, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    matching = format.named(all_of, name) or [
+    matching = format.matching_names(all_of, name) or [
         key for key in all_of if format.model_part(key) == format.part_of(name)
     ]
     if len(matching) == 1:

@@ -57,8 +57,8 @@ def processes(*, everywhere: bool = False) -> list[Running]:
     parents, mine = _parents(), os.getpid()
     found = []
     for pid in parents:
-        typed = _typed(pid)
-        if typed is None or pid == mine or _typed(parents.get(pid, 0)) == typed:
+        typed = _typed_command(pid)
+        if typed is None or pid == mine or _typed_command(parents.get(pid, 0)) == typed:
             continue
         if not (everywhere or shares_folders(pid)):
             continue
@@ -135,7 +135,7 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _typed(pid: int) -> list[str] | None:
+def _typed_command(pid: int) -> list[str] | None:
     """Return the verb and arguments of a launcher, or None if the process is none."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
     for index, word in enumerate(words[:2]):

@@ -19,7 +19,7 @@ from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
-from edgeinfer.models.store import unfinished
+from edgeinfer.models.store import unfinished_pulls
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
         fits=options.fits,
         busy=bool(estimator and estimator.rate.busy),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
-        unfinished=unfinished(),
+        unfinished=unfinished_pulls(),
         adapters=tuple(
             adapter for adapter in list_adapters() if all(word in adapter.name for word in search_words)
         ),

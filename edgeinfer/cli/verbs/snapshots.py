@@ -213,7 +213,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:
-    listed = registry.listed()
+    listed = registry.list_snapshots()
     return SnapshotsResult(
         snapshots=tuple(listed),
         disk_bytes=sum(s.disk_bytes for s in listed),

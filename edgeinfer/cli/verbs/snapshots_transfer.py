@@ -136,7 +136,7 @@ def distrust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
 
 def _trusted_keys() -> SnapshotsTrustResult:
     key = signing.own_key(make=False)
-    return SnapshotsTrustResult(own=key.fingerprint if key else "", trusted=signing.trusted())
+    return SnapshotsTrustResult(own=key.fingerprint if key else "", trusted=signing.trusted_keys())
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {

@@ -25,7 +25,7 @@ from edgeinfer.models.converting.checkpoint import (
     read_json,
     to_float32,
 )
-from edgeinfer.models.converting.families import Family, Transform, Values, needed
+from edgeinfer.models.converting.families import Family, Transform, Values, required_number
 from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
@@ -52,7 +52,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[Planned]:
     """Plan every tensor. Raises ConversionError for one that has no place in llama.cpp."""
-    table = tensor_names(family, needed(config, "block_count", MAX_LAYERS))
+    table = tensor_names(family, required_number(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
         if source.startswith(VISION) or source.endswith("rotary_emb.inv_freq"):
@@ -190,7 +190,7 @@ class Conversion:
             add_key(writer, f"tokenizer.{key}", value)
 
     def _n_vocab(self) -> int:
-        n_tokens = needed(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
+        n_tokens = required_number(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
         rows = next(
             (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
         )

@@ -31,7 +31,7 @@ class Heads(msgspec.Struct, frozen=True):
 Transform = Callable[[Array, Heads], Array]
 
 
-def _interleaved(values: Array, n_head: int) -> Array:
+def _interleave(values: Array, n_head: int) -> Array:
     """Reorder each head's rows from halves (rotate_half) to pairs (ggml's rope of type "norm")."""
     shape = values.shape
     halves = values.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:])
@@ -40,12 +40,12 @@ def _interleaved(values: Array, n_head: int) -> Array:
 
 def pair_queries(values: Array, heads: Heads) -> Array:
     """Order a query projection, [n_head * head_dim, …], for rope over neighbouring values."""
-    return _interleaved(values, heads.n_head)
+    return _interleave(values, heads.n_head)
 
 
 def pair_keys(values: Array, heads: Heads) -> Array:
     """Order a key projection, [n_head_kv * head_dim, …], for rope over neighbouring values."""
-    return _interleaved(values, heads.n_head_kv)
+    return _interleave(values, heads.n_head_kv)
 
 
 def plus_one(values: Array, _heads: Heads) -> Array:
@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[type, str]] = {
 }
 
 
-def needed(config: Values, key: str, most: int = 1 << 31) -> int:
+def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
     """Return the count at a GGUF's key. Raises ConversionError for a missing or invalid one."""
     word = KEYS[key][1]
     value = config.get(word)
@@ -82,8 +82,8 @@ def needed(config: Values, key: str, most: int = 1 << 31) -> int:
 
 def count_heads(config: Values) -> Heads:
     """Return the shape of attention. Raises ConversionError if config.json lacks it."""
-    n_head = needed(config, "attention.head_count")
-    width = needed(config, "embedding_length")
+    n_head = required_number(config, "attention.head_count")
+    width = required_number(config, "embedding_length")
     head_dim = config.get("head_dim")
     head_dim = width // n_head if head_dim is None else int(head_dim)
     n_kv = config.get("num_key_value_heads")
@@ -98,7 +98,7 @@ def count_heads(config: Values) -> Heads:
 def metadata(family: Family, config: Values) -> dict[str, Any]:
     """Return the architecture's keys and values, without its prefix. Raises ConversionError."""
     heads = count_heads(config)
-    needed(config, "context_length")
+    required_number(config, "context_length")
     keys: dict[str, Any] = {}
     for key, (kind, word) in KEYS.items():
         value = config.get(word)

@@ -129,7 +129,7 @@ def metadata(folder: Path, n_vocab: int) -> Values:
         )
     vocabulary = Vocabulary(n_vocab)
     keys = _model(tokenizer, vocabulary)
-    _added(tokenizer, vocabulary)
+    _added_tokens(tokenizer, vocabulary)
     keys |= {"ggml.tokens": vocabulary.tokens, "ggml.token_type": vocabulary.types}
     if keys["ggml.model"] == "llama":
         keys["ggml.scores"] = vocabulary.scores
@@ -197,7 +197,7 @@ def _prefixes(tokenizer: Values) -> bool:
     return "'Metaspace'" in steps and "'prepend_scheme': 'never'" not in steps
 
 
-def _added(tokenizer: Values, vocabulary: Vocabulary) -> None:
+def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
     """Put the tokens that are matched before text is split: special ones, and whole words."""
     for token in tokenizer.get("added_tokens") or ():
         index = token["id"]

@@ -141,7 +141,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
     Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
     """
-    files = described(model)
+    files = describe_files(model)
     report = progress or (lambda stage, fraction: None)
     encoder = [file for file in model.projectors if file.path == files.projector]
     for file in (*model.files, *encoder):
@@ -158,7 +158,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
     return files
 
 
-def described(model: ExternalModel) -> ModelFiles:
+def describe_files(model: ExternalModel) -> ModelFiles:
     """Return a model's files as headers and store describe them, before bytes are verified.
 
     Raises ModelNotPulledError, InvalidGgufError.

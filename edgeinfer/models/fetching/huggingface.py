@@ -45,7 +45,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
             source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S
         )
     listed = {file.rfilename: file for file in info.siblings or []}
-    chosen = _chosen(source, list(listed))
+    chosen = _choose_files(source, list(listed))
     commit = info.sha or source.revision
     remotes = [_remote(source, listed[path], commit, api) for path in chosen]
     encoders = [_remote(source, file, commit, api) for file in _projectors(chosen, listed)]
@@ -60,7 +60,7 @@ def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
     return sorted(projectors, key=lambda file: (file.size or 0, file.rfilename))[:1]
 
 
-def _chosen(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
+def _choose_files(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
     if isinstance(source, HubFile):
         if source.path not in paths:
             raise SourceNotFoundError(

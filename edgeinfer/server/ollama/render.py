@@ -248,7 +248,7 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
     try:
         ref = resolve(name)
         if ref.external is not None:  # what would check every byte of it can wait until it is used
-            return stores.described(ref.external), ""
+            return stores.describe_files(ref.external), ""
         return ref.files(), ref.entry.licence if ref.entry else ""
     except EdgeInferError:
         return None, ""

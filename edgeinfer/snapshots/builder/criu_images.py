@@ -101,11 +101,11 @@ class ImageMessage(list[Field]):
     def encode(self) -> bytes:
         out = []
         for number, kind, value in self:
-            out.append(_encoded(number << 3 | kind))
+            out.append(_encode(number << 3 | kind))
             if isinstance(value, int):
-                out.append(_encoded(value))
+                out.append(_encode(value))
             else:
-                out.append((_encoded(len(value)) if kind == BYTES else b"") + value)
+                out.append((_encode(len(value)) if kind == BYTES else b"") + value)
         return b"".join(out)
 
     def number(self, field: int) -> int:
@@ -153,7 +153,7 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
             return value, offset
 
 
-def _encoded(value: int) -> bytes:
+def _encode(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -218,9 +218,9 @@ class AppHost(Host):
         return engine.start if isinstance(engine, RemoteEngine) else None
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.registry import listed  # only the model picker asks
+        from edgeinfer.snapshots.registry import list_snapshots  # only the model picker asks
 
-        return frozenset(snapshot.details.model for snapshot in listed() if snapshot.fresh)
+        return frozenset(snapshot.details.model for snapshot in list_snapshots() if snapshot.fresh)
 
     def warm(
         self,

@@ -58,7 +58,7 @@ def gather(loaded: LoadedModel | None) -> Facts:
     if numpy is not None:
         drawn["numpy"] = repr(numpy.random())
     if loaded is not None and loaded.engine.info.can_generate:
-        drawn["sampler"] = _sampled(loaded)
+        drawn["sampler"] = _sample(loaded)
     umask = os.umask(0o077)
     os.umask(umask)
     return Facts(
@@ -74,7 +74,7 @@ def gather(loaded: LoadedModel | None) -> Facts:
     )
 
 
-def _sampled(loaded: LoadedModel) -> str:
+def _sample(loaded: LoadedModel) -> str:
     request = GenerateRequest(
         prompt="Once",
         max_tokens=_SAMPLED_TOKENS,

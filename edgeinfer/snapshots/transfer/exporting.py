@@ -78,7 +78,7 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
 
     Raises SnapshotError for a file that no other machine could know by a name.
     """
-    pulled = _pulled(manifest.model)
+    pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
     files = [
         SnapshotFile(
@@ -115,7 +115,7 @@ def _file(
     return SnapshotFile(kind=kind, name=name, size=size, sha256=sha256_of(path), scale=scale)
 
 
-def _pulled(model: str) -> PulledModel:
+def _find_pulled(model: str) -> PulledModel:
     """Return the pulled model of this name. Raises SnapshotError for another."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:

@@ -87,7 +87,7 @@ def _refuse_other_options(description: SnapshotDescription) -> None:
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: jobs.Progress) -> None:
     """Store the model and the adapters that are not here under their names, all or none."""
-    model = _pulled(description)
+    model = _find_pulled(description)
     missing = [file for file in description.adapters if not _has_adapter(file)]
     missing += description.model_files if model is None else []
     job = Job(
@@ -105,12 +105,12 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
             _pull(description.model, fetched[description.model_files[0]], in_place=False)
         elif model.name != description.model:
             _pull(description.model, model.paths[0], in_place=True)
-        _pulled(description)
+        _find_pulled(description)
         for file in description.adapters:
             _store_adapter(file, fetched)
 
 
-def _pulled(description: SnapshotDescription) -> store.PulledModel | None:
+def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
     """Return the model here, by any name. Raises SnapshotStaleError if another has this one's."""
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled

@@ -63,7 +63,7 @@ def _write_private(name: str, text: str) -> None:
         ) from error
 
 
-def trusted() -> dict[str, str]:
+def trusted_keys() -> dict[str, str]:
     """Return every trusted fingerprint with its day. Raises SnapshotUnsafeError."""
     rows = (line.split() for line in _read_private(SIGNERS).splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
@@ -76,12 +76,12 @@ def trust(fingerprint: str) -> None:
             f"{fingerprint!r} is not a fingerprint of a key",
             hint="`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters",
         )
-    _write_signers({fingerprint: datetime.now(UTC).date().isoformat()} | trusted())
+    _write_signers({fingerprint: datetime.now(UTC).date().isoformat()} | trusted_keys())
 
 
 def distrust(fingerprint: str) -> None:
     """Stop trusting this key. Raises UsageError if it was not trusted."""
-    signers = trusted()
+    signers = trusted_keys()
     if signers.pop(fingerprint, None) is None:
         raise UsageError(
             f"{fingerprint} is not among the trusted keys",
@@ -98,7 +98,7 @@ def refuse_unknown(public: bytes) -> str:
     """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for any other."""
     signer = fingerprint(public)
     own_signer = own_key(make=False)
-    if signer not in trusted() and (own_signer is None or own_signer.fingerprint != signer):
+    if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
         raise SnapshotUntrustedError(
             f"the snapshot was signed by {signer}, whom you have not trusted",
             hint="ask its maker for the fingerprint; if it is the same: "

@@ -27,7 +27,7 @@ from edgeinfer.models import quantizing, store
 from edgeinfer.models.gguf import FILE_TYPES, check
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import pull
-from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, scored
+from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, score_model
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.runtime.drift import drift_path
@@ -260,7 +260,9 @@ def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli
 
 
 def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
-    first, second = (scored(str(smollm2), Job(), QuantizeOptions(score_tokens=100)) for _ in range(2))
+    first, second = (
+        score_model(str(smollm2), Job(), QuantizeOptions(score_tokens=100)) for _ in range(2)
+    )
     assert first["n_tokens"] == second["n_tokens"]
     assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-3)
 
@@ -269,4 +271,4 @@ def test_perplexity_of_a_file_llama_cpp_refuses(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     path.write_bytes(gguf_bytes())
     with pytest.raises(QuantizeError, match="cannot be measured"):
-        scored(str(path), Job(), QuantizeOptions())
+        score_model(str(path), Job(), QuantizeOptions())

@@ -261,9 +261,9 @@ def test_openssl_reads_the_key_and_checks_the_signature(tmp_path):
 def test_trust_is_given_and_taken():
     who = fingerprint(bytes(32))
     signing.trust(who)
-    assert list(signing.trusted()) == [who]
+    assert list(signing.trusted_keys()) == [who]
     signing.distrust(who)
-    assert signing.trusted() == {}
+    assert signing.trusted_keys() == {}
     for wrong in ("", "SHA256:short", f"{who}\n{who}"):
         with pytest.raises(UsageError):
             signing.trust(wrong)
