@@ -51,7 +51,7 @@ class State(msgspec.Struct, frozen=True):
         sizes = (piece.nbytes for piece in self.pieces)
         return tuple(zip(sizes, self.places, strict=True))
 
-    def joined(self) -> memoryview:
+    def join_pieces(self) -> memoryview:
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
 
@@ -85,11 +85,11 @@ def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
 class SequenceMemory(Protocol):
     """llama.cpp's side of the cache."""
 
-    def remove(self, seq_id: int, start: int, end: int) -> bool:
-        """Remove positions [start, end) (end -1: to the last); False when a part cannot be removed."""
+    def remove(self, seq_id: int, start: int, stop: int) -> bool:
+        """Remove positions [start, stop) (stop -1: to the last); False if a part cannot be removed."""
 
-    def copy(self, source: int, target: int, end: int) -> None:
-        """Let `target` share positions [0, end) of `source`."""
+    def copy(self, source: int, target: int, stop: int) -> None:
+        """Let `target` share positions [0, stop) of `source`."""
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         """Add `delta` to the positions from `start` on."""

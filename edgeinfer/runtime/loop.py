@@ -79,18 +79,18 @@ class DecodeLoop:
         with self._changed:
             if self._inside:
                 raise EngineError(f"{self._inside} requests are still running")
-            thread = self._thread
             self._stopping = True
-            self._changed.notify_all()
-        if thread is not None:
-            thread.join()
+        self._join()
         self._stopping = False
-        self._scheduler.executor.low_priority.end()
 
     def close(self) -> None:
         """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
         with self._changed:
             self._closed = True
+        self._join()
+
+    def _join(self) -> None:
+        with self._changed:
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:

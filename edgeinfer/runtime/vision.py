@@ -191,7 +191,7 @@ class Vision:
         width, height = block.tokens
         shape = (-1, self._projector.width)
         return (width, height), [
-            np.frombuffer(state.joined(), np.float32).reshape(shape) for state in block.states
+            np.frombuffer(state.join_pieces(), np.float32).reshape(shape) for state in block.states
         ]
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:

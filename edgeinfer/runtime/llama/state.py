@@ -66,7 +66,7 @@ class SequenceStates:
     def write(self, seq_id: int, state: State) -> bool:
         """Append a saved range behind what `seq_id` has. False if there is no room."""
         self._clear()
-        done = self._set_pieces(state) or self._set(self._scratch, state.joined(), 0)
+        done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:
             self._llama.llama_memory_seq_cp(self._active.memory, self._scratch, seq_id, -1, -1)
         self._clear()

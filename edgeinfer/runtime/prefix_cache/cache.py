@@ -166,7 +166,7 @@ class PrefixCache:
         if not restore.is_over:
             return True
         back = n == len(restored) and self.states.write_checkpoint(
-            cached_seq.seq_id, block.states[1].joined()
+            cached_seq.seq_id, block.states[1].join_pieces()
         )
         self.kv.save_checkpoint(cached_seq)
         return back

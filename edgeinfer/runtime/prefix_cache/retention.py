@@ -54,7 +54,7 @@ class CacheLimits:
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
 
-    def allowed(self, root: Path, used_bytes: int) -> int:
+    def allowed_bytes(self, root: Path, used_bytes: int) -> int:
         """Return how many bytes all blocks below `root` may have now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
@@ -100,12 +100,12 @@ def _stamp(path: Path, used_ns: int) -> None:
 def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
     """Count a new block: (blocks evicted for it, whether it fits). Raises OSError."""
     used, written = _read_used(root)
-    allowed, removed = limits.allowed(root, used), 0
+    allowed, removed = limits.allowed_bytes(root, used), 0
     if written + n_bytes > allowed // _RECOUNT_SHARE or used + n_bytes > allowed:
         removed, used = prune(root, limits, n_bytes)
         with new_file(root / _USED, 0o600) as file:
             file.write(struct.pack("q", used))
-        if used + n_bytes > limits.allowed(root, used):
+        if used + n_bytes > limits.allowed_bytes(root, used):
             return removed, False
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(root / _USED, flags), "wb", buffering=0) as file:
@@ -132,7 +132,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
     """Evict the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
-    allowed = limits.allowed(root, used)
+    allowed = limits.allowed_bytes(root, used)
     if used + extra_bytes <= allowed:
         return 0, used
     removed = 0

@@ -16,8 +16,8 @@ _QUEUE_BYTES = 256 << 20
 class WriterThread:
     """Run jobs in a separate thread, in order. Any thread may call."""
 
-    def __init__(self, queue_bytes: int = _QUEUE_BYTES) -> None:
-        self._queue_bytes = queue_bytes
+    def __init__(self) -> None:
+        self._queue_bytes = _QUEUE_BYTES
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
         self._busy = False

@@ -117,7 +117,7 @@ class AnswerFile:
     def add(self, owner: int, tokens: Sequence[int]) -> None:
         """Append an answer. Raises OSError."""
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
-        with self._locked():
+        with self._file_lock():
             start = self._word(0)
             if not 0 <= start <= RING - len(entry):
                 start = 0
@@ -134,7 +134,7 @@ class AnswerFile:
     def forget(self, owners: Iterable[int]) -> int:
         """Erase the answers of conversations; return the erased bytes. Raises OSError."""
         erased = 0
-        with self._locked():
+        with self._file_lock():
             ring = self.ring
             bounds = np.flatnonzero(ring < 0).tolist()
             mine = {-owner for owner in owners}
@@ -179,7 +179,7 @@ class AnswerFile:
                 self._write(table + page, places[page : page + _PAGE])
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _file_lock(self) -> Iterator[None]:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -226,7 +226,7 @@ class PastAnswers:
         if file is None or file.is_deleted:
             paths.private_dir(self._folder.parent)
             paths.private_dir(self._folder)
-            path = self._folder / _keyed(self._secret, salt).hex()
+            path = self._folder / _keyed_hash(self._secret, salt).hex()
             if not path.exists():
                 self._prune()
             file = AnswerFile(path)
@@ -246,13 +246,13 @@ class PastAnswers:
             self._files.clear()
 
 
-def _keyed(secret: bytes, text: str) -> bytes:
+def _keyed_hash(secret: bytes, text: str) -> bytes:
     return hashlib.blake2b(text.encode(), key=secret, digest_size=16, person=FOLDER.encode()).digest()
 
 
 def owner_number(secret: bytes, conversation: str) -> int:
     """Name a conversation in a ring: a positive number of 31 bits."""
-    return int.from_bytes(_keyed(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
+    return int.from_bytes(_keyed_hash(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
 
 
 def forget_answers(root: Path, secret: bytes, conversations: Iterable[str]) -> int:

@@ -227,7 +227,7 @@ def test_state_moves_between_mapping_and_copying_contexts(
     states = other._scheduler._idle_cells._states
     assert states.write(0, state)
     again = states.read(0, 0, 256)
-    assert bytes(again.joined()) == bytes(state.joined())
+    assert bytes(again.join_pieces()) == bytes(state.join_pieces())
     assert len(again.pieces) == 1
     other.close()
     one.close()

@@ -62,7 +62,7 @@ def test_block_round_trip(blocks: BlockFolder) -> None:
     block = make_block(blocks, TOKENS)
     name = put(blocks, block)
     back = blocks.read(name)
-    assert [bytes(state.joined()) for state in back.states] == [b"\0" * 5000, b"end"]
+    assert [bytes(state.join_pieces()) for state in back.states] == [b"\0" * 5000, b"end"]
     assert back.tokens == TOKENS
     assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
 
@@ -77,7 +77,7 @@ def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
     assert [bytes(piece) for piece in back.pieces] == made
     assert bytes(data).index(b"ccc") % 4096 == 64
     assert bytes(data).index(b"ddd") % 4096 == 4095
-    assert (back.places, bytes(back.joined()), bytes(point.joined())) == (
+    assert (back.places, bytes(back.join_pieces()), bytes(point.join_pieces())) == (
         places,
         b"".join(made),
         b"point",
