@@ -26,7 +26,6 @@ from edgeinfer.platform.machine import read_processors
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
 from edgeinfer.server.app import App
-from edgeinfer.server.batches import Batches
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
@@ -131,7 +130,6 @@ async def _serve(
         host,
         normalizer=PromptNormalizer(config.normalize_prompts),
         responses=ResponseStore(most) if config.store_responses else None,
-        batches=Batches(paths.data_dir() / "batches"),
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )

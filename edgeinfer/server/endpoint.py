@@ -20,7 +20,6 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server import tracing
-from edgeinfer.server.batches import Batches
 from edgeinfer.server.callers import BodyBudget, EngineSlots, FairPool
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
@@ -64,8 +63,6 @@ class Endpoint:
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
     #: Stored responses; None if they are switched off.
     responses: ResponseStore | None = None
-    #: Files and batches; None where none are kept.
-    batches: Batches | None = None
     #: The page (`web.routes.Web`); None if it is switched off.
     web: Any = None
     #: Adds and removes models; None if no client may do so.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping
@@ -60,47 +59,6 @@ async def read_body(request: Request) -> bytes:
     except ClientDisconnect:
         raise Problem(400, "The client left.", code="client_disconnected") from None
     return b"".join(parts)
-
-
-#: Parts of a form at most, and lines that begin as its boundary does.
-_MOST_PARTS = 16
-_MOST_CANDIDATES = 1000
-_BOUNDARY = re.compile(r'multipart/form-data;.*boundary="?([^";]{1,70})', re.IGNORECASE)
-_END_OF_LINE = re.compile(rb"(?:--)?[ \t]*(?=\r\n|$)")
-_FIELD = re.compile(rb'[ ;]name="([^"]*)"(?:; *filename="([^"]*)")?')
-
-
-def read_form(content_type: str, raw: bytes) -> dict[str, tuple[bytes, str]]:
-    """Parse a multipart form into fields with file names. Raises Problem 400."""
-    declared = _BOUNDARY.match(content_type)
-    fields: dict[str, tuple[bytes, str]] = {}
-    lines = _boundary_lines(raw, declared[1].encode()) if declared else ()
-    for (_, start), (end, _) in itertools.pairwise(lines):
-        head_end = raw.find(b"\r\n\r\n", start, end + 4)
-        field = _FIELD.search(raw, start, head_end) if head_end >= 0 else None
-        if field is not None:
-            name, filename = ((text or b"").decode("utf-8", "replace") for text in field.groups())
-            fields[name] = (raw[head_end + 4 : end], filename)
-    return fields
-
-
-def _boundary_lines(raw: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each line that is the boundary alone (RFC 2046, 5.1.1).
-
-    `find` takes 5 ms for 32 MB; a regular expression would hold the interpreter for half a second.
-    """
-    begin, n_parts = b"\r\n--" + boundary, 0
-    at = -2 if raw.startswith(begin[2:]) else raw.find(begin)
-    for _ in range(_MOST_CANDIDATES):
-        if at == -1 or n_parts > _MOST_PARTS:
-            break
-        line_end = _END_OF_LINE.match(raw, at + len(begin))
-        if line_end is not None:
-            n_parts += 1
-            yield max(at, 0), line_end.end()
-        at = raw.find(begin, at + len(begin))
-    if at != -1:
-        raise Problem(400, f"A form has {_MOST_PARTS} parts at most.", code="invalid_value")
 
 
 #: Such integers may need more than 64 bits.

@@ -1,42 +1,24 @@
-"""OpenAI's routes: answers, embeddings, models, files and batches."""
+"""OpenAI's routes: answers, embeddings and models."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import importlib
-import secrets
 import struct
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.batches import (
-    BatchCounts,
-    Batches,
-    BatchLine,
-    BatchObject,
-    BatchUrl,
-    FileObject,
-    Folder,
-    read_lines,
-)
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
-from edgeinfer.server.problems import Problem, shutting_down
-from edgeinfer.server.request_body import read_body, read_form
-from edgeinfer.server.wire_types import PromptUsage, Reply, Wire
+from edgeinfer.server.wire_types import PromptUsage
 
 ROUTES = RouteTable()
 
@@ -157,168 +139,6 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
 
 def _stamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-class FileDeleted(Reply, frozen=True, kw_only=True):
-    id: str
-    object: Literal["file"] = "file"
-    deleted: bool = True
-
-
-class ListQuery(Wire, frozen=True, kw_only=True):
-    """A page of a list: at most `limit` items behind the one with the id `after`."""
-
-    after: str = ""
-    limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
-    order: Literal["asc", "desc"] = "desc"
-    purpose: str = ""
-
-
-class Page(Reply, frozen=True, kw_only=True):
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
-
-
-class FileList(Page, frozen=True, kw_only=True):
-    data: list[FileObject]
-
-
-class BatchList(Page, frozen=True, kw_only=True):
-    data: list[BatchObject]
-
-
-class BatchRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/batches."""
-
-    hints: ClassVar = frozenset({"output_expires_after"})
-
-    input_file_id: str
-    endpoint: BatchUrl
-    completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
-
-
-def _batches(context: RequestContext) -> Batches:
-    if context.endpoint.batches is None:
-        raise Problem(400, "No files are kept here.", code="files_not_kept")
-    return context.endpoint.batches
-
-
-def _folder(context: RequestContext) -> Folder:
-    return _batches(context).folder(context.key)
-
-
-def _page(records: list[Any], query: ListQuery) -> dict[str, Any]:
-    if query.order == "asc":
-        records.reverse()
-    ids = [record.id for record in records]
-    start = ids.index(query.after) + 1 if query.after in ids else 0
-    data = records[start : start + query.limit]
-    return {
-        "data": data,
-        "has_more": start + query.limit < len(records),
-        "first_id": data[0].id if data else None,
-        "last_id": data[-1].id if data else None,
-    }
-
-
-@ROUTES.post("/v1/files", uses_model=False)
-async def upload(context: RequestContext) -> FileObject:
-    """Keep a file of requests, a multipart form with `file` and `purpose`."""
-    folder = _folder(context)
-    raw = await read_body(context.request)
-    return await asyncio.to_thread(_keep, folder, context.headers.get("content-type", ""), raw)
-
-
-def _keep(folder: Folder, content_type: str, raw: bytes) -> FileObject:
-    form = read_form(content_type, raw)
-    content, filename = form.get("file", (b"", ""))
-    if form.get("purpose", (b"", ""))[0] != b"batch" or not content:
-        message = "Send the form fields 'file', which is not empty, and 'purpose', which is 'batch'."
-        raise Problem(400, message, param="purpose", code="invalid_value")
-    return folder.add(content, filename)
-
-
-@ROUTES.get("/v1/files")
-async def list_files(context: RequestContext, query: ListQuery) -> FileList:
-    """The files of this key, the newest first."""
-    records = await asyncio.to_thread(_folder(context).records, FileObject)
-    records = [record for record in records if query.purpose in ("", record.purpose)]
-    return FileList(**_page(records, query))
-
-
-@ROUTES.get("/v1/files/{id}")
-async def one_file(context: RequestContext) -> FileObject:
-    """A file of requests or answers."""
-    return await asyncio.to_thread(_folder(context).read, context.path_id, FileObject)
-
-
-@ROUTES.get("/v1/files/{id}/content", reply_type="application/jsonl")
-async def content_of(context: RequestContext) -> Response:
-    """The lines of a file."""
-    path = await asyncio.to_thread(_folder(context).content, context.path_id)
-    return FileResponse(path, media_type="application/jsonl")
-
-
-@ROUTES.delete("/v1/files/{id}")
-async def delete_file(context: RequestContext) -> FileDeleted:
-    """Delete a file."""
-    await asyncio.to_thread(_folder(context).delete, context.path_id)
-    return FileDeleted(id=context.path_id)
-
-
-@ROUTES.post("/v1/batches", uses_model=False, max_body_bytes=64 << 10)
-async def create(context: RequestContext, body: BatchRequest) -> BatchObject:
-    """Answer a file of requests in the background."""
-    batches, folder = _batches(context), _folder(context)
-    if context.endpoint.draining:
-        raise shutting_down()
-    batches.check_room(context.caller)
-
-    def read() -> list[BatchLine]:
-        importlib.import_module("httpx2")  # 75–120 ms, which the event loop has not
-        return read_lines(folder.lines(body.input_file_id), _refuse_line, body.endpoint)
-
-    lines = await asyncio.to_thread(read)
-    now = int(time.time())
-    batch = BatchObject(
-        id=f"batch_{secrets.token_hex(12)}",
-        endpoint=body.endpoint,
-        input_file_id=body.input_file_id,
-        output_file_id=f"file-{secrets.token_hex(12)}",
-        created_at=now,
-        in_progress_at=now,
-        request_counts=BatchCounts(total=len(lines)),
-        metadata=body.metadata,
-    )
-    return await batches.begin(context.request.scope["app"], context.caller, batch, lines)
-
-
-def _refuse_line(number: int, why: str) -> Problem:
-    return Problem(400, f"Line {number}: {why}.", param="input_file_id", code="invalid_value")
-
-
-@ROUTES.get("/v1/batches")
-async def list_batches(context: RequestContext, query: ListQuery) -> BatchList:
-    """The batches of this key, the newest first."""
-    return BatchList(**_page(await asyncio.to_thread(_batches(context).batches, context.key), query))
-
-
-@ROUTES.get("/v1/batches/{id}")
-async def one_batch(context: RequestContext) -> BatchObject:
-    """Report a batch's progress."""
-    return await asyncio.to_thread(_batches(context).batch, context.key, context.path_id)
-
-
-@ROUTES.post("/v1/batches/{id}/cancel", uses_model=False)
-async def cancel(context: RequestContext) -> BatchObject:
-    """End a batch; what it has answered is kept."""
-    batches = _batches(context)
-    batch = await asyncio.to_thread(batches.batch, context.key, context.path_id)
-    await batches.cancel(batch.id)
-    return await asyncio.to_thread(batches.batch, context.key, batch.id)
 
 
 OPENAI = Dialect(

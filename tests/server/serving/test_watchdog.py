@@ -6,8 +6,6 @@ import time
 import pytest
 from loop_watchdog import MOST_S, watched
 
-FORM = {"content-type": "multipart/form-data; boundary=a"}
-
 
 def _work(seconds: float) -> None:
     end_s = time.thread_time() + seconds
@@ -35,24 +33,3 @@ def test_waiting_is_not_working():
             await asyncio.sleep(0)
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "body", [b"--a" * 5_000_000, b"\r\n--a\r\n" * 2_000_000], ids=["text", "lines"]
-)
-def test_large_forms_leave_the_loop_free(serve, tmp_path, body):
-    from edgeinfer.server.batches import Batches
-
-    here = serve(batches=Batches(tmp_path / "batches"))
-    assert here.client.post("/v1/files", content=body, headers=FORM).status_code == 400
-
-
-def test_folder_with_many_files_leaves_the_loop_free(serve, tmp_path):
-    from edgeinfer.server.batches import Batches, Folder, new_record
-
-    here = serve(batches=Batches(tmp_path / "batches"))
-    folder: Folder = here.endpoint.batches.folder("")
-    for number in range(1000):
-        folder.write(new_record(f"file-{number:024x}", 1, "a", "batch"))
-    for path in ("/v1/files?limit=10000", "/v1/batches", f"/v1/files/file-{5:024x}"):
-        assert here.client.get(path).status_code == 200
