@@ -98,8 +98,8 @@ def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
     timings.
     """
     prefill = finished(engine, prompt, 1).timings.prefill_ms
-    end = finished(engine, prompt[:16], DECODE + 1)
-    return 1000.0 * len(prompt) / prefill, end.timings.decode_tokens_per_s(DECODE + 1)
+    last_event = finished(engine, prompt[:16], DECODE + 1)
+    return 1000.0 * len(prompt) / prefill, last_event.timings.decode_tokens_per_s(DECODE + 1)
 
 
 def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
@@ -112,8 +112,8 @@ def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) 
 
 def timed(work) -> tuple[float, object]:
     began = time.perf_counter()
-    made = work()
-    return (time.perf_counter() - began) * 1000.0, made
+    result = work()
+    return (time.perf_counter() - began) * 1000.0, result
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -177,11 +177,11 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
         "json",
     ]
     rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    found = {}
+    rates = {}
     for row in rows:
         key = "prefill_tok_s" if row["n_prompt"] else "decode_tok_s"
-        found[f"{key} llama-bench"] = summary(row["samples_ts"])
-    return found
+        rates[f"{key} llama-bench"] = summary(row["samples_ts"])
+    return rates
 
 
 def table(results: dict[str, dict]) -> str:

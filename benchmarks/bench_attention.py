@@ -76,34 +76,38 @@ def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> 
 def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
     """Seconds by rows and side."""
     command = [sys.executable, __file__, "--side"]
-    what = [str(model), str(options.depth), cache, options.variant]
+    model_arguments = [str(model), str(options.depth), cache, options.variant]
     sides: dict[str, Any] = {}
     for side in SIDES:
         sides[side] = subprocess.Popen(
-            [*command, side, *what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [*command, side, *model_arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         print(f"{model.name}, {cache}, {side}: kernels {sides[side].stdout.readline()}", end="")
-    found: dict[int, dict[str, list[float]]] = {
+    times_by_rows: dict[int, dict[str, list[float]]] = {
         rows: {side: [] for side in SIDES} for rows in options.rows
     }
     for _ in range(options.runs):
-        for rows, times in found.items():
+        for rows, times in times_by_rows.items():
             for side, process in sides.items():
                 process.stdin.write(f"{rows}\n")
                 times[side].append(float(process.stdout.readline()))
     for process in sides.values():
         process.stdin.close()
         process.wait()
-    return found
+    return times_by_rows
 
 
-def table(found: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
+def table(figures: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
     """The rows of the figure."""
     lines = [
         "| model | cache | rows | llama.cpp's kernels | ours | of llama.cpp's |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for (model, cache), by_rows in found.items():
+    for (model, cache), by_rows in figures.items():
         for rows, times in by_rows.items():
             theirs, ours = (times[side] for side in SIDES)
             share = statistics.median(ours) / statistics.median(theirs)
@@ -129,14 +133,14 @@ def main() -> None:
     add_out(parser)
     parser.set_defaults(rows=[1, 2, 4, 8, 19, 32, 64, 512])
     options = parser.parse_args()
-    found = {}
+    figures = {}
     with tempfile.TemporaryDirectory() as made:
         for shape in options.shapes.split(","):
             model = model_of(shape, model_path("smollm2"), options.work or Path(made))
             for cache in options.caches.split(","):
-                found[shape, cache] = measure(model, cache, options)
+                figures[shape, cache] = measure(model, cache, options)
     name = "-".join(["attention", *filter(None, [options.variant]), *options.caches.split(",")])
-    print(write_figure(options.out, name, table(found)))
+    print(write_figure(options.out, name, table(figures)))
 
 
 if __name__ == "__main__":

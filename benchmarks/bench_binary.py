@@ -46,8 +46,8 @@ PAINTED = b"Ask something"
 
 def cold_start(side: Side, model: str) -> dict[str, float]:
     """`run` without a snapshot, the page cache hot: exec → loaded, → first token, by its own clock."""
-    words = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
-    result = json.loads(side.run(*words, "--resume", "never").stdout)["result"]
+    arguments = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
+    result = json.loads(side.run(*arguments, "--resume", "never").stdout)["result"]
     ready_ms = result["start"]["stages_ms"]["ready"]
     first_ms = ready_ms + result["timings"]["ttft_ms"]
     return {"cold: ready": ready_ms, "cold: first token": first_ms}
@@ -79,9 +79,9 @@ class Side:
         """subprocess's words for running as the ordinary user."""
         return {"user": self.uid, "group": self.uid, "extra_groups": []} if os.geteuid() == 0 else {}
 
-    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [*self.command, *words],
+            [*self.command, *arguments],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -92,7 +92,7 @@ class Side:
             **self.person,
         )
         if check and done.returncode:
-            raise SystemExit(f"{self.name}: {' '.join(words)}: {done.stdout} {done.stderr}")
+            raise SystemExit(f"{self.name}: {' '.join(arguments)}: {done.stdout} {done.stderr}")
         return done
 
     def answer(self, model: str) -> dict[str, float]:
@@ -132,7 +132,7 @@ class Side:
 
     def painted(self, model: str) -> dict[str, float]:
         """`chat` on a pseudo-terminal: exec → the composer is on the screen."""
-        ours, theirs = pty.openpty()
+        controller, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         began = time.monotonic()
         process = subprocess.Popen(
@@ -150,17 +150,17 @@ class Side:
         seen = b""
         try:
             while PAINTED not in seen:
-                if not select.select([ours], [], [], 60)[0]:
+                if not select.select([controller], [], [], 60)[0]:
                     raise SystemExit(f"{self.name}: the chat painted nothing in 60 s: {seen[-200:]!r}")
-                seen += os.read(ours, 1 << 16)
+                seen += os.read(controller, 1 << 16)
             return {"chat: painted": (time.monotonic() - began) * 1000}
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(OSError):  # EIO: the last of them has closed the terminal
-                while os.read(ours, 1 << 16):
+                while os.read(controller, 1 << 16):
                     pass
             process.wait(60)
-            os.close(ours)
+            os.close(controller)
 
 
 def first_launches(side: Side, runs: int) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def table(results: dict[str, Any]) -> str:
             else f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
         )
 
-    columns = [(model, side) for model, found in results["models"].items() for side in found]
+    columns = [(model, side) for model, by_side in results["models"].items() for side in by_side]
     lines = [
         "| from exec | " + " | ".join(f"{model}, {side}" for model, side in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
@@ -273,7 +273,7 @@ def table(results: dict[str, Any]) -> str:
     lines += ["", "| `edgeinfer --version`, shipped file | |", "|---|---|"]
     lines += [f"| {which} launch | {ms(value)} |" for which, value in results["first_launch"].items()]
     lines += ["", "| size | |", "|---|---|"]
-    lines += [f"| {what} | {size / 1e6:.1f} MB |" for what, size in results["sizes"].items()]
+    lines += [f"| {name} | {size / 1e6:.1f} MB |" for name, size in results["sizes"].items()]
     return "\n".join(lines) + "\n"
 
 

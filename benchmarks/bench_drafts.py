@@ -88,8 +88,8 @@ def _table(i: int) -> str:
 def prompts(task: str) -> tuple[list[str], JsonSchema | None]:
     """Eight requests of one kind, and their schema."""
     if task == "edit":
-        wanted = "The same file with the class renamed to"
-        return [f"The file:\n\n{CODE}\n{wanted} {n}:\n\nclass {n}:\n" for n in NAMES], None
+        instruction = "The same file with the class renamed to"
+        return [f"The file:\n\n{CODE}\n{instruction} {n}:\n\nclass {n}:\n" for n in NAMES], None
     if task == "tool call":
         said = (
             'The tools are read_file, edit_file and run_tests, called as {"tool": …, "arguments": …}.'
@@ -111,7 +111,7 @@ _BEFORE = 6
 
 
 def requests(task: str, n_tokens: int) -> list[GenerateRequest]:
-    found, schema = prompts(task)
+    texts, schema = prompts(task)
     return [
         GenerateRequest(
             prompt=prompt,
@@ -120,29 +120,30 @@ def requests(task: str, n_tokens: int) -> list[GenerateRequest]:
             ignore_eos=schema is None,
             constraint=schema,
         )
-        for prompt in found
+        for prompt in texts
     ]
 
 
 def ask(
-    engine: LlamaEngine, wanted: list[GenerateRequest], how: str
+    engine: LlamaEngine, requests: list[GenerateRequest], how: str
 ) -> tuple[float, int, int, list[str]]:
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
     engine.between_steps(
         engine._scheduler.kv.drop_idle
     )  # or old cells would decide the new ones' order
     running = [
-        engine.submit(msgspec.structs.replace(r, speculative=how, cache_on_disk=False)) for r in wanted
+        engine.submit(msgspec.structs.replace(r, speculative=how, cache_on_disk=False))
+        for r in requests
     ]
     answers = [list(stream) for stream in running]
     ends = [events[-1] for events in answers]
     rate = 0.0
     drafted = accepted = 0
-    for end in ends:
-        assert isinstance(end, Finished)
-        rate += end.timings.decode_tokens_per_s(end.usage.completion_tokens)
-        drafted += end.timings.draft_tokens
-        accepted += end.timings.draft_accepted_tokens
+    for last_event in ends:
+        assert isinstance(last_event, Finished)
+        rate += last_event.timings.decode_tokens_per_s(last_event.usage.completion_tokens)
+        drafted += last_event.timings.draft_tokens
+        accepted += last_event.timings.draft_accepted_tokens
     texts = ["".join(e.text for e in events if isinstance(e, TextDelta)) for events in answers]
     return rate, drafted, accepted, texts
 
@@ -269,8 +270,10 @@ def main() -> None:
                 engine.warm_up()
                 engine.use_blocks(BlockStore(Path(folder) / "blocks"))
                 prime(engine, options.tokens)
-                found, answers = measure(engine, name, n_streams, options.rounds, options.tokens)
-                rows += found
+                measured_rows, answers = measure(
+                    engine, name, n_streams, options.rounds, options.tokens
+                )
+                rows += measured_rows
                 said = said or answers
                 if curve is not None and n_streams == 1:
                     rows += replay(engine, said, curve, f"{options.shape}, answers of {name}")

@@ -109,17 +109,17 @@ class GpuBench(Bench):
     def sides(self, name: str, devices: list[Device]) -> list[Side]:
         """List the launches to measure; layers are counted with the output."""
         half = str((self.json("show", name)["header"]["n_layer"] + 1) // 2)
-        found = [Side("CPU", "none")]
+        all_sides = [Side("CPU", "none")]
         for device in devices:
-            found += [
+            all_sides += [
                 Side(f"all on {device.name}", "all", (device.name,)),
                 Side(f"{half} on {device.name}", half, (device.name,)),
             ]
         for backend in dict.fromkeys(device.backend for device in devices):
             names = tuple(device.name for device in devices if device.backend == backend)
             if len(names) > 1:
-                found.append(Side(f"all on {' and '.join(names)}", "all", names))
-        return found
+                all_sides.append(Side(f"all on {' and '.join(names)}", "all", names))
+        return all_sides
 
     def measure_sides(self, name: str, devices: list[Device]) -> dict[str, Found]:
         """Every side of a model, one after the other."""
@@ -127,13 +127,13 @@ class GpuBench(Bench):
         self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
         self.json("warm", name, "--quiet")
         self._launch(name)  # page cache and kdat are hot from here on
-        found = {}
+        by_side = {}
         for side in self.sides(name, devices):
-            found[side.words] = self._measure_side(name, side)
-            print(f"{name}, {side.words}: {found[side.words]}", file=sys.stderr, flush=True)
+            by_side[side.words] = self._measure_side(name, side)
+            print(f"{name}, {side.words}: {by_side[side.words]}", file=sys.stderr, flush=True)
         peer = self._peer_rates(model, devices) if devices and not self.options.software else {}
         self.edgeinfer("snapshots", "rm", name)
-        return found | peer
+        return by_side | peer
 
     def _measure_side(self, name: str, side: Side) -> Found:
         folder = self.work / "home/config"
@@ -218,14 +218,14 @@ def table(found: dict[str, dict[str, Found]], devices: list[Device], absent: lis
         "|---|---|---|---|---|",
     ]
     for name, sides in found.items():
-        for words, one in sides.items():
-            after = "" if one.attach_s is None else f"{one.attach_s:.2f} s"
+        for title, rates in sides.items():
+            after = "" if rates.attach_s is None else f"{rates.attach_s:.2f} s"
             cells = (
                 after,
-                _spread(one.first_ms, "ms"),
-                *(_spread(r, "/s") for r in (one.read, one.written)),
+                _spread(rates.first_ms, "ms"),
+                *(_spread(r, "/s") for r in (rates.read, rates.written)),
             )
-            lines.append(f"| {name}, {words} | {' | '.join(cells)} |")
+            lines.append(f"| {name}, {title} | {' | '.join(cells)} |")
         if not devices:
             lines.append(f"| {name}, GPU | no device | | | |")
     return "\n".join(lines) + "\n"

@@ -100,7 +100,7 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
     """The rows of a model."""
     files = ModelFiles(name=name, paths=(str(model_path(name)),))
     options = LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE)
-    wanted = prompts(n)
+    texts = prompts(n)
     rows: list[str] = []
     first: Outcome | None = None
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
             with closing(load_engine(files, options)) as engine:
                 engine.use_blocks(BlockStore(Path(folder), limits))
                 for way in part:
-                    outcome = compute(engine, way, wanted, n_tokens)
+                    outcome = compute(engine, way, texts, n_tokens)
                     first = first or outcome
                     same = sum(a == b for a, b in zip(first.texts, outcome.texts, strict=True))
                     used = f"{outcome.cached} | {outcome.from_disk} | {outcome.drafts}"

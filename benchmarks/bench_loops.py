@@ -278,17 +278,17 @@ def main() -> None:
         files = ModelFiles(name=entry.name, paths=(str(model_path(short)),))
         engine = load_engine(files, LoadOptions(n_ctx=1024 * STREAMS, n_parallel=STREAMS))
         try:
-            for name, given in CANDIDATES.items():
-                sampling = msgspec.structs.replace(plain, **given)
+            for name, settings in CANDIDATES.items():
+                sampling = msgspec.structs.replace(plain, **settings)
                 is_wanted = name in options.row if options.row else sampling in (plain, shipped)
                 if not (options.all or is_wanted):
                     continue
                 answers = ask_all(engine, everyday, sampling, limit=LIMIT, seed=options.seed)
-                others = ask_all(engine, short_ones, sampling)
+                checked_answers = ask_all(engine, short_ones, sampling)
                 if options.show:
-                    show_answers([*answers, *others])
+                    show_answers([*answers, *checked_answers])
                 mark = "**shipped**: " if sampling == shipped else ""
-                cells = [*everyday_cells(answers), *checked_cells(others)]
+                cells = [*everyday_cells(answers), *checked_cells(checked_answers)]
                 rows.append([entry.name, mark + name, *cells])
                 print(rows[-1], flush=True)
         finally:

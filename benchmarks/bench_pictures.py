@@ -93,23 +93,23 @@ def go_on(chat: Messages, answer: Answer, question: str) -> Messages:
 
 def one_run(side: Side, number: int) -> dict[str, Answer]:
     """All cases of one picture. The server has started, and is started again."""
-    found = {}
+    answers = {}
     new, third = about_picture(number + 200, number), about_picture(number + 300, number)
     chats = {"text ": about_text(number + 400), "": about_picture(number + 100, number)}
     for kind, chat in chats.items():
-        found[f"{kind}first"] = side.ask(chat)
-        chat = go_on(chat, found[f"{kind}first"], "Where was it taken?")
-        found[f"{kind}second"] = side.ask(chat)
-        chats[kind] = go_on(chat, found[f"{kind}second"], "And when was it taken?")
-    found["new"] = side.ask(new)
+        answers[f"{kind}first"] = side.ask(chat)
+        chat = go_on(chat, answers[f"{kind}first"], "Where was it taken?")
+        answers[f"{kind}second"] = side.ask(chat)
+        chats[kind] = go_on(chat, answers[f"{kind}second"], "And when was it taken?")
+    answers["new"] = side.ask(new)
     time.sleep(_SETTLE_S)
     for kind, chat in chats.items():
         side.kill()
         side.start()
-        found[f"{kind}restarted"] = side.ask(chat)
-    found["restarted new"] = side.ask(new)
-    found["restarted other"] = side.ask(third)
-    return found
+        answers[f"{kind}restarted"] = side.ask(chat)
+    answers["restarted new"] = side.ask(new)
+    answers["restarted other"] = side.ask(third)
+    return answers
 
 
 def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, float]:
@@ -119,9 +119,9 @@ def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, fl
     stamps: list[list[float]] = [[] for _ in range(_STREAMS)]
 
     def stream(i: int) -> None:
-        begun = time.perf_counter()
+        began = time.perf_counter()
         answer = side.ask(conversation(number + i, 12), n=200, ignore_eos=True, speculative="off")
-        stamps[i] = [begun + stamp for stamp in answer.stamps]
+        stamps[i] = [began + stamp for stamp in answer.stamps]
 
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(_STREAMS)]
     for thread in threads:
@@ -131,16 +131,18 @@ def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, fl
     first_s = side.ask(about_picture(number + 50, number)).first_s if sees else 0.0
     for thread in threads:
         thread.join()
-    end = min(one[-1] for one in stamps)
-    assert arrived + first_s < end, "the streams end before the picture's first token"
-    gaps = [b - a for one in stamps for a, b in itertools.pairwise(one) if arrived < b and a < end]
+    first_end = min(times[-1] for times in stamps)
+    assert arrived + first_s < first_end, "the streams end before the picture's first token"
+    gaps = [
+        b - a for times in stamps for a, b in itertools.pairwise(times) if arrived < b and a < first_end
+    ]
     return max(gaps), sorted(gaps)[len(gaps) // 2], first_s
 
 
 def table(found: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
     rows = []
-    for case, words in CASES.items():
-        rows.append([words])
+    for case, title in CASES.items():
+        rows.append([title])
         for answers in found.values():
             some = answers[case]
             rows[-1].append(spread([1000 * one.first_s for one in some], "ms"))

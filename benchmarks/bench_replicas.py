@@ -32,8 +32,8 @@ CLIENTS = 16
 def endpoint(name: str, replicas: int, threads: int) -> Iterator[tuple[int, int]]:
     """An endpoint with all its replicas: its port, and its launcher's pid."""
     port = free_port()
-    words = ["--port", str(port), "--threads", str(replicas * threads), "--log", "off"]
-    with process([*EDGEINFER, "serve", name, *words, "--replicas", str(replicas)]) as started:
+    flags = ["--port", str(port), "--threads", str(replicas * threads), "--log", "off"]
+    with process([*EDGEINFER, "serve", name, *flags, "--replicas", str(replicas)]) as started:
         wait_healthy(port, started)
         time.sleep(1)  # for the later replicas: each is resumed in a tenth of a second
         yield port, started.pid
@@ -43,13 +43,13 @@ def rate(port: int, name: str, seconds: float, n: int) -> float:
     """Tokens a second that all clients get; the first answer of each is not counted."""
     done: list[tuple[float, int]] = []
     warm = threading.Barrier(CLIENTS + 1)
-    end = float("inf")
+    deadline = float("inf")
 
     def client(number: int) -> None:
         said = [{"role": "user", "content": f"Tell me story number {number}."}]
         ask(port, said, n=2, model=name, ignore_eos=True)
         warm.wait()
-        while time.perf_counter() < end:
+        while time.perf_counter() < deadline:
             answer = ask(port, said, n=n, model=name, ignore_eos=True)
             done.append((time.perf_counter(), int(answer.usage["completion_tokens"])))
 
@@ -57,29 +57,31 @@ def rate(port: int, name: str, seconds: float, n: int) -> float:
     for thread in threads:
         thread.start()
     warm.wait()
-    begun = time.perf_counter()
-    end = begun + seconds
+    began = time.perf_counter()
+    deadline = began + seconds
     for thread in threads:
         thread.join()
-    return sum(tokens for _, tokens in done) / (max(at for at, _ in done) - begun)
+    return sum(tokens for _, tokens in done) / (max(at for at, _ in done) - began)
 
 
 def measure(
     name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float, tokens: int
 ) -> str:
     """The table."""
-    rates: dict[tuple[int, int], list[float]] = {one: [] for one in configurations}
-    sizes: dict[tuple[int, int], list[int]] = {one: [] for one in configurations}
+    rates: dict[tuple[int, int], list[float]] = {configuration: [] for configuration in configurations}
+    sizes: dict[tuple[int, int], list[int]] = {configuration: [] for configuration in configurations}
     for _ in range(rounds):
-        for one in configurations:
-            with endpoint(name, *one) as (port, pid):
-                rates[one].append(rate(port, name, seconds, tokens))
-                sizes[one].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
-                print(one, rates[one][-1], sizes[one][-1], file=sys.stderr)
+        for configuration in configurations:
+            with endpoint(name, *configuration) as (port, pid):
+                rates[configuration].append(rate(port, name, seconds, tokens))
+                sizes[configuration].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
+                print(
+                    configuration, rates[configuration][-1], sizes[configuration][-1], file=sys.stderr
+                )
     rows = [
-        f"| {replicas} | {threads} | {statistics.median(found):.0f} | {min(found):.0f}–{max(found):.0f}"
+        f"| {replicas} | {threads} | {statistics.median(samples):.0f} | {min(samples):.0f}–{max(samples):.0f}"
         f" | {statistics.median(sizes[replicas, threads]) / 1e6:.0f} MB |"
-        for (replicas, threads), found in rates.items()
+        for (replicas, threads), samples in rates.items()
     ]
     return "\n".join(
         [
@@ -112,11 +114,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-replicas-") as work:
         os.environ["EDGEINFER_HOME"] = work
         model = model_of(options.shape, model_path("smollm2"), options.models or Path(work))
-        for words in (
+        for arguments in (
             ["pull", str(model), "--name", options.shape, "--in-place"],
             ["warm", options.shape],
         ):
-            subprocess.run([*EDGEINFER, *words, "--quiet"], check=True)
+            subprocess.run([*EDGEINFER, *arguments, "--quiet"], check=True)
         table = measure(
             options.shape, options.configurations, options.rounds, options.seconds, options.tokens
         )

@@ -122,16 +122,16 @@ class Screen:
 
 def bench_start(runs: int) -> dict[str, Any]:
     sides = {"resumed": ["--resume=always"], "cold": ["--resume=never"]}
-    found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    times_by_side: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(runs):
         for side, arguments in sides.items():
-            found[side].append(at_terminal(arguments))
+            times_by_side[side].append(at_terminal(arguments))
     return {
         side: {
             "first_paint": spread([p for p, _ in pairs], "ms"),
             "first_token": spread([f for _, f in pairs], "ms"),
         }
-        for side, pairs in found.items()
+        for side, pairs in times_by_side.items()
     }
 
 
@@ -244,8 +244,8 @@ def _into_nothing(engine: Any) -> float:
         ignore_eos=True,
         cache_prompt=False,
     )
-    end = next(e for e in engine.submit(request) if isinstance(e, Finished))
-    return end.timings.decode_tokens_per_s(end.usage.completion_tokens)
+    last_event = next(e for e in engine.submit(request) if isinstance(e, Finished))
+    return last_event.timings.decode_tokens_per_s(last_event.usage.completion_tokens)
 
 
 async def _into_app(engine: Any) -> float:
@@ -325,10 +325,10 @@ def _timed(call: Callable[[], object]) -> float:
 # report
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     rows = [("what", "median", "least … most", "n", "wanted"), ("---",) * 5]
 
-    def add(name: str, value: dict[str, Any], wanted: str = "") -> None:
+    def add(name: str, value: dict[str, Any], limit: str = "") -> None:
         unit = value["unit"]
         rows.append(
             (
@@ -336,19 +336,19 @@ def table(found: dict[str, Any]) -> str:
                 f"{value['median']:.1f} {unit}",
                 f"{value['min']:.1f} … {value['max']:.1f}",
                 str(value["n"]),
-                wanted,
+                limit,
             )
         )
 
-    for side, values in found.get("start", {}).items():
+    for side, values in figures.get("start", {}).items():
         add(
             f"exec → first paint, {side}",
             values["first_paint"],
             "≤ 200 ms" if side == "resumed" else "",
         )
         add(f"Enter → first token, {side}", values["first_token"])
-    if "scroll" in found:
-        scroll = found["scroll"]
+    if "scroll" in figures:
+        scroll = figures["scroll"]
         for kind in ("scroll", "stream"):
             rate = f"{scroll[kind]['updates_per_s']:.1f} updates/s"
             rows.append(
@@ -360,12 +360,12 @@ def table(found: dict[str, Any]) -> str:
                     "≥ 30/s, < 50 %",
                 )
             )
-    if "streaming" in found:
-        streaming = found["streaming"]
+    if "streaming" in figures:
+        streaming = figures["streaming"]
         add("engine into nothing", streaming["nothing"])
         add("engine into the app", streaming["app"])
         rows.append(("cost of showing it", f"{streaming['cost']:.1%}", "", "", "≤ 5 %"))
-    for name, value in found.get("store", {}).items():
+    for name, value in figures.get("store", {}).items():
         add(f"200 × 100 turns: {name}", value, "< 50 ms")
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
@@ -383,18 +383,20 @@ def main() -> None:
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     record = out / "tui.json"
-    found = json.loads(record.read_text()) if record.exists() else {}
-    for part in options.parts:
-        if part == "start":
-            found[part] = bench_start(options.runs)
-        elif part == "scroll":
-            found[part] = asyncio.run(_scroll(200))
-        elif part == "streaming":
-            found[part] = bench_streaming(options.model or default_model(), max(5, options.runs // 2))
-        elif part == "store":
-            found[part] = bench_store(max(20, options.runs))
-    record.write_text(json.dumps(found, indent=2))
-    print(write_figure(out, "tui", table(found)))
+    figures = json.loads(record.read_text()) if record.exists() else {}
+    for section in options.parts:
+        if section == "start":
+            figures[section] = bench_start(options.runs)
+        elif section == "scroll":
+            figures[section] = asyncio.run(_scroll(200))
+        elif section == "streaming":
+            figures[section] = bench_streaming(
+                options.model or default_model(), max(5, options.runs // 2)
+            )
+        elif section == "store":
+            figures[section] = bench_store(max(20, options.runs))
+    record.write_text(json.dumps(figures, indent=2))
+    print(write_figure(out, "tui", table(figures)))
 
 
 def default_model() -> str:

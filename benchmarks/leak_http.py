@@ -75,10 +75,10 @@ def endpoint(
     env: dict[str, str], name: str, port: int, *more: str, load: Sequence[str] = LOAD
 ) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
     """A served model and its log, which grows."""
-    words = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
+    command = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
     log: list[dict[str, Any]] = []
     served = subprocess.Popen(
-        words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
 
     def read() -> None:
@@ -133,10 +133,10 @@ async def send(port: int, number: int) -> None:
 
 
 async def some(port: int, numbers: range, clients: int) -> None:
-    left = iter(numbers)
+    numbers_left = iter(numbers)
 
     async def client() -> None:
-        for number in left:
+        for number in numbers_left:
             await send(port, number)
 
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -144,7 +144,7 @@ async def some(port: int, numbers: range, clients: int) -> None:
 
 def settle(port: int, launcher: int) -> dict[str, float]:
     """The figures once nothing runs any more."""
-    end = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while True:
         text = subprocess.run(
             ["curl", "-s", f"http://127.0.0.1:{port}/metrics"],
@@ -152,7 +152,7 @@ def settle(port: int, launcher: int) -> dict[str, float]:
             text=True,
             check=True,
         ).stdout
-        found = {
+        gauges = {
             m[1]: float(m[2])
             for m in re.finditer(
                 r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$",
@@ -161,8 +161,8 @@ def settle(port: int, launcher: int) -> dict[str, float]:
             )
         }
         if (
-            not any(v for k, v in found.items() if k != "kv_cache_usage_ratio")
-            or time.monotonic() > end
+            not any(v for k, v in gauges.items() if k != "kv_cache_usage_ratio")
+            or time.monotonic() > deadline
         ):
             break
         time.sleep(0.05)
@@ -172,7 +172,7 @@ def settle(port: int, launcher: int) -> dict[str, float]:
         f"{name}_fds": len(os.listdir(f"/proc/{pid}/fd"))
         for name, pid in (("app", app), ("launcher", launcher))
     }
-    return {"rss_mib": rss} | fds | found
+    return {"rss_mib": rss} | fds | gauges
 
 
 def main() -> None:
@@ -190,12 +190,12 @@ def main() -> None:
         endpoint(env, "one", port, "--resume", "always", load=load) as (served, _),
     ):
         wait_healthy(port, served)
-        begun = time.monotonic()
+        began = time.monotonic()
         for begin in range(0, options.requests, 1000):
             asyncio.run(some(port, range(begin, min(begin + 1000, options.requests)), options.clients))
             row = settle(port, served.pid)
             rows.append(row)
-            said = [begin + 1000, f"{time.monotonic() - begun:.0f}", f"{row['rss_mib']:.1f}"]
+            said = [begin + 1000, f"{time.monotonic() - began:.0f}", f"{row['rss_mib']:.1f}"]
             said += [f"{row[name]:.3g}" for name in COLUMNS]
             print("| " + " | ".join(map(str, said)) + " |", flush=True)
     grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
