@@ -146,7 +146,7 @@ def test_the_page_follows_a_long_first_answer(serve, tab, height):
     lines = [
         item
         for n in range(60)
-        for item in (f"## Part {n}\n\n{'word ' * 90}\n\n- one\n- two\n\n", pause)
+        for item in (f"## Part {n}\n\n{' '.join(map(str, range(n * n, n * n + 60)))}\n\n- a\n\n", pause)
     ]
     page = tab(with_page(serve(FakeEngine([[*lines, gate, "The end."]]))), height=height)
     say(page, "Write a long report.")
@@ -156,6 +156,56 @@ def test_the_page_follows_a_long_first_answer(serve, tab, height):
     page.see("The end.")
     page.wait(IDLE)
     page.wait(f"{BOTTOM_GAP} < 2")
+
+
+def test_the_page_follows_late_layout_until_the_reader_scrolls_up(serve, tab):
+    gate, second = StepGate(), StepGate()
+    lines = "".join(f"{n * n}\n\n" for n in range(80))
+    answer = [lines, gate, "More.\n\n", second, "The end."]
+    page = tab(with_page(serve(FakeEngine([answer]))))
+    say(page, "hi")
+    page.wait(f"document.querySelectorAll('.answer p').length > 70 && {BOTTOM_GAP} < 2")
+    page.js(
+        "{ const log = document.querySelector('.log'), style = document.querySelector('.answer').style;"
+        "style.paddingBottom = '60px'; log.scrollTop = log.scrollHeight; style.paddingBottom = '400px'; }"
+    )
+    page.wait(f"{BOTTOM_GAP} < 2")
+    gate.opened.set()
+    page.see("More.")
+    page.wait(f"{BOTTOM_GAP} < 2")
+    page.js("document.querySelector('.log').scrollTop -= 40")
+    page.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    second.opened.set()
+    page.see("The end.")
+    page.wait(IDLE)
+    assert page.js(BOTTOM_GAP) >= 38
+
+
+def test_search_shows_the_match_inside_its_snippet(serve, tab):
+    page = tab(with_page(serve(FakeEngine([["considerable " * 12 + "oolong " + "afterwards " * 12]]))))
+    say(page, "hi")
+    page.see("oolong")
+    page.wait(IDLE)
+    page.js("document.querySelector('[type=search]').focus()")
+    page.type("oolong")
+    page.wait("document.querySelector('mark')?.textContent === 'oolong'")
+    inside = "(() => { const box = (name) => document.querySelector(name).getBoundingClientRect();"
+    inside += "const [mark, small] = [box('mark'), box('.side small')];"
+    assert page.js(inside + "return mark.right <= small.right && mark.bottom <= small.bottom; })()")
+
+
+def test_theme_is_switched_and_stays(serve, tab):
+    page = tab(with_page(serve(FakeEngine())))
+    color = "getComputedStyle(document.body).backgroundColor"
+    assert page.js(color) == "rgb(251, 250, 248)"
+    page.click("[aria-label='Theme: system']")
+    page.click("[aria-label='Theme: light']")
+    page.wait(f"{color} === 'rgb(25, 26, 27)'")
+    page.js("location.reload()")
+    page.wait("document.querySelector(\"[aria-label='Theme: dark']\")")
+    page.wait(f"{color} === 'rgb(25, 26, 27)'")
+    page.click("[aria-label='Theme: dark']")
+    page.wait(f"{color} === 'rgb(251, 250, 248)'")
 
 
 def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab):

@@ -112,11 +112,23 @@ function Card({ card }) {
   </form>`;
 }
 
+const THEMES = { system: "◐", light: "☀", dark: "☾" };
+
+function Theme() {
+  const names = Object.keys(THEMES), [theme, setTheme] = useState(localStorage.getItem("theme") ?? "system");
+  useLayoutEffect(() => {
+    localStorage.setItem("theme", theme);
+    document.documentElement.style.colorScheme = theme === "system" ? "" : theme;
+  }, [theme]);
+  return html`<button aria-label="Theme: ${theme}" title="Theme: ${theme}"
+    onClick=${() => setTheme(names[(names.indexOf(theme) + 1) % names.length])}>${THEMES[theme]}</button>`;
+}
+
 function Sidebar({ list, id, query, shown, search }) {
   return html`<nav class="side ${shown ? "shown" : ""}" id="side" aria-label="Conversations">
     <div class="side-head">
       <div class="row">edgeinfer <button class="primary" onClick=${() => actions.open(0)} title="Alt+N">New</button></div>
-      <div class="row"><a href="#playground">Playground</a><a href="#evaluations">Evaluations</a></div>
+      <div class="row"><a href="#playground">Playground</a><a href="#evaluations">Evaluations</a><${Theme} /></div>
       <input type="search" ref=${search} placeholder="Search" aria-label="Search conversations" title="Ctrl+K"
         value=${query} onInput=${(event) => actions.search(event.target.value)} />
     </div>
@@ -241,7 +253,7 @@ function App({ setup: first }) {
   const [shown, setShown] = useState(false), [online, setOnline] = useState(true);
   const [fresh, setFresh] = useState({ model: first.default_model, system_prompt: "", sampling: {}, tools: false });
   const [calls, setCalls] = useState(NO_CALLS);
-  const log = useRef(), live = useRef(), field = useRef(), search = useRef(), sticks = useRef(true), words = useRef(""), awaited = useRef(false), now = useRef();
+  const log = useRef(), live = useRef(), field = useRef(), search = useRef(), sticks = useRef(true), top = useRef(0), words = useRef(""), awaited = useRef(false), now = useRef();
   const { id } = place, stored = branch.conversation?.id === id ? branch.conversation : null;
   now.current = { shown, answering: branch.answering, dialog };
   const settings = id ? stored ?? fresh : fresh;
@@ -320,7 +332,14 @@ function App({ setup: first }) {
   }, [id, latest]);
   useEffect(() => { if (!branch.answering) api("/setup").then(setSetup, () => {}); }, [branch.answering, dialog]);
   useEffect(() => { if (!place.screen) document.title = stored?.title ? `${stored.title} · edgeinfer` : "edgeinfer"; }, [stored?.title, place.screen]);
-  useLayoutEffect(() => { if (sticks.current && log.current) log.current.scrollTop = log.current.scrollHeight; }, [branch, calls]);
+  const toEnd = () => { log.current.scrollTop = log.current.scrollHeight; top.current = log.current.scrollTop; };
+  const scrolled = () => { // a turn may get its height after it was drawn; only a reader scrolls up
+    const box = log.current, gap = box.scrollHeight - box.scrollTop - box.clientHeight, isUp = box.scrollTop < top.current;
+    sticks.current = isUp ? gap < 2 : sticks.current || gap < 80;
+    top.current = box.scrollTop;
+    if (sticks.current && gap >= 80) toEnd();
+  };
+  useLayoutEffect(() => { if (sticks.current && log.current) toEnd(); }, [branch, calls]);
   useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
     if (!place.turn || !stored) return;
     if (branch.path.includes(place.turn)) { sticks.current = false; document.getElementById(`turn-${place.turn}`)?.scrollIntoView({ block: "center" }); }
@@ -356,8 +375,7 @@ function App({ setup: first }) {
         <button onClick=${() => actions.show("settings")}>Settings</button>
         ${id > 0 && html`<button onClick=${() => actions.show("export")}>Export</button>`}
       </header>
-      <div class="log" ref=${log} role="log" aria-live="off" aria-label="Conversation" tabindex="0"
-          onScroll=${(event) => { const box = event.target; sticks.current = box.scrollHeight - box.scrollTop - box.clientHeight < 80; }}>
+      <div class="log" ref=${log} role="log" aria-live="off" aria-label="Conversation" tabindex="0" onScroll=${scrolled}>
         ${branch.earlier > 0 && html`<p class="turn"><button onClick=${() => { sticks.current = false; setLatest(1000000); }}>Show ${tokens(branch.earlier)} earlier turns</button></p>`}
         ${!id && html`<div class="empty"><h2>What can I help with?</h2><p>${settings.model} runs on this machine. The terminal has the same conversations.</p></div>`}
         ${branch.path.map((turn, n) => html`<${Turn} key=${turn} id=${id} turn=${branch.turns.get(turn)} editing=${editing === turn} last=${n === branch.path.length - 1} words=${n === branch.path.length - 1 && branch.answering ? calls.words : null} target=${place.turn === turn} />`)}
