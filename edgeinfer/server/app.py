@@ -196,12 +196,12 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
     if operation is None:
         raise _nothing_here(scope["path"], hides_page=context.endpoint.web is None)
     context.request = Request(scope, receive, send)
-    taken: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     if "body" in operation.takes:
-        taken["body"] = await decode(context, operation.body)
+        arguments["body"] = await decode(context, operation.body)
     if "query" in operation.takes:
-        taken["query"] = decode_query(context, operation.query)
-    answer = await operation.handler(context, **taken)
+        arguments["query"] = decode_query(context, operation.query)
+    answer = await operation.handler(context, **arguments)
     if not isinstance(answer, Response):
         answer = json_reply(answer)
     await answer(scope, receive, send)
@@ -243,8 +243,8 @@ class _Routes:
         self.exact = {o.path: RouteMatch({"GET": o, "HEAD": o}, dialects[0]) for o in more}
         for dialect in dialects:
             for operation in dialect.operations:
-                here = self.exact.get(operation.path, RouteMatch({}, dialect))
-                methods = {**here.methods, operation.method: operation}
+                match = self.exact.get(operation.path, RouteMatch({}, dialect))
+                methods = {**match.methods, operation.method: operation}
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
@@ -297,6 +297,6 @@ def match_route(path: str) -> RouteMatch:
     for spelled in (path, *spellings):
         if (match := routes.find(spelled)) is not None:
             return match
-    above = [match.dialect for known, match in routes.exact.items() if path.startswith(f"{known}/")]
+    above = [match.dialect for parent, match in routes.exact.items() if path.startswith(f"{parent}/")]
     above += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
     return RouteMatch({}, above[0] if above else routes.dialects[0])

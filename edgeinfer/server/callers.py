@@ -140,8 +140,8 @@ class FairPool:
     def is_stuck(self, after_s: float) -> bool:
         """Return whether every thread has been busy for more than `after_s`."""
         with self._lock:
-            begun = [since for _, since in self._running.values()]
-        return len(begun) == self._n_threads and time.monotonic() - max(begun) > after_s
+            started = [since for _, since in self._running.values()]
+        return len(started) == self._n_threads and time.monotonic() - max(started) > after_s
 
     def close(self) -> None:
         """Start no more work; running work finishes."""
@@ -192,14 +192,14 @@ class EngineSlots:
             self._fill()
 
     def _may_begin(self, caller: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
-        (n, future), own = turn, self._taken[caller]
+        (n, future), n_own = turn, self._taken[caller]
         most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
         has_room = self._taken.total() + n <= self.n_parallel + _AHEAD
-        return future.cancelled() or not own or (has_room and own + n <= most_of_key)
+        return future.cancelled() or not n_own or (has_room and n_own + n <= most_of_key)
 
     def _fill(self) -> None:
-        while (taken := self._waiting.pop(self._may_begin)) is not None:
-            caller, (n, future) = taken
+        while (waiting := self._waiting.pop(self._may_begin)) is not None:
+            caller, (n, future) = waiting
             if not future.done():
                 self._taken[caller] += n
                 future.set_result(None)

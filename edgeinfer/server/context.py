@@ -155,22 +155,22 @@ class RequestContext:
         self.ttft_s = self.seconds
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
 
-    def ended(self, end: Finished) -> None:
+    def ended(self, finished: Finished) -> None:
         """Record a finished generation of this request."""
         if self.endpoint.traces:
-            self.spans += generation_spans(self.tokenizing_s, end.timings)
-        self.prompt_tokens += end.usage.prompt_tokens
-        self.cached_tokens += end.usage.cached_tokens
-        self.completion_tokens += end.usage.completion_tokens
-        self.outcome = end.reason
-        if end.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
-            self.endpoint.slots.appendleft((self.key, _slot(self, end)))
-            self.endpoint.host.note_prompt(CacheReport.of(self.model, end))
-        self.endpoint.metrics.generation_ended(self.model, self.version, end)
+            self.spans += generation_spans(self.tokenizing_s, finished.timings)
+        self.prompt_tokens += finished.usage.prompt_tokens
+        self.cached_tokens += finished.usage.cached_tokens
+        self.completion_tokens += finished.usage.completion_tokens
+        self.outcome = finished.reason
+        if finished.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
+            self.endpoint.slots.appendleft((self.key, _slot(self, finished)))
+            self.endpoint.host.note_prompt(CacheReport.of(self.model, finished))
+        self.endpoint.metrics.generation_ended(self.model, self.version, finished)
 
 
-def _slot(context: RequestContext, end: Finished) -> Slot:
-    usage, where = end.usage, end.divergence
+def _slot(context: RequestContext, finished: Finished) -> Slot:
+    usage, where = finished.usage, finished.divergence
     return Slot(
         id_task=context.id,
         model=context.model,
@@ -179,7 +179,7 @@ def _slot(context: RequestContext, end: Finished) -> Slot:
         cache_disk_n=usage.cached_disk_tokens,
         prompt_n=usage.prompt_tokens - usage.cached_tokens,
         n_decoded=usage.completion_tokens,
-        finish_reason=end.reason,
+        finish_reason=finished.reason,
         n_diverged=where.n_tokens,
         cause=where.cause,
     )

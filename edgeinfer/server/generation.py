@@ -88,7 +88,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             requests = spec.requests(info)
         for request in requests:
             refuse_pictures(request, info)
-        requests = [_prepared(context, request) for request in requests]
+        requests = [_prepare(context, request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
@@ -116,11 +116,11 @@ async def _read_files(
 
 def _may_have_files(body: bytes) -> bool:
     """Tell if the body has a dialect's word for a picture or a document, perhaps escaped."""
-    words = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
-    return any(word in body for word in words)
+    markers = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
+    return any(marker in body for marker in markers)
 
 
-def _prepared(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
+def _prepare(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
     return msgspec.structs.replace(
@@ -187,11 +187,11 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
         for index, generation in enumerate(generations)
     ]
     try:
-        left = len(tasks)
-        while left:
+        n_running = len(tasks)
+        while n_running:
             item = await queue.get()
             if item is None:
-                left -= 1
+                n_running -= 1
             elif isinstance(item, BaseException):
                 raise item
             else:

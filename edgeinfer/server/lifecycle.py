@@ -39,9 +39,9 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
         raise ServeError(
             f"{host} is not an address of this machine: {error.strerror or error}"
         ) from error
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
-        if found and port == 0:
+        if listeners and port == 0:
             break  # one free port, not one for each family
         listener = socket.socket(family, kind, protocol)
         try:
@@ -52,25 +52,25 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
             listener.listen(backlog)
         except OSError as error:
             listener.close()
-            for other in found:
+            for other in listeners:
                 other.close()
             raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        found.append(listener)
-    return found
+        listeners.append(listener)
+    return listeners
 
 
 def raise_descriptor_limit() -> int:
     """Raise this process's soft limit of descriptors to its hard one, 65,536 at most; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
     return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    inet = [one.getsockname() for one in listeners if one.family != socket.AF_UNIX]
+    inet = [listener.getsockname() for listener in listeners if listener.family != socket.AF_UNIX]
     return [(name[0].partition("%")[0], name[1]) for name in inet]
 
 
@@ -200,16 +200,16 @@ class EndpointServer(uvicorn.Server):
             for number in handled:
                 loop.remove_signal_handler(number)
 
-    def drain(self, why: str) -> None:
+    def drain(self, reason: str) -> None:
         """Stop taking requests and end when the running ones have. A second call ends at once."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
             self._forced.set()
             return
-        self._reason = "idle" if why == "idle" else "signal"
+        self._reason = "idle" if reason == "idle" else "signal"
         self._endpoint.draining = True
-        self._endpoint.log.info("draining", why=why, running=self._endpoint.in_flight)
+        self._endpoint.log.info("draining", why=reason, running=self._endpoint.in_flight)
         notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
         self._drain_timer = asyncio.get_running_loop().call_later(
             self._endpoint.limits.drain_s, self._cut
@@ -233,7 +233,7 @@ class EndpointServer(uvicorn.Server):
         loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
         while not self.started:
             await asyncio.sleep(0.001)
-        urls = [url(one, tls=options.tls_cert is not None) for one in self._listeners]
+        urls = [url(listener, tls=options.tls_cert is not None) for listener in self._listeners]
         endpoint.host.listens_at(urls[0])
         endpoint.log.info("listening", url=" ".join(urls), model=endpoint.models.default)
         if loading is not None:
@@ -253,7 +253,7 @@ class EndpointServer(uvicorn.Server):
 async def _preload(endpoint: Endpoint) -> None:
     """Load the default model. A failure is in /health; other models may still load."""
     models = endpoint.models
-    begun = time.perf_counter()
+    started_s = time.perf_counter()
     try:
         lease = await models.acquire(models.default)
     except EdgeInferError as error:
@@ -267,7 +267,7 @@ async def _preload(endpoint: Endpoint) -> None:
     endpoint.log.info(
         "ready",
         model=models.default,
-        seconds=round(time.perf_counter() - begun, 3),
+        seconds=round(time.perf_counter() - started_s, 3),
         start=endpoint.host.start.how,
         ready_ms=endpoint.host.start.ready_ms,
         reason=endpoint.host.start.reason,

@@ -497,7 +497,7 @@ def spellings(name: str) -> tuple[str, ...]:
     return (name, plain, PREFIX + plain)
 
 
-def listed_name(name: str, others: Container[str] = ()) -> str:
+def ollama_name(name: str, others: Container[str] = ()) -> str:
     """Return a name as Ollama lists it: with a tag, without its store unless `others` has that name."""
     short = name.removeprefix(PREFIX)
     plain = name if short in others else short

@@ -45,9 +45,9 @@ _LATE = {"description": "The body did not come in time."}
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     """Generate the OpenAPI document of all dialects."""
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
-    taken = _wire_types(_types(dialects))
-    for kind in taken.values():
-        components[kind.__name__] = _as_taken(kind, components[kind.__name__], taken)
+    wire_types = _wire_types(_types(dialects))
+    for kind in wire_types.values():
+        components[kind.__name__] = _as_taken(kind, components[kind.__name__], wire_types)
     paths: dict[str, dict[str, Any]] = {}
     for dialect in dialects:
         for operation in dialect.operations:
@@ -75,19 +75,21 @@ def _types(dialects: Sequence[Dialect]) -> list[Any]:
     for dialect in dialects:
         kinds[dialect.error_type] = None
         for operation in dialect.operations:
-            found = (operation.body, operation.reply, *operation.also.values())
-            kinds |= {kind: None for kind in found if kind is not None}
+            types = (operation.body, operation.reply, *operation.also.values())
+            kinds |= {kind: None for kind in types if kind is not None}
     return list(kinds)
 
 
 def _wire_types(kinds: Sequence[Any]) -> dict[str, type[Wire]]:
-    found: dict[str, type[Wire]] = {}
-    waiting = [one for kind in kinds for one in get_args(kind) or (kind,) if isinstance(one, type)]
+    types: dict[str, type[Wire]] = {}
+    waiting = [
+        member for kind in kinds for member in get_args(kind) or (kind,) if isinstance(member, type)
+    ]
     while waiting:
         kind = waiting.pop()
-        if issubclass(kind, Wire) and found.setdefault(kind.__name__, kind) is kind:
-            waiting += [inner for inner in parts_of(kind) if inner.__name__ not in found]
-    return found
+        if issubclass(kind, Wire) and types.setdefault(kind.__name__, kind) is kind:
+            waiting += [inner for inner in parts_of(kind) if inner.__name__ not in types]
+    return types
 
 
 def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]) -> dict[str, Any]:
@@ -118,21 +120,21 @@ def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
         return [_with_dropped(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: _with_dropped(inner, kinds) for key, inner in schema.items()}
+    extended = {key: _with_dropped(inner, kinds) for key, inner in schema.items()}
     items = schema.get("items")
     if isinstance(items, dict):
         refs = [option.get("$ref", "") for option in items.get("anyOf", [items])]
         inside = [kinds[name] for ref in refs if (name := ref.rpartition("/")[2]) in kinds]
         dropped = [name for kind in inside for name in kind.dropped_types]
         if dropped:
-            made["items"] = {"anyOf": [items, _other_object(inside, dropped)]}
-    return made
+            extended["items"] = {"anyOf": [items, _other_object(inside, dropped)]}
+    return extended
 
 
 def _other_object(kinds: list[type[Wire]], beginnings: list[str]) -> dict[str, Any]:
     config = kinds[0].__struct_config__
-    known = [kind.__struct_config__.tag for kind in kinds]
-    named = {"type": "string", "pattern": f"^({'|'.join(beginnings)})", "not": {"enum": known}}
+    tags = [kind.__struct_config__.tag for kind in kinds]
+    named = {"type": "string", "pattern": f"^({'|'.join(beginnings)})", "not": {"enum": tags}}
     tag = str(config.tag_field)
     return {"type": "object", "required": [tag], "properties": {tag: named}}
 
@@ -174,10 +176,12 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     names_model = operation.body is not None or operation.query is not None
     if operation.uses_model or names_model or "{id}" in operation.path:
         descriptions["404"] = "No such model."
-    descriptions |= {status: words for status, words in _RARE.items() if status in operation.also}
+    descriptions |= {
+        status: description for status, description in _RARE.items() if status in operation.also
+    }
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    for status, words in sorted(descriptions.items()):
-        responses[status] = {"description": words, "content": _json(error)}
+    for status, description in sorted(descriptions.items()):
+        responses[status] = {"description": description, "content": _json(error)}
     if operation.body is not None:
         responses["408"] = _LATE
     for status, kind in operation.also.items():
@@ -194,11 +198,13 @@ def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
         return []
     schema = msgspec.json.schema_components([operation.query])[1][operation.query.__name__]
     required = set(schema.get("required", ()))
-    found: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] = []
     for name, field in schema["properties"].items():
         plain = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
         if any(option.get("type") == "array" for option in plain):
             continue
-        kept = {key: value for key, value in plain[0].items() if key != "default"}
-        found.append({"name": name, "in": "query", "required": name in required, "schema": kept})
-    return found
+        plain_schema = {key: value for key, value in plain[0].items() if key != "default"}
+        parameters.append(
+            {"name": name, "in": "query", "required": name in required, "schema": plain_schema}
+        )
+    return parameters

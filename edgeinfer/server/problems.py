@@ -163,9 +163,9 @@ def missing(param: str) -> Problem:
     return Problem(400, message, param=param, code="missing_required_parameter")
 
 
-def unsupported(param: str, why: str) -> Problem:
+def unsupported(param: str, reason: str) -> Problem:
     """Make the answer to a request with a field that cannot be honoured."""
-    message = f"'{param}' is not supported here: {why}."
+    message = f"'{param}' is not supported here: {reason}."
     return Problem(400, message, param=param, code="unsupported_parameter")
 
 

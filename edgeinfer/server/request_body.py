@@ -47,18 +47,18 @@ async def read_body(request: Request) -> bytes:
     too_long = Problem(413, message, code="request_too_large", headers=headers)
     if declared.isdigit() and int(declared) > limit:
         raise too_long
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     size = 0
     try:
-        async for part in request.stream():
-            size += len(part)
+        async for chunk in request.stream():
+            size += len(chunk)
             if size > limit:
                 raise too_long
-            context.hold(len(part))
-            parts.append(part)
+            context.hold(len(chunk))
+            chunks.append(chunk)
     except ClientDisconnect:
         raise Problem(400, "The client left.", code="client_disconnected") from None
-    return b"".join(parts)
+    return b"".join(chunks)
 
 
 #: Such integers may need more than 64 bits.
@@ -204,43 +204,43 @@ class LenientDecoder:
         except msgspec.ValidationError as error:
             raise from_validation(error) from None
 
-    def _ignore(self, place: str) -> None:
+    def _ignore(self, path: str) -> None:
         if len(self._ignored) < _MAX_IGNORED:
-            self._ignored.setdefault(_NAME.sub("?", _INDEX.sub("[]", place))[:96])
+            self._ignored.setdefault(_NAME.sub("?", _INDEX.sub("[]", path))[:96])
 
-    def _value(self, plan: _Plan, value: Any, place: str) -> Any:
+    def _value(self, plan: _Plan, value: Any, path: str) -> Any:
         if plan.objects and isinstance(value, dict):
-            return self._tagged(plan, value, place)
+            return self._tagged_object(plan, value, path)
         if plan.item is not None and isinstance(value, list) and len(value) <= plan.most:
-            return self._items(plan.item, value, place)
+            return self._items(plan.item, value, path)
         if plan.is_text and isinstance(value, str):
             return value
         try:
             msgspec.convert(value, plan.kind, strict=self._strict)
         except msgspec.ValidationError as error:
             if isinstance(value, float) and value.is_integer():  # of Lua, PHP and spreadsheets
-                return self._value(plan, int(value), place)
-            self._problems.append(from_validation(error, place))
+                return self._value(plan, int(value), path)
+            self._problems.append(from_validation(error, path))
         return value
 
-    def _items(self, plan: _Plan, items: list[Any], place: str) -> list[Any]:
+    def _items(self, plan: _Plan, items: list[Any], path: str) -> list[Any]:
         values = []
         for number, item in enumerate(items):
-            here = f"{place}[{number}]"
+            inner_path = f"{path}[{number}]"
             other = _other_type(plan, item, plan.dropped)
             if other is None:
-                values.append(self._value(plan, item, here))
+                values.append(self._value(plan, item, inner_path))
             else:
-                self._ignore(f"{here}={other}")
+                self._ignore(f"{inner_path}={other}")
         return values
 
-    def _tagged(self, plan: _Plan, value: dict[str, Any], place: str) -> Any:
+    def _tagged_object(self, plan: _Plan, value: dict[str, Any], path: str) -> Any:
         if not plan.tag_field:
-            return self._object(plan.objects[""], value, place)
+            return self._object(plan.objects[""], value, path)
         tag = value.get(plan.tag_field, plan.default_tag)
         if isinstance(tag, str) and tag in plan.objects:
-            return self._object(plan.objects[tag], value, place) | {plan.tag_field: tag}
-        named = f"{place}.{plan.tag_field}" if place else plan.tag_field
+            return self._object(plan.objects[tag], value, path) | {plan.tag_field: tag}
+        named = f"{path}.{plan.tag_field}" if path else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
             problem = missing(named)
@@ -249,55 +249,55 @@ class LenientDecoder:
             problem = Problem(400, message, param=named, code="unsupported_value")
         else:
             tags = ", ".join(f"'{name}'" for name in plan.objects)
-            message = f"Invalid '{named}': Invalid value {_shown(tag)}; supported are {tags}."
+            message = f"Invalid '{named}': Invalid value {_quote(tag)}; supported are {tags}."
             problem = Problem(400, message, param=named, code="invalid_value")
         self._problems.append(problem)
         return value
 
-    def _object(self, kind: type[Wire], value: dict[str, Any], place: str) -> dict[str, Any]:
+    def _object(self, kind: type[Wire], value: dict[str, Any], path: str) -> dict[str, Any]:
         facts = facts_of(kind)
         values: dict[str, Any] = {}
         for name, inner in value.items():
-            here = f"{place}.{name}" if place else str(name)
+            inner_path = f"{path}.{name}" if path else str(name)
             field = facts.fields.get(name)
             if field is None:
                 if name != facts.tag_field:
-                    self._unknown_or_refused(facts, name, inner, here)
+                    self._unknown_or_refused(facts, name, inner, inner_path)
             elif inner is None and not (field.required or field.nullable):
                 continue
             elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
-                self._ignore(here)
+                self._ignore(inner_path)
             else:
                 values[name] = self._value(
-                    field.plan, self._known_items(facts, name, inner, here), here
+                    field.plan, self._known_items(facts, name, inner, inner_path), inner_path
                 )
         absent = [name for name in facts.required if name not in value]
-        self._problems += [missing(f"{place}.{name}" if place else name) for name in absent]
+        self._problems += [missing(f"{path}.{name}" if path else name) for name in absent]
         return values
 
-    def _known_items(self, facts: _Facts, name: str, value: Any, place: str) -> Any:
+    def _known_items(self, facts: _Facts, name: str, value: Any, path: str) -> Any:
         names = facts.known_items.get(name)
         if names is None or not isinstance(value, list):
             return value
         for item in value:
             if isinstance(item, str) and item not in names:
-                self._ignore(f"{place}={item}")
+                self._ignore(f"{path}={item}")
         return [item for item in value if not isinstance(item, str) or item in names]
 
-    def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, place: str) -> None:
+    def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, path: str) -> None:
         is_refused = name in facts.refused
         if (is_refused or name in facts.hints) and _is_one_of(value, NOTHING):
             return
         is_hint = is_refused and _is_one_of(value, facts.hint_values.get(name, ()))
         if is_hint or name in facts.hints:
-            self._ignore(place)
+            self._ignore(path)
         elif is_refused:
-            self._problems.append(unsupported(place, facts.refused[name]))
-        elif self._refuse_unknown or load_time_place(place):
-            message = f"Unknown or unsupported parameter: '{place}'{load_time_place(place)}."
-            self._problems.append(Problem(400, message, param=place, code="unknown_parameter"))
+            self._problems.append(unsupported(path, facts.refused[name]))
+        elif self._refuse_unknown or load_time_place(path):
+            message = f"Unknown or unsupported parameter: '{path}'{load_time_place(path)}."
+            self._problems.append(Problem(400, message, param=path, code="unknown_parameter"))
         else:
-            self._ignore(place)
+            self._ignore(path)
 
 
 class _Plan(NamedTuple):
@@ -334,7 +334,7 @@ class _Facts(NamedTuple):
 def _plan(kind: Any) -> _Plan:
     alternatives = _alternatives(inspect.type_info(kind))
     structs = [member.cls for member in alternatives if isinstance(member, inspect.StructType)]
-    objects = [made for made in structs if issubclass(made, Wire)]
+    objects = [struct for struct in structs if issubclass(struct, Wire)]
     item: _Plan | None = None
     most = 0
     for member in alternatives:
@@ -346,11 +346,11 @@ def _plan(kind: Any) -> _Plan:
                 most = member.max_length or _UNBOUNDED
     return _Plan(
         kind=kind,
-        objects={_tag(made): made for made in objects},
+        objects={_tag(struct): struct for struct in objects},
         tag_field=objects[0].__struct_config__.tag_field or "" if objects else "",
-        default_tag=next((_tag(made) for made in objects if made.is_untagged_form), None),
-        others={name: why for made in objects for name, why in made.other_types.items()},
-        dropped=tuple(name for made in objects for name in made.dropped_types),
+        default_tag=next((_tag(struct) for struct in objects if struct.is_untagged_form), None),
+        others={name: reason for struct in objects for name, reason in struct.other_types.items()},
+        dropped=tuple(name for struct in objects for name in struct.dropped_types),
         item=item,
         most=most,
         is_text=inspect.StrType() in alternatives,
@@ -370,9 +370,9 @@ def facts_of(kind: type[Wire]) -> _Facts:
         required=tuple(name for name, field in fields.items() if field.required),
         tag_field=kind.__struct_config__.tag_field,
         hints=frozenset().union(*(base.hints for base in line)) - set(fields),
-        refused=_joined([base.refused for base in line]),
-        hint_values=_joined([base.hint_values for base in line]),
-        known_items=_joined([base.known_items for base in line]),
+        refused=_join([base.refused for base in line]),
+        hint_values=_join([base.hint_values for base in line]),
+        known_items=_join([base.known_items for base in line]),
     )
 
 
@@ -388,7 +388,7 @@ def parts_of(kind: type[Wire]) -> list[type[Wire]]:
     return kinds
 
 
-def _joined(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _join(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for table in tables for name, value in table.items()}
 
 
@@ -420,8 +420,8 @@ def _reason(others: Mapping[str, str], tag: str) -> str:
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """Compare value and type: 1 is not true."""
-    return any(type(value) is type(known) and value == known for known in values)
+    return any(type(value) is type(candidate) and value == candidate for candidate in values)
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return f"'{value[:64]}'" if isinstance(value, str) else str(value)[:64]

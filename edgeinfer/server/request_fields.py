@@ -64,13 +64,13 @@ def as_text(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def content_of(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
+def content_of(pieces: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
     """Return a Message's `content` and `pictures`; `between` separates texts."""
     spaced: list[str | bytes] = []
-    for part in parts:
-        if spaced and isinstance(part, str) and isinstance(spaced[-1], str):
+    for piece in pieces:
+        if spaced and isinstance(piece, str) and isinstance(spaced[-1], str):
             spaced.append(between)
-        spaced.append(part)
+        spaced.append(piece)
     content, pictures = join_parts(spaced)
     return {"content": content, "pictures": pictures}
 
@@ -154,15 +154,15 @@ _YEAR_S = 31_536_000.0
 _FOR_EVER = -1.0
 
 
-def keep_alive_s(given: float | str | None) -> float | None:
+def keep_alive_s(keep_alive: float | str | None) -> float | None:
     """Convert `keep_alive` to seconds; any negative is -1, for ever. Raises InvalidRequestError.
 
     A text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
     """
-    if given is None:
+    if keep_alive is None:
         return None
     try:
-        seconds = parse_duration(given) if isinstance(given, str) else given
+        seconds = parse_duration(keep_alive) if isinstance(keep_alive, str) else keep_alive
     except ValueError as error:
         raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
     return seconds if 0 <= seconds <= _YEAR_S else _FOR_EVER

@@ -226,8 +226,8 @@ class RemoteEngine(ForwardingEngine):
             raise
         return stream
 
-    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        loaded = self._forward("use_adapters", tuple[Adapter, ...], list(wanted))
+    def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        loaded = self._forward("use_adapters", tuple[Adapter, ...], list(adapters))
         self._info = msgspec.structs.replace(self._info, lora=loaded)
         return loaded
 
@@ -296,9 +296,9 @@ class RemoteEngine(ForwardingEngine):
 
     def _dispatch(self, frame: Any) -> None:
         if isinstance(frame, StreamEvent):
-            ended = isinstance(frame.event, Finished)
+            is_last = isinstance(frame.event, Finished)
             with self._lock:
-                stream = self._streams.pop(frame.id, None) if ended else self._streams.get(frame.id)
+                stream = self._streams.pop(frame.id, None) if is_last else self._streams.get(frame.id)
             if stream is not None:
                 stream.put(frame.event)
             return
@@ -350,7 +350,7 @@ class _Server:
                 # making a request ready may take a minute: a schema, a picture
                 work = functools.partial(self._generate, frame)
                 thread = threading.Thread(
-                    target=self._guarded, args=(frame.id, work), name="generation", daemon=True
+                    target=self._answer_errors, args=(frame.id, work), name="generation", daemon=True
                 )
                 self._preparing.add(thread)
                 thread.start()
@@ -359,7 +359,7 @@ class _Server:
                 if generation is not None:
                     generation.cancel()
             else:
-                self._calls.submit(self._guarded, frame.id, functools.partial(self._call, frame))
+                self._calls.submit(self._answer_errors, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
         for thread in tuple(self._preparing):  # they use the engine, which is closed next
             thread.join()
@@ -387,7 +387,7 @@ class _Server:
         value = getattr(self._engine, frame.method)(*arguments, **named)
         self._wire.send(CallResult(frame.id, msgspec.Raw(msgspec.msgpack.encode(value))))
 
-    def _guarded(self, number: int, work: Callable[[], None]) -> None:
+    def _answer_errors(self, number: int, work: Callable[[], None]) -> None:
         try:
             work()
         except EdgeInferError as error:

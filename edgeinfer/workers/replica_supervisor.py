@@ -74,8 +74,8 @@ class ReplicaSupervisor:
     def _supervise(self) -> None:
         self._report()
         while not self._is_closed:
-            if ended := self.engine.reap():
-                self._count_failures(ended)
+            if n_dead := self.engine.reap():
+                self._count_failures(n_dead)
                 self._reason = "a replica's process has ended, and another takes its place"
                 self._share_cores()
             if len(self.engine.usable) < self._count and not self._is_pausing():

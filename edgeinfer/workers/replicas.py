@@ -87,23 +87,23 @@ class ReplicatedEngine(ForwardingEngine):
         self._route(routed)
         return routed.stream
 
-    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+    def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """See `Engine.use_adapters`: in every replica, and in each that is added."""
         with self._changing_adapters:
             before = self._info.lora
             try:
-                self._use_adapters(wanted)
+                self._use_adapters(adapters)
             except EngineError:
                 self._use_adapters(before)
                 raise
             with self._changed:
-                self._info = msgspec.structs.replace(self._info, lora=tuple(wanted))
+                self._info = msgspec.structs.replace(self._info, lora=tuple(adapters))
             return self._info.lora
 
-    def _use_adapters(self, wanted: Sequence[Adapter]) -> None:
+    def _use_adapters(self, adapters: Sequence[Adapter]) -> None:
         for replica in self.usable:
             with contextlib.suppress(EngineClosedError):  # it has ended
-                replica.engine.use_adapters(wanted)
+                replica.engine.use_adapters(adapters)
 
     def metrics(self) -> EngineMetrics:
         """Return the sums over all replicas."""

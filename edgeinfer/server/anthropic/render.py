@@ -203,8 +203,8 @@ class MessageRenderer(Renderer):
             wire.ToolUseOut(id=call.id, name=call.name, input=arguments_of(call))
             for _, call in sorted(answer.calls.items())
         ]
-        end = answer.finished
-        reason, sequence = self._stop(end)
+        finished = answer.finished
+        reason, sequence = self._stop(finished)
         return _encode(
             wire.MessageReply(
                 id=self.id,
@@ -212,18 +212,18 @@ class MessageRenderer(Renderer):
                 content=content,
                 stop_reason=reason,
                 stop_sequence=sequence,
-                usage=wire_usage(end.usage),
-                timings=wire_timings(end.usage, end.timings),
+                usage=wire_usage(finished.usage),
+                timings=wire_timings(finished.usage, finished.timings),
             )
         )
 
-    def _stop(self, end: Finished) -> tuple[wire.StopReason, str | None]:
-        if end.reason == "tool_calls":
+    def _stop(self, finished: Finished) -> tuple[wire.StopReason, str | None]:
+        if finished.reason == "tool_calls":
             return "tool_use", None
-        if end.reason in ("length", "deadline"):
+        if finished.reason in ("length", "deadline"):
             return "max_tokens", None
-        if end.stop_sequence in self._stops:
-            return "stop_sequence", end.stop_sequence
+        if finished.stop_sequence in self._stops:
+            return "stop_sequence", finished.stop_sequence
         return "end_turn", None
 
 

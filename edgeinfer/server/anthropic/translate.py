@@ -54,7 +54,7 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
     """Make turns; a user turn's tool results become turns before its text."""
     turns: list[Message] = []
     if body.system:
-        turns.append(Message(role="system", content=_joined(body.system, "\n")))
+        turns.append(Message(role="system", content=_join_texts(body.system, "\n")))
     for turn in body.messages:
         match turn:
             case wire.UserTurn():
@@ -62,13 +62,13 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
             case wire.AssistantTurn():
                 turns.append(_assistant(turn))
             case wire.SystemTurn():
-                turns.append(Message(role="system", content=_joined(turn.content, "\n")))
+                turns.append(Message(role="system", content=_join_texts(turn.content, "\n")))
     return tuple(turns)
 
 
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     """Return the tools; a deferred one once it was referred to, or if no tool search is offered."""
-    referred = _referred(body)
+    referred = _referenced_names(body)
     # Anthropic's own search is not here: without a client's all of them would stay hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
@@ -84,7 +84,7 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     return unique_tools(tools)
 
 
-def _referred(body: wire.CountRequest) -> set[str]:
+def _referenced_names(body: wire.CountRequest) -> set[str]:
     names = {body.tool_choice.name} if isinstance(body.tool_choice, wire.OneChoice) else set()
     for turn in body.messages:
         blocks = () if isinstance(turn.content, str) else turn.content
@@ -92,8 +92,8 @@ def _referred(body: wire.CountRequest) -> set[str]:
             if isinstance(block, wire.ToolUseBlock):
                 names.add(block.name)
             elif isinstance(block, wire.ToolResultBlock) and not isinstance(block.content, str):
-                found = (b for b in block.content or () if isinstance(b, wire.ToolReferenceBlock))
-                names |= {reference.tool_name for reference in found}
+                references = (b for b in block.content or () if isinstance(b, wire.ToolReferenceBlock))
+                names |= {reference.tool_name for reference in references}
     return names
 
 
@@ -101,8 +101,8 @@ def _user(turn: wire.UserTurn) -> list[Message]:
     if isinstance(turn.content, str):
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
-    others = [block for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
-    parts = [one for block in others for one in _parts(block)]
+    blocks = [block for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
+    parts = [piece for block in blocks for piece in _parts(block)]
     turns = [
         Message(role="tool", tool_call_id=block.tool_use_id, **_result(block)) for block in results
     ]
@@ -128,19 +128,21 @@ def _text(block: _Texts) -> str:
             return f"The tool {name} is there now."
         case wire.DocumentBlock(source=source):
             body = (
-                _joined(source.content, "\n") if isinstance(source, wire.BlocksSource) else source.data
+                _join_texts(source.content, "\n")
+                if isinstance(source, wire.BlocksSource)
+                else source.data
             )
             return "\n".join(filter(None, [block.title, block.context, body]))
 
 
 def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
-    given = block.content or ""
-    found = (
-        {"content": given}
-        if isinstance(given, str)
-        else content_of((one for block in given for one in _parts(block)), "\n")
+    content = block.content or ""
+    fields = (
+        {"content": content}
+        if isinstance(content, str)
+        else content_of((piece for block in content for piece in _parts(block)), "\n")
     )
-    return found | {"content": f"Error: {found['content']}"} if block.is_error else found
+    return fields | {"content": f"Error: {fields['content']}"} if block.is_error else fields
 
 
 def _assistant(turn: wire.AssistantTurn) -> Message:
@@ -161,7 +163,7 @@ def _assistant(turn: wire.AssistantTurn) -> Message:
     )
 
 
-def _joined(content: str | Sequence[_Texts], between: str) -> str:
+def _join_texts(content: str | Sequence[_Texts], between: str) -> str:
     return content if isinstance(content, str) else between.join(map(_text, content))
 
 

@@ -50,8 +50,8 @@ class Keys:
         """Return a salt that separates this key's cached prefixes; "" with fewer than two keys."""
         if len(self._digests) < 2:
             return ""
-        own = next(known for known in self._digests if known.hex()[:8] == name)
-        return hmac.digest(own, b"edgeinfer computed blocks", "sha256").hex()
+        digest = next(digest for digest in self._digests if digest.hex()[:8] == name)
+        return hmac.digest(digest, b"edgeinfer computed blocks", "sha256").hex()
 
 
 def key_path() -> Path:
@@ -62,7 +62,7 @@ def given_keys(file: str | None = None) -> Keys:
     """Return keys from the environment or a named file; empty if neither is set. Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
-        return Keys([_checked(typed, "EDGEINFER_API_KEY")])
+        return Keys([_check(typed, "EDGEINFER_API_KEY")])
     named = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
     return Keys(read_keys(Path(named))) if named else Keys([])
 
@@ -112,7 +112,7 @@ def read_keys(path: Path) -> list[str]:
                 f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}"
             )
         lines = [line.strip() for line in file]
-    keys = [_checked(line, str(path)) for line in lines if line and not line.startswith("#")]
+    keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ServeError(
             f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})"
@@ -129,7 +129,7 @@ def _is_private(info: os.stat_result) -> bool:
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 
 
-def _checked(key: str, where: str) -> str:
+def _check(key: str, where: str) -> str:
     if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
         raise ServeError(
             f"the key in {where} must be {_MIN_LENGTH} or more printable ASCII characters without "

@@ -57,8 +57,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if not host:
             raise Problem(400, "A Host header is required.", code="missing_host")
         name = host_name(host)
-        known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
-        if not known and not (self.any_address and _is_address(name)):
+        is_known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
+        if not is_known and not (self.any_address and _is_address(name)):
             message = (
                 f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one."
             )

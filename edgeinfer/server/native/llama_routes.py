@@ -50,9 +50,9 @@ async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Res
     )
 
     def requests(info: EngineInfo) -> list[GenerateRequest]:
-        shared = _shared(body, info) | {"constraint": _constraint(body)}
+        shared = _common_fields(body, info) | {"constraint": _constraint(body)}
         if isinstance(asked, wire.PromptText) and asked.multimodal_data is not None:
-            content, pictures = _pictured(asked.prompt_string, asked.multimodal_data)
+            content, pictures = _read_pictures(asked.prompt_string, asked.multimodal_data)
             return [GenerateRequest(prompt=content, pictures=pictures, **shared)]
         return [GenerateRequest(prompt=prompt, **shared) for prompt in all_prompts]
 
@@ -65,7 +65,7 @@ async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Res
     )
 
 
-def _pictured(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
+def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
     param, texts = "prompt.multimodal_data", prompt.split(_MEDIA)
     if len(texts) != len(encoded) + 1:
         raise InvalidRequestError(
@@ -88,7 +88,7 @@ def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
     return msgspec.structs.replace(sampling, logit_bias=biases)
 
 
-def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
+def _common_fields(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
     return {
         "max_tokens": limit_of(body.n_predict),
         "sampling": _sampling(body, info),
@@ -98,7 +98,7 @@ def _shared(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
         "overflow": body.overflow,
         "speculative": body.speculative,
         **common_fields(msgspec.structs.replace(body, lora=None)),
-        "lora": None if body.lora is None else chosen(body.lora, info.lora),
+        "lora": None if body.lora is None else adapters_by_id(body.lora, info.lora),
     }
 
 
@@ -129,26 +129,26 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
         suffix=body.input_suffix,
         files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
     )
-    return GenerateRequest(infill=gap, **_shared(body, info))
+    return GenerateRequest(infill=gap, **_common_fields(body, info))
 
 
 #: From the adapters that are loaded to those that are wanted.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
-def chosen(
+def adapters_by_id(
     choices: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
 ) -> tuple[tuple[str, float], ...]:
     """Return adapters by name and scale. Raises InvalidRequestError for one that is not loaded."""
-    for place, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
-            where = f"{param}[{place}].id"
+            where = f"{param}[{index}].id"
             raise InvalidRequestError(f"{len(loaded)} adapters are loaded", param=where)
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 
 @ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
-async def loaded(context: RequestContext, body: wire.LoadAdapter) -> Response:
+async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Response:
     """Load an adapter while the model runs, in vLLM's shape."""
     path = _file(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
@@ -180,17 +180,17 @@ def _file(context: RequestContext, text: str) -> str:
 
 
 @ROUTES.post("/v1/unload_lora_adapter", reply_type="text/plain", is_admin=True)
-async def unloaded(context: RequestContext, body: wire.UnloadAdapter) -> Response:
+async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> Response:
     """Unload an adapter while the model runs, in vLLM's shape."""
     context.name_model(body.model)
 
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:
-        left = [a for a in now if a.name != body.lora_name]
-        if len(left) == len(now):
+        remaining = [a for a in now if a.name != body.lora_name]
+        if len(remaining) == len(now):
             raise Problem(
                 404, f"The adapter '{body.lora_name}' is not loaded.", code="adapter_not_found"
             )
-        return left
+        return remaining
 
     await _change(context, change)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -208,10 +208,10 @@ async def _change(context: RequestContext, change: Change) -> tuple[Adapter, ...
 _encode = msgspec.json.Encoder().encode
 
 
-def _stop_type(end: Finished) -> StopType:
-    if end.reason in ("length", "deadline"):
+def _stop_type(finished: Finished) -> StopType:
+    if finished.reason in ("length", "deadline"):
         return "limit"
-    return "eos" if end.stop_sequence is None else "word"
+    return "eos" if finished.stop_sequence is None else "word"
 
 
 class LlamaRenderer(Renderer):
@@ -267,20 +267,20 @@ class LlamaRenderer(Renderer):
             answer = msgspec.structs.replace(answer, completion_probabilities=likely)
         return answer
 
-    def _last(self, answer: LlamaAnswer, end: Finished) -> LlamaAnswer:
+    def _last(self, answer: LlamaAnswer, finished: Finished) -> LlamaAnswer:
         prompt = self._prompts[answer.index]
         return msgspec.structs.replace(
             answer,
             stop=True,
-            tokens_predicted=end.usage.completion_tokens,
-            tokens_evaluated=end.usage.prompt_tokens,
-            tokens_cached=end.usage.cached_tokens,
+            tokens_predicted=finished.usage.completion_tokens,
+            tokens_evaluated=finished.usage.prompt_tokens,
+            tokens_cached=finished.usage.cached_tokens,
             prompt=prompt if isinstance(prompt, str) else msgspec.UNSET,
             generation_settings=self._settings,
             truncated=False,
-            stop_type=_stop_type(end),
-            stopping_word=end.stop_sequence or "",
-            timings=wire_timings(end.usage, end.timings),
+            stop_type=_stop_type(finished),
+            stopping_word=finished.stop_sequence or "",
+            timings=wire_timings(finished.usage, finished.timings),
         )
 
 

@@ -76,12 +76,12 @@ async def rerank(context: RequestContext, body: wire.RerankRequest) -> wire.Rera
     def work(engine: Engine) -> wire.RerankReply:
         if not engine.info.can_rerank:
             raise InvalidRequestError(f"{engine.info.model} is not a reranker", param="model")
-        return _ranked(engine, body, texts)
+        return _rank(engine, body, texts)
 
     return await with_engine(context, body, work)
 
 
-def _ranked(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
+def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))
@@ -110,13 +110,13 @@ def _piece(raw: bytes) -> str | list[int]:
 class _InferRenderer(ChatRenderer):
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
-        end = answer.finished
+        finished = answer.finished
         return msgspec.json.encode(
             wire.InferReply(
                 result=answer.text,
                 model=self.model,
-                finish_reason=finish_reason(end),
-                timings=wire_timings(end.usage, end.timings),
+                finish_reason=finish_reason(finished),
+                timings=wire_timings(finished.usage, finished.timings),
             )
         )
 
@@ -158,8 +158,8 @@ async def infer(context: RequestContext) -> Response:
 async def unload(context: RequestContext) -> wire.UnloadReply:
     """Unload a model."""
     models = context.endpoint.models
-    meant = models.resolve(context.path_id)
-    return wire.UnloadReply(id=meant, state=await models.unload(meant))
+    model = models.resolve(context.path_id)
+    return wire.UnloadReply(id=model, state=await models.unload(model))
 
 
 @ROUTES.post(
@@ -171,16 +171,16 @@ async def unload(context: RequestContext) -> wire.UnloadReply:
 async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> wire.SnapshotReply:
     """Take a snapshot of a loaded model, which goes on; later launches resume it."""
     endpoint = context.endpoint
-    meant = endpoint.models.resolve(context.path_id)
+    model = endpoint.models.resolve(context.path_id)
     async with endpoint.taking:
-        taken = await asyncio.to_thread(endpoint.host.take_snapshot, meant, body.name)
-    endpoint.log.info("snapshot-taken", model=meant, snapshot=taken.name, built=taken.was_built)
+        snapshot = await asyncio.to_thread(endpoint.host.take_snapshot, model, body.name)
+    endpoint.log.info("snapshot-taken", model=model, snapshot=snapshot.name, built=snapshot.was_built)
     return wire.SnapshotReply(
-        id=meant,
-        state="taken" if taken.was_built else "unchanged",
-        snapshot=taken.name,
-        disk_bytes=taken.disk_bytes,
-        seconds=taken.seconds,
+        id=model,
+        state="taken" if snapshot.was_built else "unchanged",
+        snapshot=snapshot.name,
+        disk_bytes=snapshot.disk_bytes,
+        seconds=snapshot.seconds,
     )
 
 
@@ -189,21 +189,21 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
     """Load an agent's predicted prefix from the on-disk prefix cache."""
 
     def work(engine: Engine) -> wire.RecallReply:
-        n_tokens = _recalled(engine, body, context.salted(""))
+        n_tokens = _recall(engine, body, context.salted(""))
         return wire.RecallReply(id=context.model, n_tokens=n_tokens)
 
     return await with_engine(context, ModelFields(model=context.path_id), work)
 
 
-def _recalled(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
+def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
     """Prefill an agent's predicted prefix; return its length in tokens."""
     tokens = engine.begun_with(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
-        there = predict_prefix(
+        predicted = predict_prefix(
             text, body.folder, datetime.date.today(), is_repository=body.is_repository
         )
-        tokens = engine.tokenize(there, parse_special=True)
+        tokens = engine.tokenize(predicted, parse_special=True)
     if not 0 < len(tokens) < engine.info.n_ctx:
         return 0
     for _ in engine.submit(GenerateRequest(prompt=tuple(tokens), max_tokens=0, cache_salt=salt)):
@@ -280,7 +280,7 @@ async def props(context: RequestContext) -> wire.Props:
         health=_health(endpoint),
         requests=endpoint.in_flight,
         default_model=endpoint.models.default,
-        models=[msgspec.structs.replace(one, replicas=replicas.get(one.id)) for one in models],
+        models=[msgspec.structs.replace(model, replicas=replicas.get(model.id)) for model in models],
         how_started=endpoint.host.start.how,
         start_reason=endpoint.host.start.reason,
         start_stages_ms=endpoint.host.start.stages_ms,

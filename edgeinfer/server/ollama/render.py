@@ -24,7 +24,7 @@ from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.dialect import Renderer
-from edgeinfer.server.model_pool import AvailableModel, listed_name
+from edgeinfer.server.model_pool import AvailableModel, ollama_name
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.openai.wire import TokenLogprob
@@ -134,9 +134,9 @@ class OllamaRenderer(Renderer):
 
     def _call_line(self) -> bytes:
         """Encode complete calls; a call is never sent in pieces."""
-        found = _calls(self._calls)
+        calls = _calls(self._calls)
         self._calls = {}
-        return self._line(calls=found) if found else b""
+        return self._line(calls=calls) if calls else b""
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
         return error_line(problem, request_id)
@@ -157,10 +157,10 @@ class OllamaRenderer(Renderer):
             )
         )
 
-    def _statistics(self, end: Finished) -> dict[str, Any]:
-        usage, timings = end.usage, end.timings
+    def _statistics(self, finished: Finished) -> dict[str, Any]:
+        usage, timings = finished.usage, finished.timings
         return {
-            "done_reason": "length" if end.reason in ("length", "deadline") else "stop",
+            "done_reason": "length" if finished.reason in ("length", "deadline") else "stop",
             "total_duration": self._clock.total_ns(),
             "load_duration": self._clock.load_ns,
             "prompt_eval_count": usage.prompt_tokens,
@@ -171,7 +171,7 @@ class OllamaRenderer(Renderer):
 
 
 def _calls(collected: dict[int, CollectedCall]) -> list[wire.ToolCallReply]:
-    found = []
+    calls = []
     for index, call in sorted(collected.items()):
         try:
             arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
@@ -179,8 +179,8 @@ def _calls(collected: dict[int, CollectedCall]) -> list[wire.ToolCallReply]:
             continue
         if call.name:
             function = wire.CalledReply(index=index, name=call.name, arguments=arguments)
-            found.append(wire.ToolCallReply(id=call.id, function=function))
-    return found
+            calls.append(wire.ToolCallReply(id=call.id, function=function))
+    return calls
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[TokenLogprob] | None:
@@ -206,12 +206,14 @@ def _size(n_params: int) -> str:
     return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
 
 
-def listed(models: Sequence[AvailableModel]) -> wire.OllamaTags:
-    own = {model.name for model in models}
-    return wire.OllamaTags(models=[_listed(model, listed_name(model.name, own)) for model in models])
+def list_models(models: Sequence[AvailableModel]) -> wire.OllamaTags:
+    names = {model.name for model in models}
+    return wire.OllamaTags(
+        models=[_model_row(model, ollama_name(model.name, names)) for model in models]
+    )
 
 
-def _listed(model: AvailableModel, name: str) -> wire.ListedModel:
+def _model_row(model: AvailableModel, name: str) -> wire.ListedModel:
     return wire.ListedModel(
         name=name,
         model=name,
@@ -226,14 +228,14 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
     """Describe a model for /api/show; engine facts are missing while it is cold."""
     files, licence = _files(model.name)
     header = _header(files)
-    found = _metadata(header, info)
+    metadata = _metadata(header, info)
     template = (files.chat_template if files else None) or (header.chat_template if header else "")
     return wire.OllamaShowReply(
         parameters=_parameters(files),
         template=template,
         details=details(model, info),
-        model_info=found,
-        capabilities=_capabilities(info or _guess(template, found, files)),
+        model_info=metadata,
+        capabilities=_capabilities(info or _guess(template, metadata, files)),
         modified_at=stamp(model.created),
         license=licence,
         system=files.system_prompt if files else "",
@@ -265,20 +267,20 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
     """Return GGUF metadata; clients use `ARCHITECTURE.context_length`, so it is the loaded context."""
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if header is not None:
-        found = {key: _plain(value) for key, value in header.metadata.items()}
-        found["general.parameter_count"] = header.n_params
+        metadata = {key: _plain(value) for key, value in header.metadata.items()}
+        metadata["general.parameter_count"] = header.n_params
     if info is not None:
-        found.setdefault("general.architecture", info.architecture)
-        found.setdefault("general.parameter_count", info.n_params)
-    family = found.get("general.architecture", "")
-    found.setdefault("general.basename", found.get("general.name", family))
-    own = f"{family}.context_length"
+        metadata.setdefault("general.architecture", info.architecture)
+        metadata.setdefault("general.parameter_count", info.n_params)
+    family = metadata.get("general.architecture", "")
+    metadata.setdefault("general.basename", metadata.get("general.name", family))
+    context_key = f"{family}.context_length"
     if info is not None and info.n_ctx:
-        found[own] = min(info.n_ctx, found.get(own) or info.n_ctx)
-    found.pop("tokenizer.chat_template", None)
-    return found
+        metadata[context_key] = min(info.n_ctx, metadata.get(context_key) or info.n_ctx)
+    metadata.pop("tokenizer.chat_template", None)
+    return metadata
 
 
 def _plain(value: Any) -> Any:
@@ -286,7 +288,7 @@ def _plain(value: Any) -> Any:
 
 
 def _capabilities(info: EngineInfo) -> list[str]:
-    found = {
+    capabilities = {
         "completion": info.can_generate,
         "tools": info.can_generate and bool(info.tool_format),
         "thinking": info.can_think,
@@ -294,7 +296,7 @@ def _capabilities(info: EngineInfo) -> list[str]:
         "vision": info.can_see,
         "embedding": info.can_embed and not info.can_generate,
     }
-    return [name for name, has in found.items() if has]
+    return [name for name, has in capabilities.items() if has]
 
 
 def _guess(template: str, metadata: dict[str, Any], files: ModelFiles | None) -> EngineInfo:
@@ -314,7 +316,7 @@ def _parameters(files: ModelFiles | None) -> str:
     if files is None:
         return ""
     base = msgspec.structs.asdict(Sampling())
-    own = msgspec.structs.asdict(files.sampling)
-    lines = [f"{name} {own[name]}" for name in BY_FIELD if own[name] != base[name]]
+    sampling = msgspec.structs.asdict(files.sampling)
+    lines = [f"{name} {sampling[name]}" for name in BY_FIELD if sampling[name] != base[name]]
     lines += [f"stop {msgspec.json.encode(text).decode()}" for text in files.stop]
     return "\n".join(lines)

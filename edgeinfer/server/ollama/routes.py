@@ -23,7 +23,7 @@ from edgeinfer.server.model_pool import (
     AvailableModel,
     LoadedReply,
     ModelAdministrator,
-    listed_name,
+    ollama_name,
     spellings,
 )
 from edgeinfer.server.ollama import render, translate, wire
@@ -112,7 +112,7 @@ async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.
         vectors = engine.embed(inputs) if inputs else []
         return wire.OllamaEmbedReply(
             model=body.model,
-            embeddings=[_shortened(vector, body.dimensions) for vector in vectors],
+            embeddings=[_shorten(vector, body.dimensions) for vector in vectors],
             total_duration=clock.total_ns(),
             load_duration=clock.load_ns,
             prompt_eval_count=sum(map(len, inputs)),
@@ -142,19 +142,19 @@ def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int
     return [engine.tokenize(text, add_special=True)[: longest or None] for text in texts]
 
 
-def _shortened(vector: Sequence[float], dimensions: int | None) -> list[float]:
+def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
     """Truncate a float32[n_embd] to `dimensions` and normalize it; all if None."""
     if not dimensions or dimensions >= len(vector):
         return list(vector)
-    kept = vector[:dimensions]
-    length = math.sqrt(sum(x * x for x in kept)) or 1.0
-    return [x / length for x in kept]
+    short = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in short)) or 1.0
+    return [x / length for x in short]
 
 
 @ROUTES.get("/api/tags")
 async def tags(context: RequestContext) -> wire.OllamaTags:
     """The pulled models."""
-    return render.listed(await context.endpoint.in_thread(context.endpoint.models.pulled))
+    return render.list_models(await context.endpoint.in_thread(context.endpoint.models.pulled))
 
 
 @ROUTES.post("/api/show", uses_model=False)
@@ -171,17 +171,17 @@ async def running(context: RequestContext) -> wire.OllamaProcesses:
     """The loaded models."""
     models = context.endpoint.models
     pulled = await context.endpoint.in_thread(models.pulled)
-    here = {model.name: model for model in pulled}
-    found = [
-        _running(loaded, info, here.get(loaded.id, AvailableModel(name=loaded.id)))
+    by_name = {model.name: model for model in pulled}
+    processes = [
+        _running(loaded, info, by_name.get(loaded.id, AvailableModel(name=loaded.id)))
         for loaded in models.report()
         if (info := models.info(loaded.id)) is not None
     ]
-    return wire.OllamaProcesses(models=found)
+    return wire.OllamaProcesses(models=processes)
 
 
 def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
-    name = listed_name(loaded.id)
+    name = ollama_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return wire.RunningModel(
         name=name,
@@ -289,9 +289,9 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
 async def _find(context: RequestContext, name: str) -> AvailableModel:
     """Find an available model. Raises UnknownModelError."""
     models = context.endpoint.models
-    wanted = models.resolve(name)
+    resolved = models.resolve(name)
     pulled = await context.endpoint.in_thread(models.pulled)
-    return next((model for model in pulled if model.name == wanted), AvailableModel(name=wanted))
+    return next((model for model in pulled if model.name == resolved), AvailableModel(name=resolved))
 
 
 OLLAMA = Dialect(

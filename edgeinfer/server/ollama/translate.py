@@ -34,8 +34,8 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
     turns = messages(body.messages or ())
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
-    shared = _shared(body, info) | _thinking(body.think, info)
-    return _unshifted(messages=turns, tools=tools_of(body.tools), **shared)
+    shared = _common_fields(body, info) | _thinking(body.think, info)
+    return _make_request(messages=turns, tools=tools_of(body.tools), **shared)
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
@@ -43,21 +43,21 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
 
     Raises InvalidRequestError.
     """
-    shared, prompt = _shared(body, info), body.prompt or ""
+    shared, prompt = _common_fields(body, info), body.prompt or ""
     if body.suffix:
         if not info.can_infill:
             raise InvalidRequestError(f"{info.model} does not support insert", param="suffix")
         return GenerateRequest(infill=Infill(prefix=prompt, suffix=body.suffix), **shared)
     if _is_raw(body) or not info.has_chat_template:
-        given = _content(f"{body.system or ''}{prompt}", body.images)
-        return _unshifted(prompt=given.pop("content"), **given, **shared)
+        fields = _content(f"{body.system or ''}{prompt}", body.images)
+        return _make_request(prompt=fields.pop("content"), **fields, **shared)
     system = info.system_prompt if body.system is None else body.system
     turns = (Message(role="system", content=system),) if system else ()
     user = Message(role="user", **_content(prompt, body.images))
-    return _unshifted(messages=(*turns, user), **shared, **_thinking(body.think, info))
+    return _make_request(messages=(*turns, user), **shared, **_thinking(body.think, info))
 
 
-def _unshifted(**fields: Any) -> GenerateRequest:
+def _make_request(**fields: Any) -> GenerateRequest:
     """Make a request; a context with pictures is not shifted."""
     request = GenerateRequest(**fields)
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
@@ -79,20 +79,20 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
 
 def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
     """Convert turns; tool results that name no call belong to the preceding calls, in order."""
-    found: list[Message] = []
+    converted: list[Message] = []
     open_calls: list[ToolCall] = []
-    for place, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if turn.role == "assistant":
-            open_calls = [_call(call, place, n) for n, call in enumerate(turn.tool_calls or ())]
-        found.append(_message(turn, open_calls))
-    return tuple(found)
+            open_calls = [_call(call, index, n) for n, call in enumerate(turn.tool_calls or ())]
+        converted.append(_message(turn, open_calls))
+    return tuple(converted)
 
 
-def _call(call: wire.CallParam, place: int, number: int) -> ToolCall:
+def _call(call: wire.CallParam, index: int, number: int) -> ToolCall:
     given = call.function.arguments
     arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
     return ToolCall(
-        id=call.id or f"call_{place}_{number}", name=call.function.name, arguments=arguments
+        id=call.id or f"call_{index}_{number}", name=call.function.name, arguments=arguments
     )
 
 
@@ -108,14 +108,14 @@ def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:
         )
     if turn.role == "tool":
         name = turn.tool_name or turn.name or ""
-        call = _answered(open_calls, turn.tool_call_id or "", name)
+        call = _take_call(open_calls, turn.tool_call_id or "", name)
         name = name or (call.name if call else "")
-        found = turn.tool_call_id or (call.id if call else "")
-        return Message(role="tool", tool_call_id=found, name=name, **content)
+        call_id = turn.tool_call_id or (call.id if call else "")
+        return Message(role="tool", tool_call_id=call_id, name=name, **content)
     return Message(role=turn.role, **content)
 
 
-def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall | None:
+def _take_call(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall | None:
     for call in open_calls:
         if (call_id and call.id == call_id) or (not call_id and name in ("", call.name)):
             open_calls.remove(call)
@@ -123,7 +123,7 @@ def _answered(open_calls: list[ToolCall], call_id: str, name: str) -> ToolCall |
     return None
 
 
-def _shared(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
+def _common_fields(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
     options = body.options or wire.Options()
     predict = int(options.num_predict or 0)
     goes_on = info.can_shift and body.truncate is not False and body.shift is not False
@@ -146,21 +146,21 @@ def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
     return reasoning(None, wanted=think)
 
 
-def _constraint(wanted: str | dict[str, Any] | None) -> JsonSchema | None:
-    if not wanted:
+def _constraint(form: str | dict[str, Any] | None) -> JsonSchema | None:
+    if not form:
         return None
-    return JsonSchema({"type": "object"} if isinstance(wanted, str) else wanted)
+    return JsonSchema({"type": "object"} if isinstance(form, str) else form)
 
 
 def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
     """Return the model's sampling defaults, overridden by the request."""
-    given: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
+    fields: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
     for field, low in _WHOLE.items():
-        if given[field] is not None:
-            given[field] = max(low, int(given[field]))
-    given["repeat_penalty"] = options.repeat_penalty or None
-    given["seed"] = None if options.seed is None else seed_of(int(options.seed))
-    return overridden(base, **given)
+        if fields[field] is not None:
+            fields[field] = max(low, int(fields[field]))
+    fields["repeat_penalty"] = options.repeat_penalty or None
+    fields["seed"] = None if options.seed is None else seed_of(int(options.seed))
+    return overridden(base, **fields)
 
 
 def too_much(options: wire.Options | None, info: EngineInfo) -> list[str]:

@@ -37,11 +37,11 @@ _encode = msgspec.json.Encoder().encode
 _TAIL = b"]}\n\n"
 
 
-def finish_reason(end: Finished) -> wire.WireFinish:
+def finish_reason(finished: Finished) -> wire.WireFinish:
     """Convert a finish reason; OpenAI has none for a deadline, so a cut-short answer is "length"."""
-    if end.reason in ("length", "deadline"):
+    if finished.reason in ("length", "deadline"):
         return "length"
-    return "tool_calls" if end.reason == "tool_calls" else "stop"
+    return "tool_calls" if finished.reason == "tool_calls" else "stop"
 
 
 def fingerprint(info: EngineInfo) -> str:
@@ -126,10 +126,10 @@ class _OpenAI(Renderer):
             logprobs,
         )
 
-    def _finish(self, index: int, end: Finished) -> bytes:
+    def _finish(self, index: int, finished: Finished) -> bytes:
         """Encode the last chunk of an answer; that of the last answer has the timings."""
-        self._ends[index] = end
-        chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(end)))
+        self._ends[index] = finished
+        chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
             return chunk + _TAIL
         return chunk + b'],"timings":%b}\n\n' % _encode(wire_timings(*total(self.ends, self.n)))
@@ -234,7 +234,7 @@ def _tool_delta(event: ToolCallDelta) -> dict[str, Any]:
     }
 
 
-def _joined(
+def _join_logprobs(
     head: wire.CompletionLogprobs | None, tail: wire.CompletionLogprobs | None
 ) -> wire.CompletionLogprobs | None:
     if head is None or tail is None:
@@ -309,7 +309,7 @@ class CompletionRenderer(_OpenAI):
         echo = self._echo(index, answer.prompt)
         logprobs = self._logprobs(answer.logprobs, len(echo)) if answer.logprobs else None
         if answer.prompt is not None:
-            logprobs = _joined(self._prompt_logprobs(answer.prompt, echo), logprobs)
+            logprobs = _join_logprobs(self._prompt_logprobs(answer.prompt, echo), logprobs)
         return wire.CompletionChoice(
             index=index,
             text=echo + answer.reasoning + answer.text,
@@ -327,7 +327,7 @@ class CompletionRenderer(_OpenAI):
         head = wire.CompletionLogprobs(
             tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0]
         )
-        return _joined(head, self._logprobs(tokens, offset))
+        return _join_logprobs(head, self._logprobs(tokens, offset))
 
     @staticmethod
     def _logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> wire.CompletionLogprobs:
@@ -352,11 +352,11 @@ def sentence(problem: Problem) -> str:
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
-    known = (
+    expected = (
         f"This model's maximum context length is {n_ctx} tokens. However, your messages resulted in "
         f"{n_tokens} tokens, which exceeds the context window."
     )
-    return f"{known} Here {problem.message}"
+    return f"{expected} Here {problem.message}"
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:

@@ -62,7 +62,7 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         continue_final=body.continue_final_message,
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **_shared(body, info, constraint(body.response_format, body)),
+        **_common_fields(body, info, constraint(body.response_format, body)),
     )
     return copies(request, body.n or 1)
 
@@ -84,15 +84,15 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
     """Make `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
-    shared = _shared(body, info, constraint(body.response_format, body))
-    found = prompts(body.prompt, "prompt")
-    if len(found) * (body.n or 1) > 64:
+    shared = _common_fields(body, info, constraint(body.response_format, body))
+    all_prompts = prompts(body.prompt, "prompt")
+    if len(all_prompts) * (body.n or 1) > 64:
         raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
     requests = []
     max_tokens = 16 if body.max_tokens is None else limit_of(body.max_tokens)
-    for prompt in found:
+    for prompt in all_prompts:
         request = GenerateRequest(
-            **_asked(prompt, body, info),
+            **_prompt_fields(prompt, body, info),
             max_tokens=max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=prompt_logprobs(prompt, body),
@@ -109,7 +109,7 @@ def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest)
     return body.logprobs if isinstance(prompt, str) else body.logprobs or 0
 
 
-def _asked(
+def _prompt_fields(
     prompt: str | tuple[int, ...], body: wire.CompletionRequest, info: EngineInfo
 ) -> dict[str, Any]:
     if not body.suffix:
@@ -167,7 +167,7 @@ _Part = wire.TextPart | wire.ImagePart | wire.FilePart | wire.RefusalPart
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
-    return content_of(one for part in content for one in _parts(part))
+    return content_of(piece for part in content for piece in _parts(part))
 
 
 def _parts(part: _Part) -> Sequence[str | bytes]:
@@ -183,7 +183,7 @@ def _parts(part: _Part) -> Sequence[str | bytes]:
 
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
-    found = tuple(
+    converted = tuple(
         Tool(
             name=t.function.name,
             description=t.function.description or "",
@@ -192,7 +192,7 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
         )
         for t in tools or ()
     )
-    return unique_tools(found)
+    return unique_tools(converted)
 
 
 def tool_choice(
@@ -221,7 +221,7 @@ def constraint(
     if body.grammar is not None:
         asked.append(("grammar", Grammar(body.grammar)))
     if body.structured_outputs is not None:
-        asked += _structured(body.structured_outputs)
+        asked += _structured_constraints(body.structured_outputs)
     if len(asked) > 1:
         raise InvalidRequestError(
             f"{asked[1][0]} cannot be combined with {asked[0][0]}", param=asked[1][0]
@@ -229,16 +229,16 @@ def constraint(
     return asked[0][1] if asked else None
 
 
-def _structured(given: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
+def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
     asked: list[tuple[str, Constraint]] = []
-    if given.json is not None:
-        asked.append(("structured_outputs.json", JsonSchema(given.json)))
-    if given.regex is not None:
-        asked.append(("structured_outputs.regex", Regex(given.regex)))
-    if given.choice is not None:
-        asked.append(("structured_outputs.choice", Choice(tuple(given.choice))))
-    if given.grammar is not None:
-        asked.append(("structured_outputs.grammar", Grammar(given.grammar)))
+    if outputs.json is not None:
+        asked.append(("structured_outputs.json", JsonSchema(outputs.json)))
+    if outputs.regex is not None:
+        asked.append(("structured_outputs.regex", Regex(outputs.regex)))
+    if outputs.choice is not None:
+        asked.append(("structured_outputs.choice", Choice(tuple(outputs.choice))))
+    if outputs.grammar is not None:
+        asked.append(("structured_outputs.grammar", Grammar(outputs.grammar)))
     if not asked:
         raise InvalidRequestError(
             "structured_outputs needs json, regex, choice or grammar", param="structured_outputs"
@@ -247,38 +247,38 @@ def _structured(given: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
 
 
 def prompts(
-    given: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
+    prompt: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
 ) -> list[str | tuple[int, ...]]:
     """List the prompts, each text or token ids. Raises InvalidRequestError for mixed kinds.
 
     `most` bounds their number.
     """
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(item) for item in given}
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
     if kinds == {int}:
-        return [tuple(given)]  # type: ignore[arg-type]  # every item is an int
+        return [tuple(prompt)]  # type: ignore[arg-type]  # every item is an int
     if len(kinds) != 1:
         raise InvalidRequestError(
             "a list holds texts, token ids, or lists of token ids, not a mixture", param=param
         )
-    if len(given) > most:
+    if len(prompt) > most:
         raise InvalidRequestError(f"at most {most} prompts a request", param=param)
-    return [item if isinstance(item, str) else tuple(item) for item in given]  # type: ignore[arg-type]  # no int is left
+    return [item if isinstance(item, str) else tuple(item) for item in prompt]  # type: ignore[arg-type]  # no int is left
 
 
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     """Return the model's sampling defaults, overridden by the request."""
-    given: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
+    fields: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
     if body.repeat_penalty is None:  # vLLM has another name for it
-        given["repeat_penalty"] = getattr(body, "repetition_penalty", None)
+        fields["repeat_penalty"] = getattr(body, "repetition_penalty", None)
     if body.dry_sequence_breakers is not None:
-        given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+        fields["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     bias = getattr(body, "logit_bias", None)
     if bias:
-        given["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
-    given["seed"] = seed_of(body.seed)
-    return overridden(base, **given)
+        fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
+    fields["seed"] = seed_of(body.seed)
+    return overridden(base, **fields)
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
@@ -292,7 +292,9 @@ def limit_of(max_tokens: int | None) -> int | None:
     return None if max_tokens == -1 else max_tokens
 
 
-def _shared(body: wire.OpenAIFields, info: EngineInfo, limit: Constraint | None) -> dict[str, Any]:
+def _common_fields(
+    body: wire.OpenAIFields, info: EngineInfo, limit: Constraint | None
+) -> dict[str, Any]:
     return {
         "sampling": sampling_of(body, info.sampling),
         "stop": stop_strings(body.stop),

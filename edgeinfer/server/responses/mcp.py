@@ -95,17 +95,17 @@ class McpCalls:
                 )
                 self.events.append(ServerItem(item, _LIST_EVENTS))
 
-    async def answered(self, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
+    async def run_approved(self, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
         """Make the calls that the client has approved, each once; return the request with them."""
         items = _items(body)
         answers = {
             i.approval_request_id: i for i in items if isinstance(i, wire.McpApprovalResponseItem)
         }
-        made = {i.approval_request_id for i in items if isinstance(i, wire.McpCallItem)}
+        done = {i.approval_request_id for i in items if isinstance(i, wire.McpCallItem)}
         new_items: list[wire.Item] = []
         for item in items:
             new_items.append(item)
-            if not isinstance(item, wire.McpApprovalRequestItem) or item.id in made:
+            if not isinstance(item, wire.McpApprovalRequestItem) or item.id in done:
                 continue
             if (answer := answers.get(item.id)) is None:
                 continue
@@ -119,7 +119,7 @@ class McpCalls:
                 use = use.end("refused", "its path leads elsewhere than when it was shown")
             else:
                 (use,) = await self._run([use], _Front(approves=True), Stop(), [])
-            self.events.append(self._called(use, item.id))
+            self.events.append(self._call_item(use, item.id))
             new_items.append(self.events[-1].item)
         return msgspec.structs.replace(body, input=new_items) if new_items else body
 
@@ -145,7 +145,7 @@ class McpCalls:
     def _approval(self, use: ToolUse) -> ServerItem:
         return ServerItem(wire.McpApprovalRequestItem(id=f"mcpr_{use.id}", **self._names(use)))
 
-    def _called(self, use: ToolUse, approval_request_id: str | None = None) -> ServerItem:
+    def _call_item(self, use: ToolUse, approval_request_id: str | None = None) -> ServerItem:
         is_done = use.status == "done"
         item = wire.McpCallItem(
             id=f"mcp_{use.id}",
@@ -197,7 +197,7 @@ class McpCalls:
             made = await self._run(run, front, rounds.stop, past)
             front.asked |= {use.id for use in asking}
             for use in [*made, *asking]:
-                yield self._approval(use) if use.id in front.asked else self._called(use)
+                yield self._approval(use) if use.id in front.asked else self._call_item(use)
             if front.asked or len(answer.calls) > len(uses) or rounds.stop.is_set:
                 break
             past.append(made)

@@ -27,7 +27,7 @@ from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
 from edgeinfer.server.responses.mcp import RoundEnd, ServerItem
-from edgeinfer.server.responses.translate import offered
+from edgeinfer.server.responses.translate import functions_by_name
 
 _encode = msgspec.json.Encoder().encode
 _EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.ReasoningTextOut(text="")}
@@ -51,7 +51,9 @@ class ResponseRenderer(Renderer):
         self.model = model
         self.created = int(time.time())
         self._request = body
-        self._names = {name: (space, tool.name) for name, (space, tool) in offered(body).items()}
+        self._names = {
+            name: (space, tool.name) for name, (space, tool) in functions_by_name(body).items()
+        }
         self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []

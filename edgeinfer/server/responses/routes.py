@@ -48,7 +48,7 @@ async def create_response(context: RequestContext, body: ResponsesRequest) -> Re
     if responses is not None:
         store = functools.partial(_store, responses, context.key, tuple(_own_items(whole)))
     if mcp is not None:
-        whole = await mcp.answered(whole)
+        whole = await mcp.run_approved(whole)
     return await answer(
         context,
         whole,

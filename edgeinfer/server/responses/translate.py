@@ -71,14 +71,17 @@ def shown_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def offered(body: wire.ResponsesRequest) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
+def functions_by_name(
+    body: wire.ResponsesRequest,
+) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
     """Map the names the model sees to functions with their namespaces."""
-    found: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
+    by_name: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
     for tool in body.tools or ():
         namespace, functions = _functions(tool)
-        for function in functions:
-            found[shown_name(namespace, function.name)] = (namespace, function)
-    return found
+        by_name |= {
+            shown_name(namespace, function.name): (namespace, function) for function in functions
+        }
+    return by_name
 
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
@@ -90,7 +93,7 @@ def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
             parameters=tool.parameters or {},
             strict=tool.strict is True,
         )
-        for name, (_, tool) in offered(body).items()
+        for name, (_, tool) in functions_by_name(body).items()
     )
     if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
         raise InvalidRequestError("two tools have the same name", param="tools")
@@ -105,11 +108,11 @@ def _functions(
     return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
 
 
-def _shown(name: str, body: wire.ResponsesRequest) -> str:
+def _model_name(name: str, body: wire.ResponsesRequest) -> str:
     """Return the model's name of a function chosen without its namespace."""
-    names = offered(body)
-    found = (shown for shown, (_, tool) in names.items() if tool.name == name)
-    return name if name in names else next(found, name)
+    names = functions_by_name(body)
+    names_shown = (shown for shown, (_, tool) in names.items() if tool.name == name)
+    return name if name in names else next(names_shown, name)
 
 
 def _append(turns: list[Message], item: wire.Item) -> None:
@@ -168,7 +171,7 @@ _Part = wire.InputText | wire.InputImage | wire.InputFile | wire.OutputText | Re
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
-    return content_of(one for part in content for one in _parts(part))
+    return content_of(piece for part in content for piece in _parts(part))
 
 
 def _parts(part: _Part) -> Sequence[str | bytes]:
@@ -186,7 +189,7 @@ def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolCh
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
     if isinstance(choice, wire.ChosenFunction):
-        return named_tool(_shown(choice.name, body), parallel, tools)
+        return named_tool(_model_name(choice.name, body), parallel, tools)
     if choice == "required":
         return required_tool("required", parallel, tools)
     return ToolChoice(mode=choice or "auto", parallel=parallel)

@@ -82,10 +82,10 @@ class RunningAnswer:
         """Show a card in every page; wait for a decision, a stop, or too long without a page."""
         card_shown = _ShownCard(card, "" if self.tools is None else str(self.tools.toolbox.folder))
 
-        def stopped() -> None:
+        def refuse() -> None:
             card_shown.decided.put(Decision("no", "stopped"))
 
-        self.stop.add(stopped)
+        self.stop.add(refuse)
         self._words = {**self._words, card.id: "waits for you"}
         self._shown = card_shown
         try:
@@ -95,10 +95,10 @@ class RunningAnswer:
             return Decision("no", "no page is open to allow it")
         finally:
             self._shown = None
-            self.stop.remove(stopped)
+            self.stop.remove(refuse)
 
-    def show_use(self, use: ToolUse, words: str) -> None:
-        self._words = {**self._words, use.id: words or use.status}
+    def show_use(self, use: ToolUse, text: str) -> None:
+        self._words = {**self._words, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
         """Take the decision about a card. Raises Problem 409 if that call no longer waits."""
@@ -190,14 +190,14 @@ class Conversations:
         if conversation_id:
             self._answers[conversation_id] = running
 
-        def prepared(session: ChatSession) -> Conversation:
+        def prepare_question(session: ChatSession) -> Conversation:
             if conversation_id and session.store.is_answering(conversation_id):
                 raise _busy()
             prepare(session)
             return session.conversation
 
         try:
-            conversation = await self.change(conversation_id, prepared)
+            conversation = await self.change(conversation_id, prepare_question)
             self._endpoint.enter(context.key)
         except BaseException:
             running.is_running = False

@@ -77,14 +77,14 @@ class Pulls:
             self.now[name] = wire.Pull(name=name, text=failure, failed=True)
 
 
-def offered() -> list[wire.Offer]:
+def list_offers() -> list[wire.Offer]:
     """List chat and base models of the catalogue that are not pulled, with estimated speed here."""
-    here = {model.name for model in list_pulled()}
+    pulled_names = {model.name for model in list_pulled()}
     estimator = Estimator()
     return [
         wire.Offer(name=model.name, title=model.title, about=_about(model, estimator.fit_of(model)))
         for model in estimator.catalog.models.values()
-        if model.name not in here and model.purpose not in ("embedding", "reranker")
+        if model.name not in pulled_names and model.purpose not in ("embedding", "reranker")
     ]
 
 

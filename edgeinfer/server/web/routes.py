@@ -33,7 +33,7 @@ from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access, Web, user_of
 from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
-from edgeinfer.server.web.models import Pulls, offered
+from edgeinfer.server.web.models import Pulls, list_offers
 from edgeinfer.server.web.render import blocks
 from edgeinfer.tools.approval import Decision
 
@@ -213,15 +213,15 @@ async def setup(context: RequestContext) -> wire.Setup:
         default_model=models.default,
         models=[
             wire.ListedModel(
-                name=one.name,
+                name=model.name,
                 state="warm"
-                if models.state(one.name) == "cold" and one.name in warm
-                else models.state(one.name),
-                size_bytes=one.size_bytes,
-                can_see=one.can_see,
+                if models.state(model.name) == "cold" and model.name in warm
+                else models.state(model.name),
+                size_bytes=model.size_bytes,
+                can_see=model.can_see,
             )
-            for one in pulled
-            if not one.alias_of
+            for model in pulled
+            if not model.alias_of
         ],
         presets={**presets.PRESETS, **named},
         options={name: (option.low, option.high) for name, option in presets.OPTIONS.items()},
@@ -232,7 +232,7 @@ async def setup(context: RequestContext) -> wire.Setup:
 @ROUTES.get(f"{PATH}/models", web="cookie")
 async def to_pull(context: RequestContext) -> list[wire.Offer]:
     """List the catalogue's models that are not pulled."""
-    return await context.endpoint.in_thread(offered)
+    return await context.endpoint.in_thread(list_offers)
 
 
 @ROUTES.get(f"{PATH}/pulls", web="cookie")
@@ -304,12 +304,12 @@ async def export(context: RequestContext, query: wire.ExportQuery) -> Response:
         if query.form == "text":
             return Response(session.turn(query.turn).content, media_type="text/plain")
         if query.form in ("markdown", "json"):
-            write, end = (
+            write, suffix = (
                 (formats.to_markdown(session.conversation, session.path), ".md")
                 if query.form == "markdown"
                 else (formats.to_json(session.conversation, session.all_turns()), ".json")
             )
-            return _download(write, formats.file_name(session.conversation, end))
+            return _download(write, formats.file_name(session.conversation, suffix))
         info = context.endpoint.models.info(session.conversation.model)
         system = info.system_prompt if info else ""
         code = as_code(session, query.turn, query.form, base, system)
