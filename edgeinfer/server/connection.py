@@ -19,15 +19,15 @@ from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta
 T = TypeVar("T")
 
 
-async def disconnected(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless(end: Awaitable[object], work: Awaitable[T]) -> T | None:
-    """Await `work`, or cancel it and return None at the `end`. Raises what `work` raises."""
-    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
+    """Await `work`, or cancel it and return None at `stop`. Raises what `work` raises."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

@@ -164,30 +164,32 @@ class Renderer(ABC):
         """Render the JSON body of a request that is not streamed."""
 
 
-def total(ends: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
+def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
     """Total one request: each prompt once, every answer, the slowest timings.
 
     Each prompt counts with the first of its `n` answers; `n` None means that all answers are to one
     prompt.
     """
-    if len(ends) == 1:
-        return ends[0].usage, ends[0].timings
-    firsts = ends[:: n or len(ends)]
+    if len(answers) == 1:
+        return answers[0].usage, answers[0].timings
+    firsts = answers[:: n or len(answers)]
     usage = Usage(
-        prompt_tokens=sum(end.usage.prompt_tokens for end in firsts),
-        cached_tokens=sum(end.usage.cached_tokens for end in firsts),
-        cached_disk_tokens=sum(end.usage.cached_disk_tokens for end in firsts),
-        completion_tokens=sum(end.usage.completion_tokens for end in ends),
-        reasoning_tokens=sum(end.usage.reasoning_tokens for end in ends),
+        prompt_tokens=sum(finished.usage.prompt_tokens for finished in firsts),
+        cached_tokens=sum(finished.usage.cached_tokens for finished in firsts),
+        cached_disk_tokens=sum(finished.usage.cached_disk_tokens for finished in firsts),
+        completion_tokens=sum(finished.usage.completion_tokens for finished in answers),
+        reasoning_tokens=sum(finished.usage.reasoning_tokens for finished in answers),
     )
-    slowest = max((end.timings for end in ends), key=lambda timings: timings.decode_ms)
-    return usage, msgspec.structs.replace(slowest, saved_ms=sum(end.timings.saved_ms for end in firsts))
+    slowest = max((finished.timings for finished in answers), key=lambda timings: timings.decode_ms)
+    return usage, msgspec.structs.replace(
+        slowest, saved_ms=sum(finished.timings.saved_ms for finished in firsts)
+    )
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
     """Make the `timings` block, in llama.cpp's names."""
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
-    made = usage.completion_tokens
+    generated = usage.completion_tokens
     return WireTimings(
         queue_ms=round(timings.queue_ms, 3),
         ttft_ms=round(timings.ttft_ms, 3),
@@ -199,10 +201,10 @@ def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
         prompt_per_second=round(prefilled * 1000 / timings.prefill_ms, 2)
         if timings.prefill_ms
         else 0.0,
-        predicted_n=made,
+        predicted_n=generated,
         predicted_ms=round(timings.decode_ms, 3),
-        predicted_per_token_ms=round(timings.decode_ms / (made - 1), 3) if made > 1 else 0.0,
-        predicted_per_second=round(timings.decode_tokens_per_s(made), 2),
+        predicted_per_token_ms=round(timings.decode_ms / (generated - 1), 3) if generated > 1 else 0.0,
+        predicted_per_second=round(timings.decode_tokens_per_s(generated), 2),
         constraint_ms=round(timings.constraint_ms, 3),
         draft_n=timings.draft_tokens,
         draft_n_accepted=timings.draft_accepted_tokens,

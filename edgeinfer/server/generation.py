@@ -27,7 +27,7 @@ from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.connection import Connection, ShortCut, disconnected
+from edgeinfer.server.connection import Connection, ShortCut, until_disconnected
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.metrics import version_of
@@ -265,7 +265,7 @@ class _GenerationResponse(Response):
         self._starting = starting
 
     async def _watch(self, receive: Receive) -> None:
-        await disconnected(receive)
+        await until_disconnected(receive)
         self.client_left = True
         self._starting.cancel()
         self._cancel()

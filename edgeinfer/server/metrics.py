@@ -151,23 +151,23 @@ class Metrics:
         self._keys.add(key)
         self.requests.labels(route, str(status), key, model, version).inc()
 
-    def generation_ended(self, model: str, version: str, end: Finished) -> None:
+    def generation_ended(self, model: str, version: str, finished: Finished) -> None:
         """Count a finished generation, whatever its reason."""
         labels = (model, version)
-        self.finished.labels(end.reason, *labels).inc()
-        self.prompt_tokens.labels(*labels).inc(end.usage.prompt_tokens)
-        self.cached_tokens.labels(*labels).inc(end.usage.cached_tokens)
-        self.cached_disk_tokens.labels(*labels).inc(end.usage.cached_disk_tokens)
-        self.generated_tokens.labels(*labels).inc(end.usage.completion_tokens)
-        self.queue_time.labels(*labels).observe(end.timings.queue_ms / 1000)
-        self.prefill_time.labels(*labels).observe(end.timings.prefill_ms / 1000)
-        self.decode_time.labels(*labels).observe(end.timings.decode_ms / 1000)
+        self.finished.labels(finished.reason, *labels).inc()
+        self.prompt_tokens.labels(*labels).inc(finished.usage.prompt_tokens)
+        self.cached_tokens.labels(*labels).inc(finished.usage.cached_tokens)
+        self.cached_disk_tokens.labels(*labels).inc(finished.usage.cached_disk_tokens)
+        self.generated_tokens.labels(*labels).inc(finished.usage.completion_tokens)
+        self.queue_time.labels(*labels).observe(finished.timings.queue_ms / 1000)
+        self.prefill_time.labels(*labels).observe(finished.timings.prefill_ms / 1000)
+        self.decode_time.labels(*labels).observe(finished.timings.decode_ms / 1000)
 
-    def model_loaded(self, model: str, how: str, seconds: float, stages_ms: dict[str, float]) -> None:
-        self.loads.labels(how, model).inc()
-        self.load_time.labels(how, "total", model).observe(seconds)
+    def model_loaded(self, model: str, start: str, seconds: float, stages_ms: dict[str, float]) -> None:
+        self.loads.labels(start, model).inc()
+        self.load_time.labels(start, "total", model).observe(seconds)
         for stage, stage_ms in stages_ms.items():
-            self.load_time.labels(how, stage, model).observe(stage_ms / 1000)
+            self.load_time.labels(start, stage, model).observe(stage_ms / 1000)
 
     def described(self) -> list[tuple[str, str, str, str]]:
         """Return name, kind, labels and help of every metric, as a scrape shows them."""

@@ -104,23 +104,25 @@ class ModelPool:
         """
         if name is None:
             return self.default
-        found = spellings(name)
-        alias = next((self._aliases.exact[one] for one in found if one in self._aliases.exact), None)
-        wanted = found if alias is None else (alias,)
-        for meant in wanted:
-            if meant in (DEFAULT, self.default) or meant in self._entries:
-                return self._named(meant)
+        names = spellings(name)
+        alias = next(
+            (self._aliases.exact[spelled] for spelled in names if spelled in self._aliases.exact), None
+        )
+        candidates = names if alias is None else (alias,)
+        for candidate in candidates:
+            if candidate in (DEFAULT, self.default) or candidate in self._entries:
+                return self._named(candidate)
         here = {DEFAULT, self.default, *self._entries, *(p.name for p in self._sources.pulled())}
         by_pattern = None if alias else self._aliases.by_pattern(name)
-        for meant in wanted if by_pattern is None else (*wanted, by_pattern):
-            if meant in here:
-                return self._named(meant)
-        missing = alias or by_pattern or found[1]
+        for candidate in candidates if by_pattern is None else (*candidates, by_pattern):
+            if candidate in here:
+                return self._named(candidate)
+        missing = alias or by_pattern or names[1]
         note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
         raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=_where_to_get(missing))
 
-    def _named(self, meant: str) -> str:
-        return self.default if meant == DEFAULT else meant
+    def _named(self, target: str) -> str:
+        return self.default if target == DEFAULT else target
 
     def lone_model(self) -> str | None:
         """Name the model that answers to any name: the default, if no other is here."""
@@ -161,16 +163,16 @@ class ModelPool:
         listed = list(self._sources.pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
-        own = {pulled.name: pulled for pulled in listed}
+        by_name = {pulled.name: pulled for pulled in listed}
         for alias, target in self._aliases.exact.items():
-            model = own.get(self._named(target))
-            if model is not None and alias not in own:
+            model = by_name.get(self._named(target))
+            if model is not None and alias not in by_name:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         listed += [
             AvailableModel(name=adapter.name, alias_of=model)
             for model, engine in self.engines()
             for adapter in engine.info.lora
-            if adapter.name not in own
+            if adapter.name not in by_name
         ]
         return sorted(listed, key=lambda pulled: (pulled.name != self.default, pulled.name))
 
@@ -180,8 +182,10 @@ class ModelPool:
 
     def owner_of_adapter(self, name: str) -> str | None:
         """Return the loaded model that has an adapter of this name, the default one first."""
-        owners = [own for own, engine in self.engines() if name in {a.name for a in engine.info.lora}]
-        return min(owners, key=lambda own: own != self.default, default=None)
+        owners = [
+            model for model, engine in self.engines() if name in {a.name for a in engine.info.lora}
+        ]
+        return min(owners, key=lambda model: model != self.default, default=None)
 
     # --- holding
 
@@ -208,11 +212,11 @@ class ModelPool:
         Changes take turns. Raises what `change` and `Engine.use_adapters` raise.
         """
         async with self._changing_adapters:
-            wanted = change(lease.engine.info.lora)
+            adapters = change(lease.engine.info.lora)
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._threads, lease.engine.use_adapters, wanted)
-            self._adapters[lease.model] = found
-            return found
+            loaded = await loop.run_in_executor(self._threads, lease.engine.use_adapters, adapters)
+            self._adapters[lease.model] = loaded
+            return loaded
 
     async def unload(self, name: str) -> Literal["unloaded", "unloading", "not loaded"]:
         """Unload a model now if idle, otherwise as soon as its requests end."""
@@ -270,7 +274,7 @@ class ModelPool:
             await self._until_closed(entry)
             await self._make_room(entry)
             entry.stage = "loading"
-            begun = time.perf_counter()
+            began_s = time.perf_counter()
             loop = asyncio.get_running_loop()
             loaded = await loop.run_in_executor(self._threads, self._load_engine, entry)
         except asyncio.CancelledError:
@@ -284,7 +288,7 @@ class ModelPool:
             self._changed.set()
             return
         entry.loaded = loaded
-        self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - begun)
+        self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
         kv_bytes = info.least_kv_bytes or info.kv_bytes  # an automatic context is cut to what is free
         self._sizes[entry.name] = entry.need_bytes = (
@@ -298,10 +302,10 @@ class ModelPool:
 
     def _load_engine(self, entry: ModelEntry) -> LoadedEngine:
         loaded = self._sources.load(entry.name, entry.report)
-        wanted = self._adapters.get(entry.name)
-        if wanted is not None:
+        adapters = self._adapters.get(entry.name)
+        if adapters is not None:
             try:
-                loaded.engine.use_adapters(wanted)
+                loaded.engine.use_adapters(adapters)
             except EdgeInferError:
                 del self._adapters[entry.name]  # the next load does without
                 loaded.engine.close()
@@ -317,9 +321,9 @@ class ModelPool:
             entry.stage = "waiting for memory"
 
     def _need_bytes(self, name: str) -> int:
-        known = self._sizes.get(name)
-        if known is not None:
-            return known
+        size_bytes = self._sizes.get(name)
+        if size_bytes is not None:
+            return size_bytes
         files = next((pulled.size_bytes for pulled in self._sources.pulled() if pulled.name == name), 0)
         return files + files // 4 + (256 << 20)
 
@@ -331,8 +335,8 @@ class ModelPool:
             if idle:
                 await self._unload(min(idle, key=lambda s: s.last_used))
                 continue
-            others = any(s is not entry for s in self._entries.values())
-            if not others:
+            is_crowded = any(s is not entry for s in self._entries.values())
+            if not is_crowded:
                 # no other model is in memory: let the loader decide, it knows better than an estimate
                 return
             self._changed.clear()
@@ -497,10 +501,10 @@ def spellings(name: str) -> tuple[str, ...]:
     return (name, plain, PREFIX + plain)
 
 
-def ollama_name(name: str, others: Container[str] = ()) -> str:
-    """Return a name as Ollama lists it: with a tag, without its store unless `others` has that name."""
+def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
+    """Return a name as Ollama lists it: with a tag, without its store unless that name is taken."""
     short = name.removeprefix(PREFIX)
-    plain = name if short in others else short
+    plain = name if short in taken_names else short
     return plain if ":" in plain else plain + LATEST
 
 

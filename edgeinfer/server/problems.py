@@ -148,7 +148,7 @@ def _below(path: str, within: str) -> str:
     return f".{path}" if path and within and not path.startswith("[") else path
 
 
-def merged(problems: Sequence[Problem]) -> Problem:
+def merge(problems: Sequence[Problem]) -> Problem:
     """Join several refusals of one body: all the sentences, and the first one's place and code."""
     first = problems[0]
     messages = list(dict.fromkeys(problem.message for problem in problems))

@@ -19,7 +19,7 @@ from edgeinfer.server.problems import (
     Problem,
     from_validation,
     load_time_place,
-    merged,
+    merge,
     missing,
     unsupported,
 )
@@ -198,7 +198,7 @@ class LenientDecoder:
         of: Any = kind
         value = self._value(_plan(of), raw, "")
         if self._problems:
-            raise merged(self._problems)
+            raise merge(self._problems)
         try:
             return msgspec.convert(value, kind, strict=self._strict)
         except msgspec.ValidationError as error:

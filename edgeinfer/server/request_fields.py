@@ -82,23 +82,23 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 def reasoning(
     effort: str | None,
     *,
-    wanted: bool | None = None,
+    enabled: bool | None = None,
     budget: int | None = None,
-    given: dict[str, Any] | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the GenerateRequest fields that bound reasoning, the effort as templates read it.
 
-    `wanted` False, or an effort of "none", closes a span also where the template opens one by itself.
-    `given` are a request's own variables for the template, which win.
+    `enabled` False, or an effort of "none", closes a span also where the template opens one by itself.
+    `variables` are a request's own variables for the template, which win.
     """
     options: dict[str, Any] = {}
     if effort is not None:
         options["enable_thinking"] = effort != "none"
     if effort not in (None, "none"):
         options["reasoning_effort"] = _EFFORTS.get(effort, effort)
-    if wanted is not None:
-        options["enable_thinking"] = wanted
-    options |= given or {}
+    if enabled is not None:
+        options["enable_thinking"] = enabled
+    options |= variables or {}
     is_off = options.get("enable_thinking") is False
     return {"template_options": options, "reasoning_budget": 0 if is_off and budget is None else budget}
 

@@ -40,19 +40,19 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
     return _in_turn(marks, decode + timings.decode_ms / 1000)
 
 
-def start_spans(stages_ms: Mapping[str, float], how: str) -> list[Span]:
+def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
     """Divide a start that is ready now, from its stages (ms since exec); [] without any."""
-    ended, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
-    names = {"restore": "resume" if how == "resumed" else "spawn"}
+    ended_s, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
+    names = {"restore": "resume" if start == "resumed" else "spawn"}
     stages = sorted(stages_ms.items(), key=lambda stage: stage[1])
-    marks = [(names.get(name, name), ended - (last_ms - ms) / 1000) for name, ms in stages]
-    return [span for span in _in_turn(marks, ended) if span.name != "ready"]
+    marks = [(names.get(name, name), ended_s - (last_ms - ms) / 1000) for name, ms in stages]
+    return [span for span in _in_turn(marks, ended_s) if span.name != "ready"]
 
 
-def _in_turn(marks: list[tuple[str, float]], ended: float) -> list[Span]:
-    ends = [*(began for _, began in marks[1:]), ended]
+def _in_turn(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
+    ends = [*(began for _, began in marks[1:]), ended_s]
     pairs = zip(marks, ends, strict=False)  # of no mark there is an end
-    return [Span(name, began, max(began, end)) for (name, began), end in pairs]
+    return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 
 def write(

@@ -187,5 +187,5 @@ def _thinking(body: wire.CountRequest) -> dict[str, Any]:
         case None:
             return reasoning(effort)
         case wire.ThinkingOn(budget_tokens=budget):
-            return reasoning(effort, wanted=True, budget=budget)
-    return reasoning(effort, wanted=not isinstance(body.thinking, wire.ThinkingOff))
+            return reasoning(effort, enabled=True, budget=budget)
+    return reasoning(effort, enabled=not isinstance(body.thinking, wire.ThinkingOff))

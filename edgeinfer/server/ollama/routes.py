@@ -15,7 +15,7 @@ from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.connection import disconnected, unless
+from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation import answer
@@ -223,7 +223,7 @@ async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Respons
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # what fails until here has a status of its own
     if body.stream is False:
-        await unless(disconnected(context.request.receive), _drain(reports))
+        await unless(until_disconnected(context.request.receive), _drain(reports))
         return json_reply(_DONE)
     return StreamingResponse(_lines(context, first, reports), media_type="application/x-ndjson")
 

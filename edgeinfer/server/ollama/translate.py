@@ -89,8 +89,8 @@ def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
 
 
 def _call(call: wire.CallParam, index: int, number: int) -> ToolCall:
-    given = call.function.arguments
-    arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    raw = call.function.arguments
+    arguments = raw if isinstance(raw, str) else msgspec.json.encode(raw).decode()
     return ToolCall(
         id=call.id or f"call_{index}_{number}", name=call.function.name, arguments=arguments
     )
@@ -143,7 +143,7 @@ def _thinking(think: bool | str | None, info: EngineInfo) -> dict[str, Any]:
         raise InvalidRequestError(f"{info.model} does not support thinking", param="think")
     if isinstance(think, str):
         return reasoning(think)
-    return reasoning(None, wanted=think)
+    return reasoning(None, enabled=think)
 
 
 def _constraint(form: str | dict[str, Any] | None) -> JsonSchema | None:

@@ -63,7 +63,7 @@ async def embeddings(context: RequestContext, body: wire.EmbeddingRequest) -> wi
         if body.dimensions not in (None, info.n_embd):
             message = f"this model's embeddings have {info.n_embd} dimensions"
             raise InvalidRequestError(message, param="dimensions")
-        vectors = [_encoded(vector, body.encoding_format) for vector in engine.embed(texts)]
+        vectors = [_encode_vector(vector, body.encoding_format) for vector in engine.embed(texts)]
         data = [wire.Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
         n_tokens = sum(
             len(engine.tokenize(text, add_special=True)) if isinstance(text, str) else len(text)
@@ -77,7 +77,7 @@ async def embeddings(context: RequestContext, body: wire.EmbeddingRequest) -> wi
     return reply
 
 
-def _encoded(vector: Sequence[float], encoding: str | None) -> str | list[float]:
+def _encode_vector(vector: Sequence[float], encoding: str | None) -> str | list[float]:
     if encoding != "base64":
         return list(vector)
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
@@ -108,21 +108,21 @@ async def one_model(context: RequestContext) -> wire.ModelCard:
     name, models = context.path_id, context.endpoint.models
     pulled = {model.name: model for model in await context.endpoint.in_thread(models.pulled)}
     if name not in pulled:
-        meant = models.resolve(name)
-        pulled[name] = msgspec.structs.replace(pulled[meant], name=name, alias_of=meant)
+        resolved = models.resolve(name)
+        pulled[name] = msgspec.structs.replace(pulled[resolved], name=name, alias_of=resolved)
     return _card(context, pulled[name])
 
 
 def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
     models = context.endpoint.models
-    meant = pulled.alias_of or pulled.name
-    info = models.info(meant)
+    model_name = pulled.alias_of or pulled.name
+    info = models.info(model_name)
     n_ctx = info.n_ctx if info else pulled.n_ctx_train
     can_see = info.can_see if info else pulled.can_see
     return wire.ModelCard(
         id=pulled.name,
         created=pulled.created,
-        state=models.state(meant),
+        state=models.state(model_name),
         size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
         created_at=_stamp(pulled.created),
         display_name=pulled.name,

@@ -57,7 +57,7 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         tools=tools,
         tool_choice=tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
         **reasoning(
-            body.reasoning_effort, budget=body.reasoning_budget, given=body.chat_template_kwargs
+            body.reasoning_effort, budget=body.reasoning_budget, variables=body.chat_template_kwargs
         ),
         continue_final=body.continue_final_message,
         max_tokens=_max_tokens(body),
@@ -167,11 +167,11 @@ _Part = wire.TextPart | wire.ImagePart | wire.FilePart | wire.RefusalPart
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
-    return content_of(piece for part in content for piece in _parts(part))
+    return content_of(piece for item in content for piece in _parts(item))
 
 
-def _parts(part: _Part) -> Sequence[str | bytes]:
-    match part:
+def _parts(item: _Part) -> Sequence[str | bytes]:
+    match item:
         case wire.TextPart(text=text):
             return [text]
         case wire.ImagePart(image_url=image):

@@ -58,7 +58,7 @@ class _Front:
             self.asked.add(card.id)
         return Decision("once" if self._approves else "no")
 
-    def show_use(self, use: ToolUse, words: str) -> None:
+    def show_use(self, use: ToolUse, text: str) -> None:
         pass
 
 
@@ -179,12 +179,12 @@ class McpCalls:
         past: list[tuple[ToolUse, ...]] = []
         ends: list[Finished] = []
         while True:
-            answer, ours = Collected(), set[int]()
+            answer, own_indexes = Collected(), set[int]()
             async for event in rounds.generation:
                 answer.add(event)
                 if isinstance(event, ToolCallDelta) and event.name in self.offered:
-                    ours.add(event.index)
-                is_ours = isinstance(event, ToolCallDelta) and event.index in ours
+                    own_indexes.add(event.index)
+                is_ours = isinstance(event, ToolCallDelta) and event.index in own_indexes
                 if not is_ours and not isinstance(event, Finished):
                     yield event
             ends.append(answer.finished)
@@ -194,17 +194,17 @@ class McpCalls:
             front = _Front(approves=False)
             asking = [use for use in uses if use.name in self._asks]
             run = [use for use in uses if use.name not in self._asks]
-            made = await self._run(run, front, rounds.stop, past)
+            done = await self._run(run, front, rounds.stop, past)
             front.asked |= {use.id for use in asking}
-            for use in [*made, *asking]:
+            for use in [*done, *asking]:
                 yield self._approval(use) if use.id in front.asked else self._call_item(use)
             if front.asked or len(answer.calls) > len(uses) or rounds.stop.is_set:
                 break
-            past.append(made)
+            past.append(done)
             yield RoundEnd()
             request = msgspec.structs.replace(
                 request,
-                messages=(*request.messages, *call_messages(answer.text, answer.reasoning, made)),
+                messages=(*request.messages, *call_messages(answer.text, answer.reasoning, done)),
                 tool_choice=self._tools.fields(past)["tool_choice"],
             )
             rounds.generation = await self._endpoint.preparation.submit(engine, request)

@@ -99,9 +99,9 @@ class ResponseRenderer(Renderer):
         return b""
 
     def closing(self) -> bytes:
-        end = self._answer.finished
+        finished = self._answer.finished
         reply = self._whole(self._answer)
-        is_cut = end.reason in ("length", "deadline")
+        is_cut = finished.reason in ("length", "deadline")
         done = self._finish_item("incomplete" if is_cut else "completed")
         return done + self._sse(f"response.{reply.status}", response=reply)
 
@@ -119,9 +119,9 @@ class ResponseRenderer(Renderer):
         return sse({"type": event_type, "sequence_number": self._sequence, **data}, event_type)
 
     def _part(self, event_type: str, /, **data: Any) -> bytes:
-        place = len(self._items) - 1
+        index = len(self._items) - 1
         return self._sse(
-            event_type, item_id=self._item_id(place), output_index=place, content_index=0, **data
+            event_type, item_id=self._item_id(index), output_index=index, content_index=0, **data
         )
 
     def _into(self, kind: str, number: int) -> bytes:
@@ -129,11 +129,11 @@ class ResponseRenderer(Renderer):
             return b""
         out = self._finish_item()
         self._items.append((kind, number))
-        place = len(self._items) - 1
+        index = len(self._items) - 1
         out += self._sse(
             "response.output_item.added",
-            output_index=place,
-            item=self._item(place, "in_progress", empty=True),
+            output_index=index,
+            item=self._item(index, "in_progress", empty=True),
         )
         if kind in _EMPTY_PARTS:
             out += self._part("response.content_part.added", part=_EMPTY_PARTS[kind])
@@ -141,45 +141,47 @@ class ResponseRenderer(Renderer):
 
     def _whole_item(self, added: ServerItem) -> bytes:
         self._items.append(("item", added.item))
-        place = {"output_index": len(self._items) - 1}
-        out = self._sse("response.output_item.added", **place, item=added.item)
+        index = {"output_index": len(self._items) - 1}
+        out = self._sse("response.output_item.added", **index, item=added.item)
         for name, data in added.events:
-            out += self._sse(name, **place, item_id=added.item.id, **data)
-        return out + self._sse("response.output_item.done", **place, item=added.item)
+            out += self._sse(name, **index, item_id=added.item.id, **data)
+        return out + self._sse("response.output_item.done", **index, item=added.item)
 
     def _finish_item(self, status: wire.ItemStatus = "completed") -> bytes:
         if not self._items or self._items[-1][0] == "item":
             return b""
-        place = len(self._items) - 1
-        item = self._item(place, status)
+        index = len(self._items) - 1
+        item = self._item(index, status)
         if isinstance(item, wire.FunctionCallOut):
             out = self._sse(
                 "response.function_call_arguments.done",
                 item_id=item.id,
-                output_index=place,
+                output_index=index,
                 name=item.name,
                 arguments=item.arguments,
             )
         elif isinstance(item, wire.MessageOut | wire.ReasoningOut):
-            part = item.content[0]
-            if isinstance(part, wire.OutputTextOut):
-                out = self._part("response.output_text.done", text=part.text, logprobs=part.logprobs)
+            content = item.content[0]
+            if isinstance(content, wire.OutputTextOut):
+                out = self._part(
+                    "response.output_text.done", text=content.text, logprobs=content.logprobs
+                )
             else:
-                out = self._part("response.reasoning_text.done", text=part.text)
-            out += self._part("response.content_part.done", part=part)
-        return out + self._sse("response.output_item.done", output_index=place, item=item)
+                out = self._part("response.reasoning_text.done", text=content.text)
+            out += self._part("response.content_part.done", part=content)
+        return out + self._sse("response.output_item.done", output_index=index, item=item)
 
-    def _item_id(self, place: int) -> str:
-        kind, _ = self._items[place]
+    def _item_id(self, index: int) -> str:
+        kind, _ = self._items[index]
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        return f"{prefix}_{self.id.removeprefix('resp_')}_{place}"
+        return f"{prefix}_{self.id.removeprefix('resp_')}_{index}"
 
-    def _item(self, place: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
-        kind, number = self._items[place]
+    def _item(self, index: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
+        kind, number = self._items[index]
         if kind == "item":
             done: wire.OutputItem = number
             return done
-        item_id, answer = self._item_id(place), self._answer
+        item_id, answer = self._item_id(index), self._answer
         if kind == "message":
             text = wire.OutputTextOut(text=answer.text, logprobs=_logprobs(answer.logprobs))
             return wire.MessageOut(id=item_id, content=[] if empty else [text], status=status)
@@ -214,17 +216,17 @@ class ResponseRenderer(Renderer):
         return _encode(self._whole(answer))
 
     def _whole(self, answer: Collected) -> wire.ResponseReply:
-        end = answer.finished
-        short = end.reason in ("length", "deadline")
-        output = [self._item(place, "completed") for place in range(len(self._items))]
+        finished = answer.finished
+        short = finished.reason in ("length", "deadline")
+        output = [self._item(index, "completed") for index in range(len(self._items))]
         if short and output and self._items[-1][0] != "item":
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
-        reply = self.reply("incomplete" if short else "completed", output, end.usage)
+        reply = self.reply("incomplete" if short else "completed", output, finished.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
         reply = msgspec.structs.replace(
-            reply, incomplete_details=details, timings=wire_timings(end.usage, end.timings)
+            reply, incomplete_details=details, timings=wire_timings(finished.usage, finished.timings)
         )
-        if self._store is not None and end.reason != "cancelled":
+        if self._store is not None and finished.reason != "cancelled":
             self._store(reply)
         return reply
 

@@ -133,7 +133,7 @@ def _append(turns: list[Message], item: wire.Item) -> None:
             output = as_text(item.output) if isinstance(item.output, dict) else item.output
             turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(output)))
         case wire.ReasoningItem():
-            text = "".join(part.text for part in item.content or item.summary)
+            text = "".join(piece.text for piece in item.content or item.summary)
             turns.append(Message(role="assistant", reasoning=text))
         case wire.FunctionCallItem():
             name = shown_name(item.namespace, item.name)
@@ -171,18 +171,18 @@ _Part = wire.InputText | wire.InputImage | wire.InputFile | wire.OutputText | Re
 def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
-    return content_of(piece for part in content for piece in _parts(part))
+    return content_of(piece for item in content for piece in _parts(item))
 
 
-def _parts(part: _Part) -> Sequence[str | bytes]:
-    match part:
+def _parts(item: _Part) -> Sequence[str | bytes]:
+    match item:
         case wire.InputImage(image_url=url):
             return [from_base64(url)]
         case wire.InputFile(file_data=data, filename=name):
             return document_files.parts_of(data, name)
         case RefusalPart(refusal=refusal):
             return [refusal]
-    return [part.text]
+    return [item.text]
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:

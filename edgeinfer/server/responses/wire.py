@@ -250,19 +250,19 @@ class McpTool(Wire, frozen=True, tag="mcp", tag_field="type"):
 
     def allows(self, name: str, read_only: bool) -> bool:
         """Return whether the request offers a tool."""
-        wanted = self.allowed_tools
-        if isinstance(wanted, McpFilter):
-            if wanted.read_only is not None and wanted.read_only != read_only:
+        allowed = self.allowed_tools
+        if isinstance(allowed, McpFilter):
+            if allowed.read_only is not None and allowed.read_only != read_only:
                 return False
-            wanted = wanted.tool_names
-        return wanted is None or name in wanted
+            allowed = allowed.tool_names
+        return allowed is None or name in allowed
 
     def asks(self, name: str) -> bool:
         """Return whether the request wants to approve each call of a tool."""
-        wanted = self.require_approval
-        if isinstance(wanted, McpApprovalFilter):
-            return wanted.always is not None and name in (wanted.always.tool_names or ())
-        return wanted == "always"
+        approval = self.require_approval
+        if isinstance(approval, McpApprovalFilter):
+            return approval.always is not None and name in (approval.always.tool_names or ())
+        return approval == "always"
 
 
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):

@@ -67,8 +67,8 @@ def _is_same(signature: str, expected: str) -> bool:
 
 def make_code() -> str:
     """Make a code for the page's URL. Raises ServeError."""
-    made, nonce = f"{time.time():.6f}", secrets.token_hex(8)
-    return f"{made}-{nonce}-{_sign(read_secret(), 'code', made, nonce)}"
+    made_at, nonce = f"{time.time():.6f}", secrets.token_hex(8)
+    return f"{made_at}-{nonce}-{_sign(read_secret(), 'code', made_at, nonce)}"
 
 
 def user_of(connection: Connection | None) -> str:
@@ -98,10 +98,10 @@ class Access:
 
     def redeem(self, code: str, user: str) -> bool:
         """Use up a code; False if it is not one, too old, used, or sent by another user."""
-        made, nonce, signature, *_ = [*code.split("-", 2), "", ""]
-        if not _is_same(signature, _sign(self._secret, "code", made, nonce)):
+        made_at, nonce, signature, *_ = [*code.split("-", 2), "", ""]
+        if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
-        age_s = time.time() - float(made)
+        age_s = time.time() - float(made_at)
         # the endpoint's own age, because the wall clock may have been set since it began
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
@@ -128,8 +128,8 @@ class Access:
         """Return a Set-Cookie header; another first API key ends it."""
         until = str(int(time.time()) + _COOKIE_S)
         value = f"edgeinfer-{self._port}={until}-{self._signature(until, user)}"
-        end = "; Secure" if secure else ""
-        return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{end}"
+        secure_flag = "; Secure" if secure else ""
+        return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
         """Return the first API key's name, "" without keys. Raises Problem 401."""

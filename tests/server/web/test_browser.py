@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -140,17 +141,21 @@ def test_a_growing_block_of_code_is_appended_to(serve, tab):
 BOTTOM_GAP = "(() => { const log = document.querySelector('.log'); return log.scrollHeight - log.scrollTop - log.clientHeight; })()"
 
 
+def varied(n_words, seed):
+    """Words that differ: a text that repeats itself is stopped."""
+    letters = random.Random(seed)
+    return " ".join("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(n_words))
+
+
 @pytest.mark.parametrize("height", [500, 900])
 def test_the_page_follows_a_long_first_answer(serve, tab, height):
     gate, pause = StepGate(), Delay(0.02)
     lines = [
-        item
-        for n in range(60)
-        for item in (f"## Part {n}\n\n{' '.join(map(str, range(n * n, n * n + 60)))}\n\n- a\n\n", pause)
+        piece for n in range(40) for piece in (f"## Part {n}\n\n{varied(60, n)}\n\n- a\n\n", pause)
     ]
     page = tab(with_page(serve(FakeEngine([[*lines, gate, "The end."]]))), height=height)
     say(page, "Write a long report.")
-    page.see("Part 59")
+    page.see("Part 39")
     page.wait(f"{BOTTOM_GAP} < 2")
     gate.opened.set()
     page.see("The end.")
@@ -160,7 +165,7 @@ def test_the_page_follows_a_long_first_answer(serve, tab, height):
 
 def test_the_page_follows_late_layout_until_the_reader_scrolls_up(serve, tab):
     gate, second = StepGate(), StepGate()
-    lines = "".join(f"{n * n}\n\n" for n in range(80))
+    lines = varied(80, 0).replace(" ", "\n\n") + "\n\n"
     answer = [lines, gate, "More.\n\n", second, "The end."]
     page = tab(with_page(serve(FakeEngine([answer]))))
     say(page, "hi")
