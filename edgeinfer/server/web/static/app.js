@@ -340,6 +340,11 @@ function App({ setup: first }) {
     if (sticks.current && gap >= 80) toEnd();
   };
   useLayoutEffect(() => { if (sticks.current && log.current) toEnd(); }, [branch, calls]);
+  useEffect(() => { // a turn that has ended is measured anew, without an event of its own
+    const sizes = new ResizeObserver(() => { if (sticks.current && log.current) toEnd(); });
+    for (const turn of log.current?.children ?? []) sizes.observe(turn);
+    return () => sizes.disconnect();
+  }, [branch.path, branch.notice, calls]);
   useEffect(() => { // a link to one turn: on this branch, earlier on it, or on another one
     if (!place.turn || !stored) return;
     if (branch.path.includes(place.turn)) { sticks.current = false; document.getElementById(`turn-${place.turn}`)?.scrollIntoView({ block: "center" }); }
