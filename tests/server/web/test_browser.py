@@ -164,7 +164,8 @@ def test_the_page_follows_a_long_first_answer(serve, tab, height):
 
 
 def test_the_page_follows_late_layout_until_the_reader_scrolls_up(serve, tab):
-    gate, second, third = StepGate(), StepGate(), StepGate()
+    gate, second = StepGate(), StepGate()
+    third = StepGate()
     lines = varied(80, 0).replace(" ", "\n\n") + "\n\n"
     answer = [lines, gate, "More.\n\n", second, "Last.", third]
     page = tab(with_page(serve(FakeEngine([answer]))))
