@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgeinfer.config.config_file import PromptRule
-from edgeinfer.errors import EngineClosedError, UnknownModelError
+from edgeinfer.errors import UnknownModelError
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
@@ -199,13 +199,7 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
     """Run `work(engine)` in a thread with the model of `body`. Raises what loading and `work` raise."""
     context.name_model(body.model)
     stay_s = context.stay_s(body.keep_alive)
-    lease = await context.endpoint.models.acquire(context.model, stay_s)
-    try:
+    with await context.endpoint.models.acquire(context.model, stay_s) as lease:
         context.version = version_of(lease.engine.info.sha256)
         calls, engine = context.endpoint.engine_calls, lease.engine
         return await asyncio.wrap_future(calls.begin(context.caller.turn, lambda: work(engine)))
-    except EngineClosedError:
-        lease.failed()
-        raise
-    finally:
-        lease.release()

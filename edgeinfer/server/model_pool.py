@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.errors import EdgeInferError, EngineClosedError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
 from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.progress import OnProgress
@@ -33,7 +33,10 @@ _CLOSE_S = 5.0
 
 
 class Lease:
-    """A request's hold on a loaded model. While it is held the model is not unloaded."""
+    """A request's hold on a loaded model. While it is held the model is not unloaded.
+
+    As a context manager it is released at the end, and the engine discarded if its process ended.
+    """
 
     def __init__(self, models: ModelPool, entry: ModelEntry, keep_alive_s: float) -> None:
         self._models = models
@@ -59,6 +62,14 @@ class Lease:
         """Discard an engine whose process ended, so that the next request loads it anew."""
         if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
             self._models.discard(self._entry)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, EngineClosedError):
+            self.failed()
+        self.release()
 
     def release(self) -> None:
         """Release the model. Idempotent."""

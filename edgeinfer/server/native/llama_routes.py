@@ -198,11 +198,8 @@ async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> R
 
 async def _change(context: RequestContext, change: Change) -> tuple[Adapter, ...]:
     models = context.endpoint.models
-    lease = await models.acquire(context.model)
-    try:
+    with await models.acquire(context.model) as lease:
         return await models.use_adapters(lease, change)
-    finally:
-        lease.release()
 
 
 _encode = msgspec.json.Encoder().encode

@@ -259,9 +259,8 @@ class Conversations:
         context.name_model(conversation.model or None)
         if not models.is_loaded(context.model):
             running.notice = f"Loading {context.model}…"
-        lease = await models.acquire(context.model)
-        running.notice = ""
-        try:
+        with await models.acquire(context.model) as lease:
+            running.notice = ""
             endpoint.queue(context.model, lease.engine.info.n_parallel, 1)
             try:
                 loop = asyncio.get_running_loop()
@@ -270,11 +269,6 @@ class Conversations:
                 )
             finally:
                 endpoint.unqueue(context.model, 1)
-        except EngineClosedError:
-            lease.failed()
-            raise
-        finally:
-            lease.release()
 
     def _write(
         self,
