@@ -40,7 +40,7 @@ OWN = Caller("", is_admin=True)
 
 
 class BodyBudget:
-    """Counts the bytes of running requests' bodies by caller. For the event loop's thread alone."""
+    """Counts the bytes of running requests' bodies by caller. Only for the event loop's thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)

@@ -37,7 +37,7 @@ async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
 
 
 class Connection:
-    """One client's connection. For the event loop's thread alone."""
+    """One client's connection. Only for the event loop's thread."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._is_tls = transport.get_extra_info("sslcontext") is not None

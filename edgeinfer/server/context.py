@@ -126,7 +126,7 @@ class RequestContext:
     def stay_s(self, keep_alive: float | str | None) -> float | None:
         """Return how long (s) the model stays after this request; None: as configured.
 
-        Administrators alone decide. Raises InvalidRequestError.
+        Only administrators decide. Raises InvalidRequestError.
         """
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.is_admin:

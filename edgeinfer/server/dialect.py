@@ -1,4 +1,4 @@
-"""A dialect, one HTTP API: its operations and error envelope. Each is a folder beside this one.
+"""A dialect, one HTTP API: its operations and error envelope. Each is a folder next to this file.
 
 A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), and
 in `routes.py` the handlers and the `Dialect` that `server/app.py` collects.

@@ -76,7 +76,7 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         #: Calls of engines for clients; `threads` stay free for what an operator asks.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: A file system that hangs holds this thread alone.
+        #: A file system that hangs holds only this thread.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = Preparation(self.limits.prepare_s)
@@ -205,7 +205,7 @@ class Endpoint:
         return self.tools
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a blocking call of an engine, or one that takes long, beside the event loop."""
+        """Run a blocking call of an engine, or one that takes long, in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, work, *args)
 

@@ -422,8 +422,8 @@ class _StreamResponse(_GenerationResponse):
 
     def _use_short_cut(self, task: GenerationTask) -> None:
         """After the first token, let the engine's thread send tokens where possible."""
-        alone = len(task.generations) == 1
-        if self._short_cut is None and self._last_token and alone and self._connection is not None:
+        is_single = len(task.generations) == 1
+        if self._short_cut is None and self._last_token and is_single and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._render_on_engine_thread)
             task.generations[0].tap(self._short_cut)
 

@@ -93,7 +93,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 
 def own_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Return the host names of these addresses, beside loopback's."""
+    """Return the host names of these addresses, besides loopback's."""
     return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 

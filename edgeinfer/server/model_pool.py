@@ -398,7 +398,7 @@ class ModelPool:
 
 
 def _where_to_get(missing: str) -> str:
-    from edgeinfer.models.catalog import load_catalog  # on a mistake alone
+    from edgeinfer.models.catalog import load_catalog  # only after a mistake
 
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"

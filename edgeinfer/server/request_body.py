@@ -393,7 +393,7 @@ def _join(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
-    """List the members of a union, or the type alone, without notes for the OpenAPI document."""
+    """List the members of a union, or only the type, without notes for the OpenAPI document."""
     if isinstance(kind, inspect.Metadata):
         return _alternatives(kind.type)
     if isinstance(kind, inspect.UnionType):

@@ -63,7 +63,7 @@ TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Bounded by the body limit alone.
+#: Bounded only by the body limit.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]

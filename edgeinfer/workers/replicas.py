@@ -46,7 +46,7 @@ class Replica:
 
 
 class ReplicatedEngine(ForwardingEngine):
-    """Replicas behind the interface of one engine."""
+    """Replicas with the interface of one engine."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info

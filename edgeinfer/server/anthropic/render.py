@@ -72,7 +72,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
 
 
 def wire_usage(usage: Usage) -> wire.AnthropicUsage:
-    """Convert usage; Anthropic counts cached tokens beside, not within, `input_tokens`."""
+    """Convert usage; Anthropic counts cached tokens next to `input_tokens`, not within them."""
     return wire.AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,

@@ -173,12 +173,12 @@ def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice
             return ToolChoice()
         case wire.NoChoice():
             return ToolChoice(mode="none")
-        case wire.OneChoice(name=name, disable_parallel_tool_use=alone):
-            return named_tool(name, not alone, tools)
-        case wire.AnyChoice(disable_parallel_tool_use=alone):
-            return required_tool("any", not alone, tools)
-        case wire.AutoChoice(disable_parallel_tool_use=alone):
-            return ToolChoice(parallel=not alone)
+        case wire.OneChoice(name=name, disable_parallel_tool_use=is_single):
+            return named_tool(name, not is_single, tools)
+        case wire.AnyChoice(disable_parallel_tool_use=is_single):
+            return required_tool("any", not is_single, tools)
+        case wire.AutoChoice(disable_parallel_tool_use=is_single):
+            return ToolChoice(parallel=not is_single)
 
 
 def _thinking(body: wire.CountRequest) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """Keys known by digests alone; `name` is a digest's first 8 hex digits, safe in logs."""
+    """Keys known only by digests; `name` is a digest's first 8 hex digits, safe in logs."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]

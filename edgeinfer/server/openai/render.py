@@ -176,7 +176,7 @@ class ChatRenderer(_OpenAI):
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
         self._logprobs = bool(body.logprobs)
-        #: An answer of calls alone must not stream an empty text first: some clients make a part of it.
+        #: An answer of only calls must not stream an empty text first: some clients make a part of it.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
 
     def opening(self) -> bytes:

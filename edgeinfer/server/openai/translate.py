@@ -1,6 +1,6 @@
 """OpenAI's wire types → the engine's requests. Pure functions: no engine, no HTTP.
 
-What a type alone cannot say is checked here, each refusal naming the field as the client spelled it.
+What types cannot express is checked here, each refusal naming the field as the client spelled it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from edgeinfer.server.wire_types import SamplingFields
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Make `n` requests that differ in their seed alone. Raises InvalidRequestError."""
+    """Make `n` requests that differ only in their seed. Raises InvalidRequestError."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     _check_open_turn(body)

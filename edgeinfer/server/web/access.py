@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _CODE_S = 120
 _COOKIE_S = 30 * 24 * 3600
-#: The page asks below this path alone, so no other route sees the cookie.
+#: The page asks only below this path, so no other route sees the cookie.
 PATH = "/web"
 
 

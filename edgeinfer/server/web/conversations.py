@@ -1,4 +1,4 @@
-"""The stored conversations behind the page: what it changes, the answers it begins, what it follows.
+"""The stored conversations of the page: what it changes, the answers it begins, what it follows.
 
 Nothing is sent to a page from memory: an answer goes to the journal of the chat's store, and each page
 follows the store, whichever process writes. So a page shows the terminal's answers too, and a reload or
@@ -335,7 +335,7 @@ class Conversations:
     # following
 
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
-        """Yield server-sent events about the list and one conversation (0: the list alone).
+        """Yield server-sent events about the list and one conversation (0: only the list).
 
         The first ones give the whole state, so that a page may come back at any time.
         """
