@@ -24,7 +24,7 @@ from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
-from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import Connection, ShortCut, until_disconnected
@@ -41,18 +41,12 @@ from edgeinfer.server.wire_types import ModelFields
 _INLINE_CHARACTERS = 1024
 
 
-#: (engine, request, its generation) → a generation
-Wrap = Callable[[Engine, GenerateRequest, Generation], Generation]
-
-
 class GenerationSpec(msgspec.Struct, frozen=True):
     """The requests to generate and their renderer; both functions are called with the loaded model."""
 
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
-    #: What is read in place of each submitted generation.
-    wrap: Wrap | None = None
 
 
 class GenerationTask(NamedTuple):
@@ -92,9 +86,6 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
-        if spec.wrap is not None:
-            pairs = zip(requests, generations, strict=True)
-            generations = [spec.wrap(lease.engine, *pair) for pair in pairs]
         return GenerationTask(lease, generations, spec.renderer(context.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
@@ -225,7 +216,6 @@ async def answer(
     renderer: Callable[[str, EngineInfo], Renderer],
     *,
     stream: bool,
-    wrap: Wrap | None = None,
 ) -> Response:
     """Generate the answers to `requests`, whole or streamed, in the shape of `renderer`.
 
@@ -233,7 +223,7 @@ async def answer(
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    spec = GenerationSpec(body.keep_alive, requests, renderer, wrap)
+    spec = GenerationSpec(body.keep_alive, requests, renderer)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:

@@ -26,7 +26,6 @@ from edgeinfer.server.openai.render import sentence, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
-from edgeinfer.server.responses.mcp import RoundEnd, ServerItem
 from edgeinfer.server.responses.translate import functions_by_name
 
 _encode = msgspec.json.Encoder().encode
@@ -43,7 +42,6 @@ class ResponseRenderer(Renderer):
         body: wire.ResponsesRequest,
         *,
         store: Callable[[wire.ResponseReply], None] | None = None,
-        events: Sequence[Any] | None = None,
     ) -> None:
         self.id = request_id
         #: Stores the finished response.
@@ -57,8 +55,6 @@ class ResponseRenderer(Renderer):
         self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []
-        #: Of an answer with MCP tools, whose items stand in their order.
-        self._events = events
 
     # --- streamed
 
@@ -68,14 +64,7 @@ class ResponseRenderer(Renderer):
             "response.in_progress", response=reply
         )
 
-    def event(self, index: int, event: Event | ServerItem | RoundEnd) -> bytes:
-        if isinstance(event, ServerItem):
-            return self._finish_item() + self._whole_item(event)
-        if isinstance(event, RoundEnd):
-            out = self._finish_item()
-            self._items = [("item", self._item(n, "completed")) for n in range(len(self._items))]
-            self._answer = Collected()
-            return out
+    def event(self, index: int, event: Event) -> bytes:
         self._answer.add(event)
         match event:
             case TextDelta():
@@ -139,16 +128,8 @@ class ResponseRenderer(Renderer):
             out += self._part("response.content_part.added", part=_EMPTY_PARTS[kind])
         return out
 
-    def _whole_item(self, added: ServerItem) -> bytes:
-        self._items.append(("item", added.item))
-        index = {"output_index": len(self._items) - 1}
-        out = self._sse("response.output_item.added", **index, item=added.item)
-        for name, data in added.events:
-            out += self._sse(name, **index, item_id=added.item.id, **data)
-        return out + self._sse("response.output_item.done", **index, item=added.item)
-
     def _finish_item(self, status: wire.ItemStatus = "completed") -> bytes:
-        if not self._items or self._items[-1][0] == "item":
+        if not self._items:
             return b""
         index = len(self._items) - 1
         item = self._item(index, status)
@@ -178,9 +159,6 @@ class ResponseRenderer(Renderer):
 
     def _item(self, index: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
         kind, number = self._items[index]
-        if kind == "item":
-            done: wire.OutputItem = number
-            return done
         item_id, answer = self._item_id(index), self._answer
         if kind == "message":
             text = wire.OutputTextOut(text=answer.text, logprobs=_logprobs(answer.logprobs))
@@ -203,10 +181,6 @@ class ResponseRenderer(Renderer):
 
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
-        if self._events is not None:
-            for event in self._events:
-                self.event(0, event)
-            return _encode(self._whole(self._answer))
         if answer.reasoning:
             self._items.append(("reasoning", 0))
         if answer.text or not answer.calls:
@@ -219,7 +193,7 @@ class ResponseRenderer(Renderer):
         finished = answer.finished
         short = finished.reason in ("length", "deadline")
         output = [self._item(index, "completed") for index in range(len(self._items))]
-        if short and output and self._items[-1][0] != "item":
+        if short and output:
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
         reply = self.reply("incomplete" if short else "completed", output, finished.usage)
         details = wire.IncompleteDetails(reason="max_output_tokens") if short else None

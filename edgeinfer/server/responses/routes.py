@@ -18,7 +18,6 @@ from edgeinfer.server.problems import Problem, unsupported
 from edgeinfer.server.request_body import LenientDecoder
 from edgeinfer.server.response_store import ResponseStore, StoredResponse
 from edgeinfer.server.responses import translate, wire
-from edgeinfer.server.responses.mcp import mcp_calls
 from edgeinfer.server.responses.render import ResponseRenderer
 from edgeinfer.server.responses.wire import (
     DeletedResponse,
@@ -39,7 +38,6 @@ _NO_REFERENCES = (
 async def create_response(context: RequestContext, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
     whole = with_previous(context, with_references(context, body))
-    mcp = await mcp_calls(context, whole)
     if body.store is True and context.endpoint.responses is None:
         context.ignore(["store"])
     responses = context.endpoint.responses if body.store in (None, True) else None
@@ -47,17 +45,12 @@ async def create_response(context: RequestContext, body: ResponsesRequest) -> Re
     store = None
     if responses is not None:
         store = functools.partial(_store, responses, context.key, tuple(_own_items(whole)))
-    if mcp is not None:
-        whole = await mcp.run_approved(whole)
     return await answer(
         context,
         whole,
-        lambda info: [translate.response_request(whole, info, mcp.offered.values() if mcp else ())],
-        lambda model, info: ResponseRenderer(
-            name, model, whole, store=store, events=mcp.events if mcp else None
-        ),
+        lambda info: [translate.response_request(whole, info)],
+        lambda model, info: ResponseRenderer(name, model, whole, store=store),
         stream=bool(body.stream),
-        wrap=mcp.between if mcp else None,
     )
 
 

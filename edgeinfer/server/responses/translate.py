@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,14 +31,11 @@ from edgeinfer.server.request_fields import (
     required_tool,
 )
 from edgeinfer.server.responses import wire
-from edgeinfer.tools.uses import ToolUse, UseStatus, call_messages
 
 
-def response_request(
-    body: wire.ResponsesRequest, info: EngineInfo, more_tools: Iterable[Tool] = ()
-) -> GenerateRequest:
+def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
     """Convert a Responses request. Raises InvalidRequestError naming the field."""
-    tools = (*tools_of(body), *more_tools)
+    tools = tools_of(body)
     wants_logprobs = bool(body.include) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
@@ -101,10 +98,8 @@ def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
 
 
 def _functions(
-    tool: wire.ResponseFunctionTool | wire.NamespaceTool | wire.McpTool,
+    tool: wire.ResponseFunctionTool | wire.NamespaceTool,
 ) -> tuple[str | None, Sequence[wire.ResponseFunctionTool]]:
-    if isinstance(tool, wire.McpTool):
-        return None, ()
     return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
 
 
@@ -123,12 +118,6 @@ def _append(turns: list[Message], item: wire.Item) -> None:
                     role=item.role, reasoning=_pending_reasoning(turns, item), **_content(item.content)
                 )
             )
-        case wire.McpCallItem():
-            name = f"{item.server_label}__{item.name}"
-            call_id = item.id.removeprefix("mcp_")
-            call_item = wire.FunctionCallItem(call_id=call_id, name=name, arguments=item.arguments)
-            _append(turns, call_item)
-            turns.append(call_messages("", "", [_use(item, call_id, name)])[1])
         case wire.FunctionOutputItem():
             output = as_text(item.output) if isinstance(item.output, dict) else item.output
             turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(output)))
@@ -143,13 +132,6 @@ def _append(turns: list[Message], item: wire.Item) -> None:
                 turns.append(Message(role="assistant", tool_calls=(call,)))
             else:
                 turns[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, call))
-
-
-def _use(item: wire.McpCallItem, call_id: str, name: str) -> ToolUse:
-    statuses: dict[str, UseStatus] = {"completed": "done", "failed": "failed"}
-    result = item.output if item.output is not None else str((item.error or {}).get("content", ""))
-    status = statuses.get(item.status, "refused")
-    return ToolUse(id=call_id, name=name, arguments=item.arguments, status=status, result=result)
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:

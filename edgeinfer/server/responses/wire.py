@@ -109,7 +109,7 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     }
     #: What tools of OpenAI's own leave in a conversation, without a word for the model.
     dropped_types: ClassVar = tuple(
-        "web_search_call file_search_call code_interpreter_call tool_search_ "
+        "web_search_call file_search_call code_interpreter_call tool_search_ mcp_ "
         "additional_tools compaction_trigger program".split()
     )
 
@@ -146,62 +146,13 @@ class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None
 
 
-class McpListItem(Wire, frozen=True, tag="mcp_list_tools", tag_field="type"):
-    """The tools of a configured MCP server, as they were offered."""
-
-    hints: ClassVar = frozenset({"error"})
-
-    id: ShortText
-    server_label: ShortText
-    tools: list[JsonObject] = msgspec.field(default_factory=list)
-
-
-class _McpItem(Wire, frozen=True):
-    id: ShortText
-    server_label: ShortText
-    name: ShortText
-    arguments: Text
-
-
-class McpApprovalRequestItem(_McpItem, frozen=True, tag="mcp_approval_request", tag_field="type"):
-    """A call that the operator's policy does not allow by itself."""
-
-
-class McpCallItem(_McpItem, frozen=True, tag="mcp_call", tag_field="type"):
-    """A call of an MCP tool with its `output`, or its `error`."""
-
-    output: Text | None = None
-    error: JsonObject | None = None
-    status: str = "completed"
-    approval_request_id: ShortText | None = None
-
-
-class McpApprovalResponseItem(Wire, frozen=True, tag="mcp_approval_response", tag_field="type"):
-    """The client's decision about an approval request; `reason` is told to the model."""
-
-    approval_request_id: ShortText
-    approve: bool
-    id: ShortText | None = None
-    reason: Text | None = None
-
-
 class ItemReference(Wire, frozen=True, tag="item_reference", tag_field="type"):
     """An item of a stored response, by its id."""
 
     id: ShortText
 
 
-Item = (
-    MessageItem
-    | ItemReference
-    | FunctionCallItem
-    | FunctionOutputItem
-    | ReasoningItem
-    | McpListItem
-    | McpCallItem
-    | McpApprovalRequestItem
-    | McpApprovalResponseItem
-)
+Item = MessageItem | ItemReference | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 
 class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
@@ -218,51 +169,6 @@ class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
 
     name: ToolName
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)]
-
-
-class McpFilter(Wire, frozen=True, kw_only=True):
-    """Some tools of a server."""
-
-    tool_names: Annotated[list[ShortText], Meta(max_length=2000)] | None = None
-    read_only: bool | None = None
-
-
-class McpApprovalFilter(Wire, frozen=True, kw_only=True):
-    """The tools that always ask. `never` cannot allow what the operator's policy does not."""
-
-    hints: ClassVar = frozenset({"never"})
-
-    always: McpFilter | None = None
-
-
-class McpTool(Wire, frozen=True, tag="mcp", tag_field="type"):
-    """An MCP server that the operator has configured, by its name there."""
-
-    hints: ClassVar = frozenset({"server_description", "defer_loading", "allowed_callers"})
-    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("server_url", "connector_id", "headers", "authorization", "tunnel_id"),
-        "name a server of the operator's configuration by `server_label` alone",
-    )
-
-    server_label: ShortText
-    allowed_tools: Annotated[list[ShortText], Meta(max_length=2000)] | McpFilter | None = None
-    require_approval: Literal["always", "never"] | McpApprovalFilter | None = None
-
-    def allows(self, name: str, read_only: bool) -> bool:
-        """Return whether the request offers a tool."""
-        allowed = self.allowed_tools
-        if isinstance(allowed, McpFilter):
-            if allowed.read_only is not None and allowed.read_only != read_only:
-                return False
-            allowed = allowed.tool_names
-        return allowed is None or name in allowed
-
-    def asks(self, name: str) -> bool:
-        """Return whether the request wants to approve each call of a tool."""
-        approval = self.require_approval
-        if isinstance(approval, McpApprovalFilter):
-            return approval.always is not None and name in (approval.always.tool_names or ())
-        return approval == "always"
 
 
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
@@ -321,9 +227,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
-    tools: (
-        Annotated[list[ResponseFunctionTool | NamespaceTool | McpTool], Meta(max_length=256)] | None
-    ) = None
+    tools: Annotated[list[ResponseFunctionTool | NamespaceTool], Meta(max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -399,9 +303,7 @@ class ReasoningOut(Reply, frozen=True, tag="reasoning", tag_field="type"):
     status: ItemStatus = "completed"
 
 
-OutputItem = (
-    MessageOut | FunctionCallOut | ReasoningOut | McpListItem | McpCallItem | McpApprovalRequestItem
-)
+OutputItem = MessageOut | FunctionCallOut | ReasoningOut
 
 
 class IncompleteDetails(Reply, frozen=True, kw_only=True):
