@@ -3,7 +3,7 @@
 `show` takes the metadata from the GGUF header, the loader from the loaded model. The KV cache follows
 llama.cpp's own arithmetic (per-layer head counts, shared layers, recurrent state); sliding windows are
 kept whole, as the engine keeps them. The compute buffer is a fit to what llama.cpp reserves for a full
-micro-batch. `docs/guides/models.md` holds the measured error.
+micro-batch. `docs/guides/quantizing.md` holds the measured error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prometheus metrics with vLLM's and llama.cpp's names, prefixed by `edgeinfer_`.
 
 One registry an endpoint, none global. What happens per request or per load is counted here; what only
-the engine knows (queue, running, KV use) is asked of it at a scrape. docs/guides/serve.md lists
+the engine knows (queue, running, KV use) is asked of it at a scrape. docs/guides/operating.md lists
 them, generated from `Metrics.described`.
 """
 

@@ -68,7 +68,7 @@ def test_a_loaded_model_is_counted_with_its_stages():
 
 
 def test_what_is_described_is_what_a_scrape_shows(serve):
-    """docs/guides/serve.md is generated from the description; `scripts/docs.py --check` compares them."""
+    """docs/guides/operating.md is generated from the description; `scripts/docs.py --check` compares them."""
     here = serve(_engine())
     here.chat()
     shown = {}
