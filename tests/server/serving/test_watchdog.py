@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from loop_watchdog import MOST_S, watched
+from loop_watchdog import MOST_S, watch_loop
 
 
 def _work(seconds: float) -> None:
@@ -19,7 +19,7 @@ def test_callback_that_holds_the_loop_is_named():
         _work(seconds)
 
     async def main() -> None:
-        with watched(asyncio.get_running_loop()):
+        with watch_loop(asyncio.get_running_loop()):
             await asyncio.create_task(busy(2 * MOST_S))
 
     with pytest.raises(AssertionError, match=r"busy held the event loop for 0\.[4-9]"):
@@ -28,7 +28,7 @@ def test_callback_that_holds_the_loop_is_named():
 
 def test_waiting_is_not_working():
     async def main() -> None:
-        with watched(asyncio.get_running_loop()):
+        with watch_loop(asyncio.get_running_loop()):
             time.sleep(2 * MOST_S)
             await asyncio.sleep(0)
 
