@@ -325,3 +325,19 @@ def abroad(place, smollm2, tmp_path_factory) -> Person:
     person.environment["PYTHONPATH"] = str(elsewhere)
     person.settings(NO_AUTO_WARM)
     return person
+
+
+def small_disk(person, size: str):
+    """A full-sized home with a small file system where the snapshots go; only root can mount one."""
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    folder = person.data / "cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chown(folder, person.uid, person.gid)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", folder],
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    return folder

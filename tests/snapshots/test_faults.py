@@ -17,7 +17,7 @@ from other_processes import descendants
 from edgeinfer.snapshot_format.criu import MINIMUM, candidates, version_of
 
 from ..conftest import flip_bit
-from .conftest import MODEL
+from .conftest import MODEL, small_disk
 
 pytestmark = pytest.mark.criu
 STAGES = ("load", "prefill", "warm up", "dump", "bake", "verify")
@@ -82,22 +82,6 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
-def small_disk(person, size: str):
-    """A full-sized home with a small file system where the snapshots go; only root can mount one."""
-    if os.getuid() != 0:
-        pytest.skip("mounting needs root")
-    place = person.data / "cache"
-    place.mkdir(parents=True, exist_ok=True)
-    os.chown(place, person.uid, person.gid)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", place],
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    return place
-
-
 WITHOUT_ASKING_FOR_ROOM = """
 import sys
 from edgeinfer.cli.main import main
@@ -111,22 +95,24 @@ sys.exit(main())
 
 @pytest.mark.parametrize("size", ["24m", "120m"])
 def test_a_full_disk_while_dumping_or_baking_leaves_nothing(user, size):
-    user.settings("[snapshots]\ndisk-margin-gib = 0\n")
-    place = small_disk(user, size)
+    folder = small_disk(user, size)
     try:
         outcome = user.run("warm", MODEL, "--quiet", program=WITHOUT_ASKING_FOR_ROOM)
         assert outcome.code != 0
         assert "no room" in outcome.err or "No space" in outcome.err
         assert folders(user) == set()
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_too_little_room_is_said_before_anything_is_done(user):
-    user.settings("[snapshots]\ndisk-margin-gib = 1000000\n")
-    outcome = user.run("warm", MODEL, "--quiet")
-    assert outcome.code == 6
-    assert "stay free" in outcome.err
+    folder = small_disk(user, "120m")  # less than what stays free
+    try:
+        outcome = user.run("warm", MODEL, "--quiet")
+        assert outcome.code == 6
+        assert "stay free" in outcome.err
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import threading
 
 import httpx2
@@ -14,7 +15,7 @@ from other_processes import descendants, has_ended, wait_until
 from edgeinfer.platform import process_metadata
 from edgeinfer.snapshots.inputs import ProcessDescription
 
-from .conftest import MODEL, NO_AUTO_WARM, Endpoint, Person
+from .conftest import MODEL, NO_AUTO_WARM, Endpoint, Person, small_disk
 from .test_faults import folders
 from .test_resume import SECRET
 
@@ -205,12 +206,13 @@ def test_impossible_take_reports_a_next_step(somebody):
     assert "no endpoint runs" in take(somebody).error["message"]
     assert "there is no process" in take(somebody, str(1 << 22)).error["message"]
     assert "nothing that runs has unheard" in take(somebody, "unheard").error["message"]
-    stranger = take(somebody, "1")
-    assert stranger.code == 2, stranger.err
-    if somebody.uid == os.stat("/proc/1").st_uid:
-        assert "has loaded no model" in stranger.error["message"]
-    else:
-        assert "belongs to another user" in stranger.error["message"]
+    if somebody.uid != os.stat("/proc/1").st_uid:
+        others = take(somebody, "1")
+        assert (others.code, "belongs to another user" in others.error["message"]) == (2, True)
+    program = somebody.popen(program="import time; time.sleep(60)")
+    stranger = take(somebody, str(program.pid))
+    program.kill()
+    assert (stranger.code, "has loaded no model" in stranger.error["message"]) == (2, True)
     with Endpoint(somebody, MODEL) as endpoint:
         endpoint.ask()
         elsewhere = {"EDGEINFER_HOME": str(somebody.home / "elsewhere")}
@@ -219,14 +221,20 @@ def test_impossible_take_reports_a_next_step(somebody):
         without = somebody.run("snapshots", "take", env={"EDGEINFER_CRIU": "/nowhere/criu", "PATH": ""})
         assert (without.code, "snapshots do not work here" in without.err) == (7, True)
         assert "hint:" in without.err
-        somebody.settings(f"{NO_AUTO_WARM}disk-margin-gib = 1000000\n")
-        try:
-            full = take(somebody)
-        finally:
-            somebody.settings(NO_AUTO_WARM)
-        assert (full.code, full.error["code"]) == (6, "disk-full")
         assert MODEL not in names(somebody)
         assert endpoint.ask()["usage"]["completion_tokens"] == 3
+
+
+def test_take_is_refused_where_little_of_the_disk_would_stay_free(somebody):
+    folder = small_disk(somebody, "120m")
+    try:
+        with Endpoint(somebody, MODEL) as endpoint:
+            endpoint.ask()
+            refused = take(somebody)
+            assert (refused.code, refused.error["code"]) == (6, "disk-full")
+            assert endpoint.ask()["usage"]["completion_tokens"] == 3
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 OTHER_CHOICES = """
