@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -42,6 +43,7 @@ from edgeinfer.server.lifecycle import (
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
@@ -133,6 +135,8 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
+    if folder := pick(options.log_payloads, config.log_payloads):
+        endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0

@@ -131,6 +131,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
             'If only one model is here, it answers to every name unless `"*"` is set.'
         ),
     ] = {}
+    log_payloads: Annotated[
+        str, key_doc("Folder to write every request with its answer to, for 30 days; empty: none.")
+    ] = ""
     store_responses: Annotated[
         bool,
         key_doc("Keep answers of /v1/responses in memory for an hour, to continue and get them by id."),

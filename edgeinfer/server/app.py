@@ -59,7 +59,7 @@ class App:
         try:
             await self._answer(context, scope, receive, sending)
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
-            problem = self._endpoint.problem_of(error, context.id)
+            problem = context.problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
             if not context.status:  # otherwise the answer had begun, and the connection is closed
                 body = context.dialect.error_body(problem, context.id)
@@ -67,6 +67,7 @@ class App:
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
+            context.body, context.answers = None, []  # the context lies in a cycle with its scope
 
     def _context(self, scope: Scope) -> RequestContext:
         """Give a request its id, its operation and its dialect."""
@@ -142,7 +143,6 @@ class App:
         try:
             yield
         finally:
-            context.body = None  # the context lies in a cycle with its scope
             context.__dict__.pop("request", None)
             self._endpoint.bodies.give_back(context.caller.turn, context.held_bytes)
             if uses_model:
@@ -157,6 +157,8 @@ class App:
             metrics.e2e.labels(*model).observe(context.seconds)
         if context.route in OPEN_ROUTES or context.route == "/metrics":
             return
+        if endpoint.payload_log is not None and context.body is not None:
+            endpoint.payload_log.write(context, method)
         endpoint.trace(
             Span(f"{method} {context.route}", context.started, time.perf_counter()),
             context.spans,

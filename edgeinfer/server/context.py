@@ -15,12 +15,14 @@ from starlette.responses import Response
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import UnknownModelError
 from edgeinfer.runtime.events import CacheReport, Finished
+from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.callers import NOBODY, Caller
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_fields import keep_alive_s
 from edgeinfer.server.tracing import Span, generation_spans
 from edgeinfer.server.wire_types import ModelFields, Slot
@@ -59,6 +61,10 @@ class RequestContext:
     outcome: str = ""
     #: The request as received.
     body: bytes | None = None
+    #: For the payload log: its answers, why it failed, and whether its client left before the end.
+    answers: list[Collected] = field(default_factory=list)
+    problem: Problem | None = None
+    client_left: bool = False
     #: Bytes that it holds of `Endpoint.bodies`.
     held_bytes: int = 0
     #: The prompt normalization rules that changed the prompt.

@@ -70,6 +70,11 @@ class Operation(msgspec.Struct, frozen=True):
     reply_type: str = "application/json"
     also: Mapping[str, type[msgspec.Struct] | None] = {}
 
+    @property
+    def generates(self) -> bool:
+        """Return whether it answers by generating text."""
+        return (self.streams and not self.is_admin) or self.path == "/infer"
+
 
 class RouteTable(list[Operation]):
     """The operations of a module, added by decorators.

@@ -69,6 +69,8 @@ class Endpoint:
     model_admin: ModelAdministrator | None = None
     #: The file that traces are written to, "" for none.
     traces: str = ""
+    #: Writes requests with their answers (`payload_log.PayloadLog`); None if it is switched off.
+    payload_log: Any = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)

@@ -256,13 +256,14 @@ class _GenerationResponse(Response):
 
     async def _watch(self, receive: Receive) -> None:
         await until_disconnected(receive)
-        self.client_left = True
+        self.client_left = self.context.client_left = True
         self._starting.cancel()
         self._cancel()
 
     def _attach(self, task: GenerationTask) -> None:
         self.task = task
         self.endpoint.running.update(task.generations)
+        self.context.answers = [Collected() for _ in task.generations]
         model = (self.context.model, self.context.version)
         self._between_tokens = self.endpoint.metrics.between_tokens.labels(*model)
         if self.client_left:
@@ -331,7 +332,7 @@ class _WholeResponse(_GenerationResponse):
     async def _work(self) -> bytes:
         task = await self._starting
         self._attach(task)
-        answers = [Collected() for _ in task.generations]
+        answers = self.context.answers
         if len(answers) == 1:
             task.generations[0].tap(functools.partial(self._collect, answers[0]))
         try:
@@ -383,6 +384,7 @@ class _StreamResponse(_GenerationResponse):
             async with contextlib.aclosing(events_of(task.generations)) as events:
                 async for index, event in events:
                     self._count(event)
+                    self._collect_for_log(index, event)
                     self._check_cancelled(event)
                     if isinstance(event, Progress):
                         self._progress = event
@@ -400,7 +402,7 @@ class _StreamResponse(_GenerationResponse):
                 return b""
             raise
         except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
-            problem = self._problem(error)
+            problem = self.context.problem = self._problem(error)
             self.context.outcome = problem.code or "error"
             if self.task is not None:
                 return self.task.renderer.failure(problem, self.context.id)
@@ -409,6 +411,10 @@ class _StreamResponse(_GenerationResponse):
         finally:
             if self._short_cut is not None:
                 self._short_cut.close()
+
+    def _collect_for_log(self, index: int, event: Event) -> None:
+        if self.endpoint.payload_log is not None:
+            self.context.answers[index].add(event)
 
     def _use_short_cut(self, task: GenerationTask) -> None:
         """After the first token, let the engine's thread send tokens where possible."""
@@ -420,6 +426,7 @@ class _StreamResponse(_GenerationResponse):
     def _render_on_engine_thread(self, event: Event) -> bytes:
         assert self.task is not None
         self._count(event)
+        self._collect_for_log(0, event)
         self._last_write = time.monotonic()
         return self.task.renderer.event(0, event)
 

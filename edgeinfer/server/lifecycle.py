@@ -180,6 +180,8 @@ class EndpointServer(uvicorn.Server):
                     await endpoint.in_thread(endpoint.tools.close)
                 await endpoint.models.close()
                 await endpoint.end_traces()
+                if endpoint.payload_log is not None:
+                    await endpoint.in_thread(endpoint.payload_log.close)
                 endpoint.threads.shutdown(wait=False, cancel_futures=True)
                 endpoint.engine_calls.close()
                 endpoint.preparation.close()

@@ -143,6 +143,10 @@ class Metrics:
         )
         self._drift_due = 0.0
         self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
+        text = "Requests that the payload log could not write."
+        self.payloads_dropped = self._counter("payload_log_dropped", text, ())
+        text = "Requests that the payload log left out because of `x-edgeinfer-no-log`."
+        self.payloads_opted_out = self._counter("payload_log_opted_out", text, ())
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
         """Count a request. Beyond `MAX_KEYS` keys, those not seen before are counted as "other"."""

@@ -164,6 +164,7 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
         if name in fields:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
+    context.body = context.body or msgspec.json.encode(fields)
     decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
     value = decoder.read(fields, kind)
     context.ignore(decoder.ignored)

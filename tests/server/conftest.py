@@ -36,6 +36,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.web.access import Access, Web
 
@@ -104,6 +105,7 @@ def served(
     limits: Limits | None = None,
     options: RunOptions | None = None,
     store_responses: bool = False,
+    log_payloads: str = "",
     wait_ready: bool = True,
     **parts: Any,
 ) -> Iterator[Served]:
@@ -128,6 +130,8 @@ def served(
         )
         responses = ResponseStore(limits) if store_responses else None
         endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)
+        if log_payloads:
+            endpoint.payload_log = PayloadLog(Path(log_payloads), endpoint)
         server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)
         starting.set_result((endpoint, server, asyncio.get_running_loop()))
         return await server.run()

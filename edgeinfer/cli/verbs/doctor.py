@@ -231,6 +231,9 @@ def _configuration() -> Finding:
     path = config_path()
     network = "offline" if offline(config) else "network allowed"
     source = path if path.is_file() else "defaults (no file)"
+    if folder := config.serve.log_payloads:
+        text = f"{source}; {network}; `serve` writes every request and answer to {folder}"
+        return Finding("warn", text, "remove `log-payloads` under [serve] to stop that")
     return Finding("ok", f"{source}; {network}")
 
 

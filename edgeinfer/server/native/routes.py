@@ -297,6 +297,7 @@ async def props(context: RequestContext) -> wire.Props:
         chat_template=info.chat_template if info else "",
         build_info=f"edgeinfer-{__version__}",
         modalities=wire.Modalities(vision=info.can_see if info else False),
+        payload_log=endpoint.payload_log.status if endpoint.payload_log is not None else None,
     )
 
 

@@ -203,7 +203,7 @@ class Props(Reply, frozen=True, kw_only=True):
     """The endpoint and its models; the default model in the fields of llama.cpp's server.
 
     `requests` use a model now. `loose_tools` name the configured tools in use whose arguments are not
-    held to their schema, with the place in it and the reason.
+    held to their schema, with the place in it and the reason. `payload_log` is null if off.
     """
 
     version: str
@@ -224,6 +224,7 @@ class Props(Reply, frozen=True, kw_only=True):
     chat_template: str
     build_info: str
     modalities: Modalities = Modalities()
+    payload_log: dict[str, Any] | None = None
 
 
 class LoraById(Wire, frozen=True, kw_only=True):

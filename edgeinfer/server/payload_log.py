@@ -1,0 +1,245 @@
+"""The payload log: each generation request with its answer, one CloudEvent a line.
+
+Off unless `--log-payloads FOLDER` is given. One thread encodes and writes. No file stays open between
+two lines: a snapshot of the running endpoint would need the file at the size that it had then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from binascii import a2b_base64
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from edgeinfer.errors import ServeError
+from edgeinfer.platform import disk
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.generation import Collected
+    from edgeinfer.server.context import RequestContext
+    from edgeinfer.server.endpoint import Endpoint
+
+#: A file ends at this size (bytes) or with the day (UTC), and is removed after `_KEPT_S`.
+_MAX_BYTES = 64 << 20
+_KEPT_S = 30 * 86_400
+#: Bytes that may wait for the disk, `_LINE_BYTES` a line and its body; more are dropped.
+_MOST_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
+_SAID_AGAIN_S = 60.0
+#: Between two flushes to the disk, and for the last lines at the end.
+_SYNC_S, _CLOSE_S = 1.0, 2.0
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+#: Keys of base64 without a type.
+_MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
+#: (event without request and answers, body, answers)
+_Exchange = tuple[dict[str, Any], bytes, "list[Collected]"]
+
+
+class PayloadLog:
+    """The files of one endpoint in a folder. A failure drops lines, and no request fails."""
+
+    def __init__(self, folder: Path, endpoint: Endpoint) -> None:
+        """Create the folder. Raises ServeError if it cannot be, or others own it or may write there."""
+        self._folder = make_folder(folder)
+        self._log, self._metrics = endpoint.log, endpoint.metrics
+        #: For `/status`; `failure` is why the last line was dropped, "" once a line is written again.
+        self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
+        self.status |= {"folder": str(self._folder), "failure": ""}
+        self._queue: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._path = Path()
+        self._unsynced: set[Path] = set()
+        self._sync_s, self._said_s = 0.0, -_SAID_AGAIN_S
+        self._log.warning("payload-log", folder=str(self._folder), writes="every request and answer")
+        self.remove_old()
+
+    def write(self, context: RequestContext, method: str) -> None:
+        """Queue a generation request that has ended, unless its client opted out."""
+        if not (context.operation and context.operation.generates):
+            return
+        if context.headers.get("x-edgeinfer-no-log", "0") != "0":
+            self._metrics.payloads_opted_out.inc()
+            self._count("opted_out", 0)
+            return
+        body = context.body or b""
+        n_bytes = len(body) + _LINE_BYTES
+        with self._lock:
+            self._waiting_bytes += n_bytes
+        if self._waiting_bytes > _MOST_WAITING_BYTES:
+            self._drop("too many lines wait for the disk", n_bytes)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="payload-log", daemon=True)
+            self._thread.start()
+        self._queue.put((_event(context, method), body, context.answers))
+
+    def close(self) -> None:
+        """Write what waits, but not long for a file system that hangs."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (exchange := self._next()) is not None:
+            n_bytes = len(exchange[1]) + _LINE_BYTES
+            try:
+                self._append(_line(*exchange))
+                self._count("written", n_bytes)
+            except Exception as error:  # noqa: BLE001  one line must not end those after it
+                self._drop(getattr(error, "strerror", None) or repr(error), n_bytes)
+        self._sync()
+
+    def _next(self) -> _Exchange | None:
+        """Wait for a request; meanwhile flush what is new to the disk, at most once a second."""
+        left_s = self._sync_s - time.monotonic()
+        with contextlib.suppress(queue.Empty):
+            if self._unsynced and left_s > 0:
+                return self._queue.get(timeout=left_s)
+        self._sync()
+        return self._queue.get()
+
+    def _sync(self) -> None:
+        for path in self._unsynced:
+            with contextlib.suppress(OSError):  # moved away, or of a disk that fails the next write too
+                disk.sync(path)
+        self._unsynced.clear()
+        self._sync_s = time.monotonic() + _SYNC_S
+
+    def _count(self, outcome: str, n_bytes: int, failure: str = "") -> None:
+        with self._lock:
+            self._waiting_bytes -= n_bytes
+            self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
+
+    def _drop(self, reason: str, n_bytes: int) -> None:
+        """Count a line that is not written, and say so once a minute at most."""
+        self._metrics.payloads_dropped.inc()
+        if not self.status["failure"] and time.monotonic() - self._said_s >= _SAID_AGAIN_S:
+            self._said_s = time.monotonic()
+            self._log.warning("payload-log-fails", folder=str(self._folder), reason=reason)
+        self._count("dropped", n_bytes, reason)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line by one write(); of a line that was cut short nothing stays. Raises OSError."""
+        with open(self._open(len(line)), "ab", buffering=0) as file:
+            size, path = os.fstat(file.fileno()).st_size, self._path
+            self._unsynced.add(path)
+            if file.write(line) < len(line):
+                self._path = Path()  # if the rest cannot be cut off, the next line begins a new file
+                file.truncate(size)
+                self._path = path
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _open(self, n_bytes: int) -> int:
+        """Open and lock the file, a new one if it is full, of yesterday, gone, or used by a copy."""
+        if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = disk.open_regular(self._path, _FLAGS)
+                size = os.fstat(descriptor).st_size
+                if (not size or size + n_bytes <= _MAX_BYTES) and disk.try_lock(descriptor):
+                    return descriptor
+                os.close(descriptor)
+        self.remove_old()
+        while True:
+            name = f"payloads-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.jsonl"
+            with contextlib.suppress(FileExistsError):
+                descriptor = disk.open_regular(self._folder / name, _FLAGS | os.O_CREAT | os.O_EXCL)
+                disk.try_lock(descriptor)
+                self._path = self._folder / name
+                return descriptor
+            time.sleep(0.05)  # until the next second has a name of its own
+
+    def remove_old(self) -> None:
+        """Remove files that were last written more than 30 days ago."""
+        with contextlib.suppress(OSError):
+            for path in self._folder.glob("payloads-*.jsonl"):
+                if path.lstat().st_mtime < time.time() - _KEPT_S:
+                    path.unlink()
+
+
+def make_folder(folder: Path) -> Path:
+    """Create the folder, 0700; resolve it. Raises ServeError if others own it or may write in it."""
+    folder = folder.expanduser().resolve()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
+    except OSError as error:
+        hint = f"name a folder of your own, or `chmod 700 {folder}`"
+        raise ServeError(
+            f"payloads cannot be logged to {folder}: {error.strerror}", hint=hint
+        ) from error
+    return folder
+
+
+def _event(context: RequestContext, method: str) -> dict[str, Any]:
+    problem, version = context.problem, context.version
+    return {
+        "specversion": "1.0",
+        "id": secrets.token_hex(16),  # clients may send one request id twice
+        "source": f"//{socket.gethostname()}/edgeinfer",
+        "type": "io.edgeinfer.generation",
+        "time": datetime.fromtimestamp(time.time() - context.seconds, UTC).isoformat(),
+        "subject": f"{context.model}@sha256:{version}" if version else context.model,
+        "datacontenttype": "application/json",
+        "data": {
+            "request_id": context.id,
+            "operation": f"{method} {context.route}",
+            "key": context.key,
+            "status": context.status,
+            "outcome": "disconnected" if context.client_left else context.outcome,
+            "ms": round(context.seconds * 1000, 1),
+            "error": problem and {"code": problem.code, "message": problem.message},
+        },
+    }
+
+
+def _line(event: dict[str, Any], body: bytes, answers: list[Collected]) -> bytes:
+    try:
+        request = _without_media(msgspec.json.decode(body or b"null"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request = _omit("not JSON", body)
+    event["data"] |= {"request": request, "answers": [_shown(answer) for answer in answers]}
+    return msgspec.json.encode(event) + b"\n"
+
+
+def _shown(answer: Collected) -> dict[str, Any]:
+    calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
+    shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
+    if (end := answer.end) is not None:
+        shown |= {"finish_reason": end.reason, "usage": end.usage, "timings": end.timings}
+    return shown
+
+
+def _without_media(value: Any, kind: str = "") -> Any:
+    """Replace pictures, audio and files by size and digest; `kind` is the type of bare base64."""
+    if isinstance(value, str):
+        head, _, content = value.partition(";base64,")
+        if content and head.startswith("data:"):
+            return _omit(head[5:], content.encode())
+        return value if not kind or value.startswith("http") else _omit(kind, value.encode())
+    if isinstance(value, list):
+        return [_without_media(part, kind) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kinds = dict(_MEDIA_KEYS)
+    if value.get("type") == "base64" or "format" in value:  # Anthropic's source, OpenAI's input_audio
+        kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
+    return {key: _without_media(part, kinds.get(key, "")) for key, part in value.items()}
+
+
+def _omit(kind: str, content: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        content = a2b_base64(content)
+    return {"omitted": kind, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

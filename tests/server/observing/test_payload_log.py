@@ -1,0 +1,327 @@
+"""The payload log: a whole line for each request with the answer that the client got, whatever fails."""
+
+import base64
+import hashlib
+import http.client
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine, StepGate
+
+from edgeinfer.cli.verbs import doctor
+from edgeinfer.config.config_file import Config, ServeConfig
+from edgeinfer.errors import ServeError
+from edgeinfer.runtime.events import ToolCallDelta
+from edgeinfer.server import payload_log
+from edgeinfer.server.payload_log import make_folder
+
+CHAT = "/v1/chat/completions"
+TURNS = [{"role": "user", "content": "hi"}]
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+ENCODED = base64.b64encode(PNG).decode()
+OMITTED = {"bytes": len(PNG), "sha256": hashlib.sha256(PNG).hexdigest()}
+
+
+def raw_lines(folder):
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("payloads-*.jsonl"))).splitlines(
+        True
+    )
+
+
+def events(folder, until, count):
+    """The log's events; a line is written after the answer's last byte."""
+    until(lambda: sum(line.endswith(b"\n") for line in raw_lines(folder)) >= count, f"{count} lines")
+    lines = raw_lines(folder)
+    assert len(lines) == count
+    return [json.loads(line) for line in lines]
+
+
+def one(folder, until):
+    [event] = events(folder, until, 1)
+    return event["data"]
+
+
+def _pieces(reply):
+    """The JSON objects of an answer: one, or those of a stream."""
+    if "event-stream" in reply.headers["content-type"]:
+        texts = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+        return [json.loads(text) for text in texts if text != "[DONE]"]
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def _chat(piece):
+    [choice] = piece["choices"]
+    return choice.get("delta", choice.get("message"))["content"] if choice.get("delta", 1) else ""
+
+
+def _responses(piece):
+    if "output" in piece:
+        return piece["output"][0]["content"][0]["text"]
+    return piece["delta"] if piece["type"] == "response.output_text.delta" else ""
+
+
+def _messages(piece):
+    if piece["type"] == "message":
+        return piece["content"][0]["text"]
+    return piece["delta"]["text"] if piece["type"] == "content_block_delta" else ""
+
+
+DIALECTS = {
+    CHAT: ({"messages": TURNS}, _chat),
+    "/v1/completions": ({"prompt": "hi"}, lambda piece: piece["choices"][0]["text"]),
+    "/v1/responses": ({"input": "hi"}, _responses),
+    "/v1/messages": ({"messages": TURNS, "max_tokens": 9, "model": "fake"}, _messages),
+    "/api/chat": ({"messages": TURNS, "model": "fake"}, lambda piece: piece["message"]["content"]),
+    "/api/generate": ({"prompt": "hi", "model": "fake"}, lambda piece: piece["response"]),
+    "/completion": ({"prompt": "hi"}, lambda piece: piece["content"]),
+    "/infer": ({"prompt": "hi"}, lambda piece: piece["result"]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", DIALECTS)
+def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, until, path, stream):
+    body, text_of = DIALECTS[path]
+    if path == "/infer" and stream:
+        pytest.skip("it does not stream")
+    body = body if path == "/infer" else body | {"stream": stream}
+    here = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
+    reply = here.client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    [event] = events(tmp_path, until, 1)
+    data = event["data"]
+    [answer] = data["answers"]
+    assert answer["text"] == "".join(map(text_of, _pieces(reply))) == "Hello ü"
+    assert data["request"] == body
+    assert (data["operation"], data["status"], data["error"]) == (f"POST {path}", 200, None)
+    assert (data["outcome"], answer["finish_reason"]) == ("stop", "stop")
+    assert answer["usage"]["completion_tokens"] > 0
+    assert "decode_ms" in answer["timings"]
+    assert data["request_id"] == reply.headers["x-request-id"]
+    assert (event["specversion"], event["type"]) == ("1.0", "io.edgeinfer.generation")
+    assert event["subject"].startswith("fake")
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_query_is_the_request_of_a_get(serve, tmp_path, until):
+    here = serve(FakeEngine([["yes"]]), log_payloads=str(tmp_path))
+    here.client.get("/infer", params={"prompt": "hi"})
+    assert one(tmp_path, until)["request"] == {"prompt": "hi"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_and_several_answers_are_logged_whole(serve, tmp_path, until, stream):
+    calls = [
+        ToolCallDelta(index=0, id="c1", name="look", arguments='{"a"'),
+        ToolCallDelta(0, arguments=":1}"),
+    ]
+    here = serve(FakeEngine([["one"], calls]), log_payloads=str(tmp_path))
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    here.chat(n=2, stream=stream, tools=[tool])
+    answers = one(tmp_path, until)["answers"]
+    assert sorted(answer["text"] for answer in answers) == ["", "one"]
+    called = [call for answer in answers for call in answer["tool_calls"]]
+    assert called == [{"id": "c1", "name": "look", "arguments": '{"a":1}'}]
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "request_shown"),
+    [
+        (b'{"messages": []}', None, {"messages": []}),
+        (b'{"messages"', "invalid_json", {"omitted": "not JSON"}),
+    ],
+)
+def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, content, code, request_shown):
+    here = serve(log_payloads=str(tmp_path))
+    reply = here.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+    data = one(tmp_path, until)
+    assert data["request"].items() >= request_shown.items()
+    assert data["error"]["message"] == reply.json()["error"]["message"]
+    assert data["error"]["code"] == (code or reply.json()["error"]["code"])
+    assert (data["status"], data["answers"]) == (400, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_leaves_what_was_generated_until_then(serve, tmp_path, until, stream):
+    gate = StepGate()
+    here = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
+    body = json.dumps({"messages": TURNS, "stream": stream})
+
+    connection = http.client.HTTPConnection("127.0.0.1", here.port)
+    connection.request("POST", CHAT, body, {"content-type": "application/json"})
+    assert gate.reached.wait(20)
+    connection.close()
+    until(lambda: raw_lines(tmp_path), "the line")
+    data = one(tmp_path, until)
+    assert data["outcome"] == "disconnected"
+    assert [answer["text"] for answer in data["answers"]] == ["one "]
+
+
+def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until):
+    here = serve(log_payloads=str(tmp_path))
+    here.client.post("/tokenize", json={"content": "hi"})
+    for value in ("1", "true"):
+        headers = {"x-edgeinfer-no-log": value}
+        assert here.client.post(CHAT, json={"messages": TURNS}, headers=headers).status_code == 200
+    here.chat(user="last")
+    assert one(tmp_path, until)["request"]["user"] == "last"
+    status = here.client.get("/status").json()["payload_log"]
+    assert (status["folder"], status["opted_out"], status["dropped"]) == (str(tmp_path), 2, 0)
+    assert "edgeinfer_payload_log_opted_out_total 2.0" in here.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"image_url": {"url": f"data:image/png;base64,{ENCODED}"}}, "image/png"),
+        ({"image_url": f"data:image/png;base64,{ENCODED}"}, "image/png"),
+        ({"source": {"type": "base64", "media_type": "image/png", "data": ENCODED}}, "image/png"),
+        ({"input_audio": {"format": "wav", "data": ENCODED}}, "audio/wav"),
+        ({"images": [ENCODED]}, "image"),
+        ({"prompt": {"prompt_string": "<__media__>", "multimodal_data": [ENCODED]}}, "image"),
+        ({"file": {"file_data": ENCODED}}, "file"),
+    ],
+)
+def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, part, kind):
+    here = serve(log_payloads=str(tmp_path))
+    here.client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **part}]}]})
+    data = one(tmp_path, until)
+    assert ENCODED[:40] not in json.dumps(data)
+    assert json.dumps({"omitted": kind, **OMITTED}) in json.dumps(data)
+
+
+def test_text_is_never_taken_for_a_picture(serve, tmp_path, until):
+    here = serve(log_payloads=str(tmp_path))
+    texts = ["data: a", "data:text,b", "aGVsbG8=", "see data:image/png;base64,AAAA"]
+    turns = [{"role": "user", "content": text} for text in texts]
+    here.chat(messages=turns, tools=[], response_format={"type": "text"})
+    assert one(tmp_path, until)["request"]["messages"] == turns
+
+
+def test_files_rotate_by_size_and_old_ones_are_removed(serve, tmp_path, until, monkeypatch):
+    monkeypatch.setattr(payload_log, "_MAX_BYTES", 4000)
+    old, foreign = tmp_path / "payloads-20200101-000000-1.jsonl", tmp_path / "notes.txt"
+    for path in (old, foreign):
+        path.write_text("{}\n")
+        os.utime(path, (0, 0))
+    here = serve(log_payloads=str(tmp_path))
+    for number in range(8):
+        here.chat(user=str(number))
+    users = [event["data"]["request"]["user"] for event in events(tmp_path, until, 8)]
+    assert users == [str(number) for number in range(8)]
+    files = list(tmp_path.glob("payloads-*"))
+    assert len(files) > 1
+    assert max(path.stat().st_size for path in files) <= 4000
+    assert foreign.exists()
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("problem", ["full", "gone"])
+def test_endpoint_answers_while_lines_cannot_be_written_and_then_goes_on(
+    serve, tmp_path, until, problem
+):
+    folder = tmp_path / "log"
+    here = serve(log_payloads=str(folder))
+    here.chat(user="before")
+    events(folder, until, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if problem == "full":  # the next line is cut in the middle, the one after it at once
+        size = len(raw_lines(folder)[0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+    else:
+        shutil.move(folder, tmp_path / "away")
+    try:
+        assert [here.chat().status_code for _ in range(3)] == [200] * 3
+        until(lambda: here.endpoint.payload_log.status["dropped"] == 3, "three lines are dropped")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if problem == "gone":
+        shutil.move(tmp_path / "away", folder)
+    here.chat(user="after")
+    users = [event["data"]["request"]["user"] for event in events(folder, until, 2)]
+    assert users == ["before", "after"]
+    assert here.log.getvalue().count("payload-log-fails") == 1
+    assert "edgeinfer_payload_log_dropped_total 3.0" in here.client.get("/metrics").text
+    until(lambda: not here.client.get("/status").json()["payload_log"]["failure"], "no failure stays")
+
+
+def test_lines_beyond_the_bound_are_dropped_and_no_request_waits(serve, tmp_path, until, monkeypatch):
+    monkeypatch.setattr(payload_log, "_MOST_WAITING_BYTES", 0)
+    here = serve(log_payloads=str(tmp_path))
+    assert here.chat().status_code == 200
+    until(lambda: here.endpoint.payload_log.status["dropped"] == 1, "the line is dropped")
+    monkeypatch.undo()
+    here.chat()
+    events(tmp_path, until, 1)
+
+
+SERVER = """
+    import importlib.util, sys, threading
+    sys.path[:0] = {path!r}
+    spec = importlib.util.spec_from_file_location("server_conftest", {conftest!r})
+    conftest = importlib.util.module_from_spec(spec)
+    sys.modules["server_conftest"] = conftest
+    spec.loader.exec_module(conftest)
+    with conftest.served(log_payloads={folder!r}) as here:
+        def ask(number):
+            here.chat(user=str(number), messages=[dict(role="user", content="x" * 2000)])
+        for number in range(500):
+            here.pool.submit(ask, number)
+        threading.Event().wait()
+"""
+
+
+def test_kill_leaves_whole_lines_but_for_the_last(tmp_path, until):
+    folder = tmp_path / "log"
+    conftest = str(Path(__file__).parents[1] / "conftest.py")
+    code = textwrap.dedent(SERVER).format(path=sys.path, conftest=conftest, folder=str(folder))
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as child:
+        until(lambda: child.poll() is not None or len(raw_lines(folder)) > 50, "lines are written")
+        assert child.poll() is None, child.stderr.read()
+        child.send_signal(signal.SIGKILL)
+    lines = raw_lines(folder)
+    assert 50 < len(lines) < 500
+    assert {json.loads(line)["specversion"] for line in lines[:-1]} == {"1.0"}
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_folder_that_others_may_change_is_refused(tmp_path, mode):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ServeError, match="others may write"):
+        make_folder(folder)
+
+
+def test_folder_of_another_user_is_refused(tmp_path):
+    folder = tmp_path
+    if os.geteuid() == 0:
+        os.chown(folder, 65_534, -1)
+    else:
+        folder = Path("/usr")
+    with pytest.raises(ServeError, match="another user"):
+        make_folder(folder)
+
+
+def test_new_folder_is_the_user_s_and_the_start_is_loud(serve, tmp_path):
+    here = serve(log_payloads=str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert "payload-log" in here.log.getvalue()
+    assert serve().client.get("/status").json()["payload_log"] is None
+
+
+def test_doctor_warns_of_a_log_that_the_configuration_switches_on(monkeypatch):
+    monkeypatch.setattr(doctor, "load_config", Config)
+    assert doctor._configuration().status == "ok"
+    monkeypatch.setattr(doctor, "load_config", lambda: Config(serve=ServeConfig(log_payloads="/p")))
+    assert doctor._configuration().status == "warn"
+    assert "/p" in doctor._configuration().found
