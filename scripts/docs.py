@@ -315,10 +315,14 @@ def anchors(text: str) -> set[str]:
 
 def figures_without_head() -> list[str]:
     """Return the tables of docs/figures/ that do not begin with their date, commit, machine and command
-    (benchmarks/common.py). The families' is written by a test, with none.
+    (benchmarks/common.py). The families' is written by a test, and notes by people, with none.
     """
     files = (ROOT / "docs/figures").glob("*.md")
-    texts = {path.name: path.read_text("utf-8") for path in files if path.stem != "families"}
+    texts = {
+        path.name: path.read_text("utf-8")
+        for path in files
+        if path.stem != "families" and not path.stem.startswith("notes-")
+    }
     return sorted(name for name, text in texts.items() if not FIGURE_HEAD.match(text))
 
 
