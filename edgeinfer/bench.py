@@ -187,7 +187,7 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
             cached_tokens=None if cached is None else int(cached),
         )
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ServeError(f"{target.url}{path} streams no text with its number of tokens") from error
+        raise ServeError(f"{target.url}{path} streams no text with token counts (`usage`)") from error
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -176,7 +176,7 @@ class Host:
         except (OSError, SnapshotUnsafeError) as error:
             _log.warning("the on-disk prefix cache is off: %s", error)
             return
-        atexit.register(engine.leave_blocks)
+        atexit.register(engine.store_blocks_before_exit)
 
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
         """Have `engine` count its answers by day, if they are a person's and the user wants that."""

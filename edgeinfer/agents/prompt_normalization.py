@@ -268,7 +268,7 @@ def _put_note_last(messages: list[Message]) -> bool:
 
 
 def _move(text: str, position: int, section: str, before: str) -> str:
-    """`text` with the `part` at `at` moved to the next `before`; unchanged if there is none."""
+    """Move the `section` at `position` of `text` to before the next `before`, if there is one."""
     target = text.find(before, position)
     return (
         text

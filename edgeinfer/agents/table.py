@@ -27,7 +27,7 @@ PROVIDER = "edgeinfer"
 #: An answer's limit, as a share of the context, where an agent wants one.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Context (tokens) after an agent's first request: answers, and what its tools find.
+#: Context (tokens) that an agent's first request must leave, for answers and tool results.
 _ROOM_TOKENS = 4096
 #: Claude Code takes a smaller window for a mistake.
 _CLAUDE_WINDOW = 100_000

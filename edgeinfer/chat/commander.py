@@ -106,7 +106,7 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one command line. Raises EdgeInferError to show, and changes nothing then."""
+        """Run one `/` command line. Raises EdgeInferError to be shown; nothing has changed then."""
         typed = commands.parse(line)
         if typed.name in _SHOWN:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []

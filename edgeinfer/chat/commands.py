@@ -153,7 +153,7 @@ class CommandCompletion(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-#: By kind of argument: what lists its names, each with a short description.
+#: For each kind of argument, a function that lists its names with short descriptions.
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 

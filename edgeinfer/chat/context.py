@@ -64,7 +64,7 @@ def larger_context(engine: Engine, n_tokens: int) -> int:
 
 
 def beginning(engine: Engine, text: str) -> str:
-    """Return as much of `text` as the context holds in addition to an answer."""
+    """Return the beginning of `text` that fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 

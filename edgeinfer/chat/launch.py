@@ -55,7 +55,7 @@ class Launch:
 
 
 def describe_start(start: Start) -> str:
-    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; times once known."""
+    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; no time until known."""
     text = "resumed" if start.how == "resumed" else "cold start"
     if text == "resumed" or "ready" in start.stages_ms:
         text += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFront, ChatTools
 
 _TITLE_CELLS = 60
-#: Where the locks of drafts begin in the file of leases.
+#: The offset in the lease file at which the locks of drafts begin.
 _DRAFTS = 1 << 40
 
 

@@ -92,7 +92,7 @@ class Terminal:
             return False
 
     def dismiss_guard(self) -> None:
-        """End the child, which leaves the terminal alone."""
+        """End the child process without restoring the terminal."""
         if self._guard is None:
             return
         try:  # noqa: SIM105  contextlib costs 3 ms

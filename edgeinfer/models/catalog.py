@@ -181,7 +181,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def nearest(name: str, candidates: Any) -> str | None:
-    """Return a hint with the names of `known` nearest to `name`, or None."""
+    """Return a hint with those of `candidates` nearest to `name`, or None."""
     names = list(dict.fromkeys(candidates))
     near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
     near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)

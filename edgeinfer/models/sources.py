@@ -136,7 +136,7 @@ def _safe(path: str, text: str) -> str:
         or "\\" in path
         or "\0" in path
     ):
-        raise UsageError(f"the path in {text!r} leaves its place")
+        raise UsageError(f"the path in {text!r} has an empty, `.` or `..` part, or a backslash")
     return path
 
 

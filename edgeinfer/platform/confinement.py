@@ -115,7 +115,7 @@ _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 #: inet inet6 netlink: those of a namespace. A unix socket reaches a program that listens in the folder,
 #: and vsock the host of a virtual machine.
 _FAMILIES = (2, 10, 16)
-#: Pairs that can send to their other end only: stream and seqpacket, not datagram.
+#: Types allowed for socketpair: stream and seqpacket, whose ends can only send to each other.
 _PAIRS, _TYPE_BITS = (1, 5), 0xF
 
 

@@ -112,7 +112,7 @@ def new_file(
 
 @contextmanager
 def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a `new_file` that is durable too. Raises DiskFullError."""
+    """Yield a `new_file`, and sync it and its folder to disk. Raises DiskFullError."""
     with room_errors(path), new_file(path, mode) as file:
         yield file
         file.flush()

@@ -103,7 +103,7 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # or they are lost: the file system hangs
+        if self._places.acquire(blocking=False):  # full: the file system hangs; drop these
             with contextlib.suppress(RuntimeError):  # the interpreter is at its end
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
@@ -151,7 +151,7 @@ class _AnswerObserver(SequenceObserver):
     def on_token(self, token: int) -> None:
         self._n_tokens += 1
         if self._next is not None:
-            logits, log_sum = self._next  # a constraint has changed other tokens' logits only
+            logits, log_sum = self._next  # masked logits differ, but not that of `token`
             self.logprobs.append(float(logits[token] - log_sum))
             self._next = None
 
@@ -365,7 +365,7 @@ def _spread(weeks: Sequence[Array]) -> float:
 
 
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
-    """Return the PSI over categories or pairs of bins: about as many as Sturges' rule has."""
+    """Return the PSI over categories, or over pairs of bins: Sturges' rule gives about that number."""
     parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
     _, groups = np.unique(parts, return_inverse=True)
     a, b = (np.maximum(np.bincount(groups, week), _EMPTY) for week in shares)

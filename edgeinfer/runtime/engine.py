@@ -56,16 +56,16 @@ class LlamaEngine:
         self._loaded = loaded
         self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
-        self._conversations = load_chat_format(template_facts(files, options, loaded))
+        self._chat_format = load_chat_format(template_facts(files, options, loaded))
         self._constraints = Constraints()
         self._scheduler = Scheduler(loaded, self._active, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
-        self._info = make_info(files, loaded, self._lora, self._conversations, self._embedder)
+        self._info = make_info(files, loaded, self._lora, self._chat_format, self._embedder)
         self._preparer = Preparer(
             files=files,
             vocab=loaded.vocab,
-            conversations=self._conversations,
+            conversations=self._chat_format,
             constraints=self._constraints,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
@@ -144,7 +144,7 @@ class LlamaEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
     def apply_template(self, request: GenerateRequest) -> str:
-        return self._conversations.display_text(self._render(request))
+        return self._chat_format.display_text(self._render(request))
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
@@ -154,7 +154,7 @@ class LlamaEngine:
     def _render(self, request: GenerateRequest) -> str:
         self._check_open()
         with preparing():
-            return self._conversations.render(request)
+            return self._chat_format.render(request)
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         self._check_open()
@@ -242,7 +242,7 @@ class LlamaEngine:
         tokens = self._cache.search.begun_with(agent, self._lora.key(None), salt)
         return list(takewhile(lambda token: token >= 0, tokens))  # a prompt of tokens has no pictures
 
-    def leave_blocks(self) -> None:
+    def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
         if self._cache is not None and not self._loop.inside:
             self._cache.writer.is_leaving = True
@@ -252,7 +252,7 @@ class LlamaEngine:
         """Build the tables of a first request, run the round-trip check, and measure step costs."""
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
-            self._conversations.warm_up()
+            self._chat_format.warm_up()
             libllama.build_info()  # cached: the prefix cache needs it
             # on the decode thread: OpenMP creates a team of threads for each thread that computes
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))

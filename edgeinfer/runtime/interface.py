@@ -77,7 +77,7 @@ class Engine(Protocol):
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         """Return the tokens that sessions of `agent` share, and those behind them in the latest one.
 
-        Only tokens on disk under this `cache_salt` count; [] without any.
+        Only tokens on disk under this `salt` count; [] without any.
         """
 
     def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:

@@ -63,20 +63,21 @@ def whole(state: memoryview) -> State:
 #: The adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
-_BLOCK = 64
-#: While at least `_MANY` sequences run, idle ones below `_SHORT` tokens may hold `_SHORT_CELLS` cells
-#: together: attention scans them in every step, and they are cheap to prefill again (decision 056).
-_MANY = 3
-_SHORT = 192
-_SHORT_CELLS = 384
+_COMPARE_STRIDE = 64
+#: While at least `_MANY_RUNNING` sequences run, idle ones below `_SHORT_IDLE_TOKENS` tokens may hold
+#: `_SHORT_IDLE_CELLS` cells together: attention scans them in every step, and they are cheap to
+#: prefill again (decision 056).
+_MANY_RUNNING = 3
+_SHORT_IDLE_TOKENS = 192
+_SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
     """Length of the longest common prefix of two lists, known to agree before `start`."""
     n = min(len(a), len(b))
     i = start
-    while i + _BLOCK <= n and a[i : i + _BLOCK] == b[i : i + _BLOCK]:
-        i += _BLOCK
+    while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
+        i += _COMPARE_STRIDE
     while i < n and a[i] == b[i]:
         i += 1
     return i
@@ -100,7 +101,7 @@ class SequenceMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """The tokens one sequence id has in the cache; several sequences may share its `cells`.
+    """What one sequence id has in the cache (llama-server: a slot); several may share its `cells`.
 
     Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation`
     names its last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is
@@ -127,7 +128,7 @@ class CachedSequence:
     n_top: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def serves(self, adapters: AdapterKey, salt: str) -> bool:
+    def is_reusable_with(self, adapters: AdapterKey, salt: str) -> bool:
         """Return whether a new request with `adapters` and `salt` may reuse these tokens."""
         is_shared = self.pinned or self.salt == salt
         return is_shared and self.adapters == adapters and not self.is_private
@@ -190,7 +191,7 @@ class KvCache:
         best, length = None, 0
         limit = len(tokens) - 1
         for cached_seq in self.cached_sequences:
-            if not cached_seq.serves(adapters, salt):
+            if not cached_seq.is_reusable_with(adapters, salt):
                 continue
             shared = common_prefix(cached_seq.tokens, tokens)
             if n_top is not None:
@@ -273,7 +274,7 @@ class KvCache:
         if not cut:
             self._memory.remove(cached_seq.seq_id, -1, -1)
             n = 0
-        self._give_back(cached_seq.cells[n:])
+        self._release_cells(cached_seq.cells[n:])
         cached_seq.tokens.truncate(n)
         del cached_seq.cells[n:]
         cached_seq.n_unchanged = min(cached_seq.n_unchanged, n)
@@ -302,7 +303,7 @@ class KvCache:
         if self.checkpoints is not None:
             self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
-    def remove_behind(self, cached_seq: CachedSequence) -> None:
+    def remove_unrecorded_cells(self, cached_seq: CachedSequence) -> None:
         """Remove cells after the recorded tokens, which an aborted step may have left in llama.cpp."""
         position = cached_seq.tokens.position(len(cached_seq.tokens))
         self._memory.remove(cached_seq.seq_id, position, -1)
@@ -311,7 +312,7 @@ class KvCache:
         """Empty the cells in llama.cpp, to be written again; the accounting stays."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
-    def _give_back(self, cells: Iterable[int]) -> None:
+    def _release_cells(self, cells: Iterable[int]) -> None:
         for cell in cells:
             self._shares[cell] -= 1
             if not self._shares[cell]:
@@ -328,7 +329,7 @@ class KvCache:
         self._memory.shift(cached_seq.seq_id, keep + drop, -drop)
         cached_seq.is_shifted = True
         cached_seq.logprobs = []
-        self._give_back(cached_seq.cells[keep : keep + drop])
+        self._release_cells(cached_seq.cells[keep : keep + drop])
         del cached_seq.tokens[keep : keep + drop], cached_seq.cells[keep : keep + drop]
         cached_seq.n_unchanged = min(cached_seq.n_unchanged, keep)
         return True
@@ -343,12 +344,14 @@ class KvCache:
         self._limit_short_idle()
 
     def _limit_short_idle(self) -> None:
-        if sum(c.active for c in self.cached_sequences) < _MANY:
+        if sum(c.active for c in self.cached_sequences) < _MANY_RUNNING:
             return
         idle = [
-            c for c in self.cached_sequences if not (c.active or c.pinned) and len(c.tokens) < _SHORT
+            c
+            for c in self.cached_sequences
+            if not (c.active or c.pinned) and len(c.tokens) < _SHORT_IDLE_TOKENS
         ]
-        cells_left = _SHORT_CELLS
+        cells_left = _SHORT_IDLE_CELLS
         for cached_seq in sorted(idle, key=lambda c: -c.used_at):
             cells_left -= len(cached_seq.cells)
             if cells_left < 0:
@@ -361,7 +364,7 @@ class KvCache:
 
     def _remove(self, cached_seq: CachedSequence) -> None:
         self._memory.remove(cached_seq.seq_id, -1, -1)
-        self._give_back(cached_seq.cells)
+        self._release_cells(cached_seq.cells)
         if self.checkpoints is not None:
             self.checkpoints.drop_after(cached_seq.checkpoints)
         cached_seq.tokens, cached_seq.cells = PromptTokens(), []
@@ -396,33 +399,33 @@ _AROUND = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Closest:
+class LongestMatch:
     """The cached sequence closest to a prompt: `n` tokens agree, and it goes on with `continuation`."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()
 
 
-def closest(
+def find_longest_match(
     cached_sequences: Iterable[CachedSequence], tokens: Sequence[int], adapters: AdapterKey, salt: str
-) -> Closest:
+) -> LongestMatch:
     """Find the longest match of `tokens` among the sequences that its request may reuse.
 
     All clients share a pinned prompt, but no cache report shows its text.
     """
-    best = Closest()
+    best = LongestMatch()
     for cached_seq in cached_sequences:
-        if not cached_seq.serves(adapters, salt):
+        if not cached_seq.is_reusable_with(adapters, salt):
             continue
         n = common_prefix(cached_seq.tokens, tokens)
         if n > best.n:
             continuation = () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _AROUND])
-            best = Closest(n, continuation)
+            best = LongestMatch(n, continuation)
     return best
 
 
 def describe_divergence(
-    prompt: Sequence[int], best: Closest, cached: int, detokenize: Callable[[Sequence[int]], bytes]
+    prompt: Sequence[int], best: LongestMatch, cached: int, detokenize: Callable[[Sequence[int]], bytes]
 ) -> Divergence:
     """Describe where `prompt`, of which `cached` tokens were cached, diverges."""
     n_agree = max(best.n, cached)

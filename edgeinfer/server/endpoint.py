@@ -63,7 +63,7 @@ class Endpoint:
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
     #: Stored responses; None if they are switched off.
     responses: ResponseStore | None = None
-    #: The page (`web.routes.Web`); None if it is switched off.
+    #: The web page, a `web.routes.Web`; None if it is switched off.
     web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None

@@ -192,7 +192,7 @@ def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """List what `wanted` may mean: a whole name, else one given for `model`, else for any model."""
+    """List what `requested` may mean: a whole name, else one given for `model`, else for any model."""
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
 

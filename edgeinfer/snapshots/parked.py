@@ -235,6 +235,6 @@ def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots import parked  # classes of the imported module, not of `__main__`
+    from edgeinfer.snapshots import parked  # so its classes are the module's, not `__main__`'s
 
     parked.main()

@@ -62,7 +62,7 @@ class SelfRunning:
 
     def restore(self) -> str:
         """Rename what an ended command has put under these names; return a message, or ""."""
-        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only its owner changes it
+        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # fchmod: owner only
             os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []

@@ -126,7 +126,7 @@ class TerminalDriver(LinuxDriver):
         if os.getsid(0) == os.getpid():  # started by a launcher, which sees this stop and stops too
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            os.killpg(0, signal.SIGSTOP)  # the job: the shell may wait for another process of it
+            os.killpg(0, signal.SIGSTOP)  # the whole job: the shell may wait for any of its processes
 
 
 def claim_terminal() -> TextIO | None:

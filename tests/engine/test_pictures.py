@@ -132,7 +132,7 @@ def engine(loaded: LlamaEngine) -> LlamaEngine:
 
 def spans_of(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[int], list[Span]]:
     spans: list[Span] = []
-    prompt = engine._conversations.render(request)
+    prompt = engine._chat_format.render(request)
     return engine._preparer.chat_tokens(request, prompt, spans), spans
 
 

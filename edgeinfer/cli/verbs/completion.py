@@ -67,7 +67,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
     typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    typed.required = False  # otherwise an error names it
+    typed.required = False  # otherwise argparse's error lists it as missing
 
 
 def _shell(text: str) -> str:

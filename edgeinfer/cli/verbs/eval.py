@@ -53,7 +53,7 @@ _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 #: The longest check of an answer (s).
 _CHECK_S = 2.0
-#: The longest name of a system prompt (characters).
+#: A system prompt is cut to this length (characters) in a candidate's name.
 _LABEL = 24
 #: What stands for a response that is left to the next run.
 _LEFT = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
@@ -118,7 +118,7 @@ def paired_difference(first: int, second: int, total: int) -> Interval:
 
 
 class EvalResult(Result, frozen=True, kw_only=True):
-    """The verdicts on a set. `path` is the report.
+    """The result of an evaluation set. `path` is the report file.
 
     `scores` are shares of the items; one without an answer is not passed. `differences` are those of
     each later candidate from the first, item by item.

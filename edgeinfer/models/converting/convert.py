@@ -96,7 +96,7 @@ def transform_of(family: Family, name: str) -> Transform | None:
 
 
 def _is(name: str, suffix: str) -> bool:
-    """Return whether a row's `end` matches the tensor: with its kind, or both weight and bias."""
+    """Return whether a row's `suffix` matches the tensor: with its kind, or both weight and bias."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None

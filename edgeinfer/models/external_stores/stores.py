@@ -159,7 +159,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def describe_files(model: ExternalModel) -> ModelFiles:
-    """Return a model's files as headers and store describe them, before bytes are verified.
+    """Describe a model's files by their headers and the store's records; bytes are not verified.
 
     Raises ModelNotPulledError, InvalidGgufError.
     """

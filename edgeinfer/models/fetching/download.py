@@ -93,7 +93,7 @@ def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job) -> No
         if http_client.is_untrusted(error):
             raise DownloadError(
                 f"{remote.origin}: {http_client.describe_transport_error(error)}",
-                hint="SSL_CERT_FILE=FILE names the certificates to trust, as a company's proxy needs",
+                hint="behind a company's proxy, set SSL_CERT_FILE to the file of its certificates",
             ) from error
         if isinstance(error, httpx2.ConnectError) and http_client.is_loopback(error.request.url.host):
             raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error

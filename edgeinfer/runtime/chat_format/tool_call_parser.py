@@ -225,7 +225,7 @@ class JsonSection(Section):
         return False
 
     def _stream(self, call: _JsonCall) -> None:
-        """Send what is new of the arguments."""
+        """Send the part of the arguments that has not been sent yet."""
         if call.arguments_start < 0 or call.name not in self._tools:
             return
         if self._index < 0:

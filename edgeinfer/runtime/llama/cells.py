@@ -169,7 +169,7 @@ _COPY = ctypes.CFUNCTYPE(
 )  # get_tensor and set_tensor of ggml_backend_buffer_i
 _TENSOR_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
-#: Copies of one state that are recorded: a layer has two for each run of cells.
+#: Most copies recorded while one state is saved: a layer has two for each run of cells.
 _MOST_COPIES = 32768
 #: Mappings of a process if the kernel does not say; the share of them for cells.
 _DEFAULT_MAPPINGS = 65_530

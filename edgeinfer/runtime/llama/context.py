@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class ActiveContext:
-    """The context that decodes, and its memory's sequences: the KV cache's `Memory`. One thread.
+    """The context that decodes, and its memory's sequences: the KV cache's memory. One thread.
 
     `context` is llama.cpp's pointer; `cells`: where its KV cache lies; `adapters`: its model's LoRA
     adapters by their files' stamps.

@@ -87,7 +87,7 @@ def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:
 
 
 def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
-    """Make the stages in llama.cpp's order without neutral ones; the last one samples."""
+    """Yield the sampler stages in llama.cpp's order, but none without effect; the last samples."""
     if s.logit_bias:
         pairs = (L.llama_logit_bias * len(s.logit_bias))(*((t, b) for t, b in s.logit_bias.items()))
         yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)

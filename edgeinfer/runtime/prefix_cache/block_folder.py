@@ -42,7 +42,7 @@ from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.writer_thread import WriterThread
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 
-#: Threads that read and verify files: one gives some 4 GB/s.
+#: Threads that read and verify files; each reads about 4 GB/s.
 _READERS = 2
 #: Pause (s) of writing after a full disk.
 _FULL_S = 60.0
@@ -201,17 +201,17 @@ class BlockFolder:
         return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
 
     def read_ahead(
-        self, names: Sequence[bytes], make_room: Callable[[int], None] = lambda i: None
+        self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
         """Start to read and verify blocks, in order; a result is None for an unusable one.
 
-        The thread that reads a block first calls `make_room` with its place in `names`.
+        The thread that reads a block first calls `before_read` with its place in `names`.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
 
         def read(i: int, name: bytes) -> KvBlock | None:
-            make_room(i)
+            before_read(i)
             return self.read(name)
 
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]

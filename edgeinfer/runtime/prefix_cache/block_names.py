@@ -28,7 +28,7 @@ TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Read the user's secret in `path` (0600), or create it as `own` or random. Raises OSError."""
+    """Read the secret in `path` (0600), or create it as `secret_if_new` or random. Raises OSError."""
     for _ in range(2):
         try:
             with open(open_own(path), "rb") as file:

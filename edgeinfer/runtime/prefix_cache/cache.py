@@ -101,8 +101,8 @@ class PrefixCache:
             return None
         block_names = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.folder.touch([*names[1 : 1 + n_full], tail])
-        make_room = self._populating([*ends[first : 1 + n_full], stop])
-        return Restore(self.folder.read_ahead(block_names, make_room), ends[first], stop)
+        populate = self._populating([*ends[first : 1 + n_full], stop])
+        return Restore(self.folder.read_ahead(block_names, populate), ends[first], stop)
 
     def _populating(self, ends: list[int]) -> Callable[[int], None]:
         """Make a callback that populates the memory of each block's cells, unless they are mapped."""
@@ -139,7 +139,7 @@ class PrefixCache:
             return False
         if len(cached_seq.cells) < self.block_tokens:
             return False
-        return self.can_store and self.writer.takes(cached_seq)
+        return self.can_store and self.writer.would_store(cached_seq)
 
     def note_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey

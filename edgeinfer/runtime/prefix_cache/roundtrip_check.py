@@ -61,7 +61,7 @@ class RoundtripCheck:
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Compute a little; None while there is more, then "exact" or the failure. One thread."""
+        """Do the next part; None if more parts follow, otherwise "exact" or the failure. One thread."""
         if self._work is None:
             self._work = self._compare()
         return next(self._work)
@@ -99,7 +99,7 @@ class RoundtripCheck:
     def _answers(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits after the text, and after another tail that follows a truncation."""
+        """Return the next logits after the whole text, and after truncating it and another tail."""
         straight = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._cut)
         other = self._tokens[-_TAIL_TOKENS:]

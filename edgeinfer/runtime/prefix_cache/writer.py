@@ -27,7 +27,7 @@ _Missing = tuple[Header, int, bytes | None]
 
 
 @dataclass(slots=True, eq=False)
-class _Pass:
+class _PendingWrite:
     """`chain` names a sequence's root and whole blocks; the first `n_seen` are done."""
 
     chain: Chain
@@ -48,7 +48,7 @@ class BlockWriter:
     is_leaving: bool = False
 
     def __post_init__(self) -> None:
-        self._passes: dict[CachedSequence, _Pass] = {}
+        self._pending: dict[CachedSequence, _PendingWrite] = {}
         self._queued: set[bytes] = set()
         self._rest_until = 0.0
         self._was_used = False
@@ -56,7 +56,7 @@ class BlockWriter:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._passes) or self._wants_check
+        return bool(self._pending) or self._wants_check
 
     @property
     def _wants_check(self) -> bool:
@@ -69,22 +69,22 @@ class BlockWriter:
             return
         if n * s_per_token < _WORTH_WRITING_S:
             return
-        pending = self._passes.get(cached_seq)
+        pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.writer_thread.is_idle:
                 self._queued.clear()  # blocks deleted meanwhile are stored again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
-            pending = self._passes[cached_seq] = _Pass(Chain([root]))
+            pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
             cached_seq.n_unchanged = 0
             self._was_used = True
         if cached_seq.conversation:
             pending.conversations.add(cached_seq.conversation)
 
-    def takes(self, cached_seq: CachedSequence) -> bool:
+    def would_store(self, cached_seq: CachedSequence) -> bool:
         """Return whether dropping `cached_seq` now would store all of its tokens."""
         if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
             return False
-        return cached_seq not in self._passes or self.folder.writer_thread.has_room
+        return cached_seq not in self._pending or self.folder.writer_thread.has_room
 
     def work(self, *, is_idle: bool) -> None:
         """Do one piece of work: store a block, or continue the round-trip check.
@@ -95,31 +95,31 @@ class BlockWriter:
         if is_idle and self._wants_check:
             self.verdict.step()
             return
-        if not self._passes or (not is_idle and time.monotonic() < self._rest_until):
+        if not self._pending or (not is_idle and time.monotonic() < self._rest_until):
             return
         if not self.folder.writer_thread.has_room:
             if is_idle:
                 self.folder.writer_thread.wait_for_room(_WAIT_S)
             return
         if self.verdict.is_refused or not self.folder.can_write:
-            self._passes.clear()
+            self._pending.clear()
             return
         began = time.monotonic()
-        cached_seq = next(iter(self._passes))
-        if not self._write_one(cached_seq, self._passes[cached_seq]):
-            del self._passes[cached_seq]
+        cached_seq = next(iter(self._pending))
+        if not self._write_one(cached_seq, self._pending[cached_seq]):
+            del self._pending[cached_seq]
         took_s = time.monotonic() - began
         self._rest_until = began + took_s / _WRITE_SHARE
 
     def _before_drop(self, cached_seq: CachedSequence) -> None:
-        pending = self._passes.pop(cached_seq, None)
+        pending = self._pending.pop(cached_seq, None)
         if pending is None:
             return
         while self.folder.can_write and self.folder.writer_thread.has_room:
             if not self._write_one(cached_seq, pending):
                 break
 
-    def _write_one(self, cached_seq: CachedSequence, pending: _Pass) -> bool:
+    def _write_one(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
         """Store the first missing block of `cached_seq`. False if none is missing."""
         if self.verdict.is_refused or cached_seq.is_shifted:
             return False
@@ -154,7 +154,7 @@ class BlockWriter:
         c = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
         return None if c is None else (state, whole(c.state))
 
-    def _missing(self, cached_seq: CachedSequence, pending: _Pass) -> Iterator[_Missing]:
+    def _missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> Iterator[_Missing]:
         tokens = _writable(cached_seq)
         self._name(cached_seq, tokens, pending)
         yield from self._missing_whole(tokens, pending)
@@ -163,7 +163,7 @@ class BlockWriter:
         elif not cached_seq.active:
             yield from self._missing_tail(tokens, pending.chain)
 
-    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _Pass) -> None:
+    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite) -> None:
         """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
         n_same = pending.chain.at(cached_seq.n_unchanged)
         del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
@@ -171,7 +171,7 @@ class BlockWriter:
         self.folder.names.extend(pending.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
-    def _missing_whole(self, tokens: list[int], pending: _Pass) -> Iterator[_Missing]:
+    def _missing_whole(self, tokens: list[int], pending: _PendingWrite) -> Iterator[_Missing]:
         names, ends = pending.chain.names, pending.chain.ends
         for i in range(pending.n_seen, len(names) - 1):
             pending.n_seen = i + 1
@@ -223,7 +223,7 @@ class BlockWriter:
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
 
-    def _note_owners(self, cached_seq: CachedSequence, pending: _Pass) -> None:
+    def _note_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
         """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
         names, conversations = pending.chain.names, pending.conversations
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]

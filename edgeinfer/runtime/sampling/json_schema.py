@@ -110,7 +110,7 @@ class _Normaliser:
     def _visit(self, schema: Any, pointer: str, depth: int) -> None:
         check_deadline()
         if depth > MAX_DEPTH or len(self._visited) > MAX_NODES:
-            raise _refuse(pointer, f"more than {MAX_DEPTH} levels or {MAX_NODES} parts")
+            raise _refuse(pointer, f"more than {MAX_DEPTH} levels or {MAX_NODES} subschemas")
         if not isinstance(schema, dict) or id(schema) in self._visited:
             return
         self._visited[id(schema)] = schema, pointer
@@ -433,7 +433,7 @@ class Overlaps:
         return narrowed_parts
 
     def _narrow(self, alternative: Any, other: Any) -> dict[str, Any] | None:
-        """Narrow `part` by a name that `other` requires, or by one that `other` forbids."""
+        """Narrow `alternative` by a name that `other` requires, or by one that `other` forbids."""
         schema = self._follow(alternative)
         if not isinstance(schema, dict) or "object" not in self.kinds(schema):
             return None

@@ -114,7 +114,7 @@ def without_look_aheads(pattern: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return where the group ends whose inside begins at `at`, -1 if nowhere."""
+    """Return where the group ends whose inside begins at `start`, -1 if nowhere."""
     depth = 1
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[start:], re.DOTALL):
         depth += {"(": 1, ")": -1}.get(token[0], 0)

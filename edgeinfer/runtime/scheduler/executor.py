@@ -17,10 +17,11 @@ from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.sampling.speculative import StepCurve
-from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, Chunks
+from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: llama_decode's return code after an abort.
+#: Return codes of llama_decode: no cells are left, and it was aborted.
+_NO_CELLS = 1
 _ABORTED = 2
 T = TypeVar("T")
 #: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
@@ -38,7 +39,7 @@ class Executor:
     batch: Batch
     adapters: LoraAdapters
     kv: KvCache
-    chunks: Chunks
+    chunks: ChunkSizer
     costs: StepCurve
     counters: Counters
     low_priority: LowPriorityExecutor = field(init=False)
@@ -60,14 +61,14 @@ class Executor:
         """Compute the batch; seconds, None if it must be planned again. Raises DecodeError."""
         began = time.perf_counter()
         code = self._decode(entries)
-        if code == 1:  # no cells, although the accounting has some: drop idle ones, and retry
+        if code == _NO_CELLS:  # no cells, although the accounting has some: drop idle ones, and retry
             self.kv.drop_idle(pinned=True)
             code = self._decode(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 seq = entry.seq
-                self.kv.truncate(seq.claimed, seq.n_whole)
-                self.kv.remove_behind(seq.claimed)
+                self.kv.truncate(seq.claimed, seq.n_past_uncut)
+                self.kv.remove_unrecorded_cells(seq.claimed)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
@@ -78,7 +79,7 @@ class Executor:
             )
         for entry in entries:
             self.kv.extend(entry.seq.claimed, entry.tokens)
-        self._book_time(entries, seconds)
+        self._record_time(entries, seconds)
         return seconds
 
     def _decode(self, entries: list[BatchEntry]) -> int:
@@ -106,7 +107,7 @@ class Executor:
         """Abort the running step if all its requests are cancelled. Any thread."""
         self.cancellation.for_cancel([seq.cancelled for seq in self._in_step])
 
-    def _book_time(self, entries: list[BatchEntry], seconds: float) -> None:
+    def _record_time(self, entries: list[BatchEntry], seconds: float) -> None:
         decode_tokens = sum(len(p.tokens) for p in entries if not p.is_prefill)
         prefill_tokens = self.batch.n_tokens - decode_tokens
         if not prefill_tokens:
@@ -132,7 +133,7 @@ class Executor:
             self.batch.add(chunk, past, cached_seq.seq_id, outputs=0, adapters=adapters)
             code = self.batch.decode(self.active)
             if code == MISSED_ADAPTER:
-                self.kv.remove_behind(cached_seq)
+                self.kv.remove_unrecorded_cells(cached_seq)
                 self.adapters.leave_kernels()
                 self.compute(cached_seq, tokens[start:])
                 return
@@ -153,7 +154,7 @@ class Executor:
             began = time.perf_counter()
             code = self.batch.decode(self.active)
             took_s = time.perf_counter() - began
-            self.kv.remove_behind(cached_seq)
+            self.kv.remove_unrecorded_cells(cached_seq)
             if code:
                 raise DecodeError(f"llama_decode returned {code} for {rows} tokens")
             return took_s

@@ -14,7 +14,7 @@ _CHUNK_MIN = 32
 #: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length (tokens) on the
 #: CPU, so that incoming requests start soon (decision 081). A chunk's size decides the rounding of
 #: llama.cpp's kernels, so it must not depend on measured time.
-ALONE = 128
+IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
 #: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
@@ -36,13 +36,13 @@ class BatchInvariance:
     in_order: bool = True
 
 
-class Chunks:
+class ChunkSizer:
     """Learn the cost of prefill, `s_per_token` (s) at first, and size the next chunk."""
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._invariant_rows = batch_invariance.rows
         #: The length (tokens) of a long prompt's chunks while no sequence decodes.
-        self.alone = ALONE
+        self.idle_chunk_tokens = IDLE_CHUNK_TOKENS
         #: The recent cost (s) of a token of prefill.
         self.s_per_token = s_per_token
         #: That of long prompts, which attend to more; None before the first.
@@ -65,7 +65,7 @@ class Chunks:
             within = int(_CHUNK_S / (self._long_s or self.s_per_token))
             budget = min(room, max(_CHUNK_MIN, within))
         elif longest > SHORT_TOKENS:
-            budget = min(room, self.alone)
+            budget = min(room, self.idle_chunk_tokens)
         exact = self._invariant_rows - n_decoding
         return min(budget, exact) if longest <= exact else budget
 
@@ -99,7 +99,7 @@ class DecodeBudget:
     A short answer then ends within a few steps, instead of one token for each chunk of the long prompt.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: ChunkSizer) -> None:
         self._chunks = chunks
         self._delayed: Sequence | None = None
         self._began = 0.0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from edgeinfer.runtime.kv_cache import KvCache, closest, common_prefix, describe_divergence
+from edgeinfer.runtime.kv_cache import KvCache, common_prefix, describe_divergence, find_longest_match
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache, Restore
 from edgeinfer.runtime.prompt_tokens import text_only
 from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
 from edgeinfer.runtime.sampling.past_answers import CONTEXT_TOKENS
-from edgeinfer.runtime.scheduler.prefill_policy import Chunks
+from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 #: Time (s) for restoring blocks in a step with running streams, and without any.
@@ -35,7 +35,7 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 class Prefixes:
     """Acquire and release prefixes. `prefix_cache` is that on disk, None without."""
 
-    def __init__(self, kv: KvCache, chunks: Chunks, counters: Counters, vocab: Vocab) -> None:
+    def __init__(self, kv: KvCache, chunks: ChunkSizer, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
         self._chunks = chunks
         self._counters = counters
@@ -69,7 +69,9 @@ class Prefixes:
         request = seq.request
         if request.cache_prompt and not seq.clock.started:
             cached_sequences = self._kv.cached_sequences
-            seq.closest = closest(cached_sequences, seq.tokens, seq.adapters, request.cache_salt)
+            seq.closest = find_longest_match(
+                cached_sequences, seq.tokens, seq.adapters, request.cache_salt
+            )
         n_top = request.prompt_logprobs
         cached_seq = self._kv.claim(
             seq.tokens, seq.adapters, request.cache_salt, reuse=request.cache_prompt, n_top=n_top
@@ -158,7 +160,7 @@ class Prefixes:
         if self.prefix_cache is not None and seq.cached_seq is not None and not restore.succeeded:
             self.prefix_cache.drop_unfinished(seq.cached_seq)
         if seq.cached_seq is not None:
-            self._kv.truncate(seq.cached_seq, seq.n_whole)
+            self._kv.truncate(seq.cached_seq, seq.n_past_uncut)
         self._begin(seq, restore.cached)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
@@ -178,7 +180,7 @@ class Prefixes:
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one here."""
         n_past = seq.n_past
-        if not seq.request.cache_prompt or seq.cached_seq is None or seq.n_whole < n_past:
+        if not seq.request.cache_prompt or seq.cached_seq is None or seq.n_past_uncut < n_past:
             return
         if seq.pictures.is_edge(n_past) or is_checkpoint_position(n_past, len(seq.tokens)):
             self._kv.save_checkpoint(seq.cached_seq)
@@ -195,7 +197,7 @@ class Prefixes:
         self._end_restore(seq)
         if seq.cached_seq is None:
             return
-        is_whole = seq.n_whole == seq.n_past
+        is_whole = seq.n_past_uncut == seq.n_past
         cached_seq, seq.cached_seq = seq.cached_seq, None
         cached_seq.conversation = seq.request.conversation
         cached_seq.is_prefetched = seq.is_prefill_only

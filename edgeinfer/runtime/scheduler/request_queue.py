@@ -19,7 +19,7 @@ _WORTH_WAITING = 32
 
 
 class RequestQueue:
-    """Requests `waiting` for a place, and up to `n_parallel` `running`.
+    """Requests `waiting`, and up to `n_parallel` `running`, some still without cells.
 
     `on_end` is called with each that leaves.
     """
@@ -58,17 +58,17 @@ class RequestQueue:
     def fail(self, seq: Sequence, error: EngineError) -> None:
         self._leave(seq, lambda s: s.fail(error), keep=False)
 
-    def _leave(self, seq: Sequence, farewell: Callable[[Sequence], None], *, keep: bool) -> None:
+    def _leave(self, seq: Sequence, send_last_event: Callable[[Sequence], None], *, keep: bool) -> None:
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         self.prefixes.release(seq, keep=keep)
-        self._book(seq)
+        self._count_request(seq)
         self.on_end(seq)  # before the last event: its consumer may read the metrics at once
-        farewell(seq)
+        send_last_event(seq)
 
-    def _book(self, seq: Sequence) -> None:
+    def _count_request(self, seq: Sequence) -> None:
         seq.saved_s = self.prefixes.saved_s(seq)
         c = self._counters
         c.completion_tokens_total += seq.n_generated
@@ -120,7 +120,7 @@ class RequestQueue:
         return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells
 
     def _soon_cached(self, seq: Sequence, active: list[Sequence]) -> int:
-        """Return the longest prefix of `seq` that a sequence in prefill is about to cache."""
+        """Count the tokens of the longest prefix of `seq` that a running prefill is about to cache."""
         if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [

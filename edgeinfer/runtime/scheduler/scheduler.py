@@ -27,7 +27,7 @@ from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
-from edgeinfer.runtime.scheduler.prefill_policy import ALONE, BatchInvariance, Chunks
+from edgeinfer.runtime.scheduler.prefill_policy import IDLE_CHUNK_TOKENS, BatchInvariance, ChunkSizer
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -66,18 +66,18 @@ class IdleCells:
         if self._ranges:
             return 0.0
         cache = self._prefixes.prefix_cache
-        if not self._active.cells.buffers or cache is None or not self._can_come_back(cache):
+        if not self._active.cells.buffers or cache is None or not self._is_on_disk(cache):
             return None
         least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITING_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
-    def _can_come_back(self, cache: PrefixCache) -> bool:
+    def _is_on_disk(self, cache: PrefixCache) -> bool:
         if not cache.can_store:
             return False
         idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
         if cache.writer.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
             return False
-        return all(not c.active and cache.writer.takes(c) for c in idle)
+        return all(not c.active and cache.writer.would_store(c) for c in idle)
 
     def work(self) -> None:
         """Empty the cells, then return one piece of their memory. Only while idle."""
@@ -111,7 +111,7 @@ class IdleCells:
 
 
 #: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
-_ROWS_WAIT_S = 0.02
+_PICTURE_WAIT_S = 0.02
 
 #: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
 #: that of a 4B in Q4_0 on two cores.
@@ -149,7 +149,7 @@ class Scheduler:
         share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
         costs = StepCurve(logits_share=share)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
-        chunks = Chunks(self._batch_invariance, s_per_token)
+        chunks = ChunkSizer(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
         self.executor = Executor(
@@ -179,7 +179,7 @@ class Scheduler:
         entries = self._planner.plan()
         if not entries:
             self.prefixes.wait_for_disk(running)
-            self._wait_for_rows(running)
+            self._wait_for_picture(running)
             return
         try:
             decode_s = self.executor.run(entries)
@@ -202,12 +202,12 @@ class Scheduler:
             if error is not None:
                 self.queue.fail(seq, error)
 
-    def _wait_for_rows(self, running: list[Sequence]) -> None:
+    def _wait_for_picture(self, running: list[Sequence]) -> None:
         """Wait for a picture that is being encoded, if there is nothing to compute."""
         for seq in running:
             span = seq.encoding
             if span is not None:
-                seq.pictures.wait(span, _ROWS_WAIT_S)
+                seq.pictures.wait(span, _PICTURE_WAIT_S)
                 return
 
     def chore_due_in_s(self) -> float | None:
@@ -233,7 +233,9 @@ class Scheduler:
         Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
         is not batch-invariant, so there are no automatic drafts on one.
         """
-        self.executor.chunks.alone = self.executor.batch.capacity if on_device else ALONE
+        self.executor.chunks.idle_chunk_tokens = (
+            self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
+        )
         if not knows:
             for seq in self.queue.running:
                 self.prefixes.preempt(seq, keep=False)

@@ -23,7 +23,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, Closest
+from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, LongestMatch
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.prefix_cache.cache import Restore
@@ -75,7 +75,7 @@ class Sequence:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
-    closest: Closest = field(default_factory=Closest)
+    closest: LongestMatch = field(default_factory=LongestMatch)
     divergence: Divergence = field(default_factory=Divergence)
     restore: Restore | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
@@ -110,7 +110,7 @@ class Sequence:
         return len(self.cached_seq.tokens) if self.cached_seq else 0
 
     @property
-    def n_whole(self) -> int:
+    def n_past_uncut(self) -> int:
         """Tokens in the KV cache before a picture of which only some rows are."""
         return self.tokens.cut(self.n_past)
 

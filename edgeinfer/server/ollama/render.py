@@ -96,7 +96,7 @@ def generate_piece(
 
 
 class OllamaRenderer(Renderer):
-    """Pieces of one answer, in the shape of its route."""
+    """Render one answer in the shape of its route: /api/chat or /api/generate."""
 
     def __init__(self, model: str, clock: Clock, shape: Shape) -> None:
         self.model = model

@@ -264,8 +264,8 @@ LogitBias = Annotated[
 ]
 
 
-#: What other servers call things that have another name here.
-ELSEWHERE = {
+#: Fields of other servers, each with the name that it has here.
+OTHER_SERVERS_FIELDS = {
     "ebnf": "use structured_outputs.grammar",
     "regex": "use structured_outputs.regex",
     "guided_json": "use structured_outputs.json",
@@ -282,7 +282,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     """What chat and plain completions share."""
 
     hints: ClassVar = frozenset({"user", "metadata", "id_slot", "return_progress", "timings_per_token"})
-    refused: ClassVar[Mapping[str, str]] = ELSEWHERE
+    refused: ClassVar[Mapping[str, str]] = OTHER_SERVERS_FIELDS
 
     temperature: OpenAITemperature | None = None
     logit_bias: LogitBias | None = None

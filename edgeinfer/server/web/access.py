@@ -72,7 +72,7 @@ def make_code() -> str:
 
 
 def user_of(connection: Connection | None) -> str:
-    """Return the uid at the other end; "" on another machine, or if the kernel does not tell."""
+    """Return the client's uid as text; "" if it is on another machine or the kernel does not say."""
     uid = None if connection is None else connection.uid
     return "" if uid is None else str(uid)
 
@@ -110,7 +110,7 @@ class Access:
         return True
 
     def announce(self) -> None:
-        """Let this user's next browser in, for as long as a code is good."""
+        """Let this user's next browser sign in without a code, for as long as a code would be valid."""
         self._announced_until = time.monotonic() + _CODE_S
 
     def lets_in(self, user: str) -> bool:

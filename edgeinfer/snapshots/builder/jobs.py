@@ -38,7 +38,7 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamp
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
-#: The stage of a build that begins when another one of the same snapshot has ended.
+#: The stage of a build that waits for another build of the same snapshot to end.
 WAITING = "waiting for another build of this snapshot"
 #: (stage, fraction 0..1 or None when unknown)
 Progress = Callable[[str, float | None], None]

@@ -10,7 +10,13 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.kv_cache import CachedSequence, Closest, KvCache, closest, common_prefix
+from edgeinfer.runtime.kv_cache import (
+    CachedSequence,
+    KvCache,
+    LongestMatch,
+    common_prefix,
+    find_longest_match,
+)
 from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
 
@@ -309,9 +315,9 @@ def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
     private.is_private = True
     fill(kv, memory, private, [1, 2, 3])
     assert kv.match(PromptTokens([1, 2, 3, 4]), ()) == (None, 0)
-    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
+    assert find_longest_match(kv.cached_sequences, [1, 2, 9], (), "") == LongestMatch()
     kv.release(private, keep=False)
-    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest()
+    assert find_longest_match(kv.cached_sequences, [1, 2, 9], (), "") == LongestMatch()
 
 
 def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
@@ -320,9 +326,9 @@ def test_the_text_of_a_pinned_prompt_is_shared_but_not_shown() -> None:
     kv.release(pinned, keep=True)
     pinned.pinned = True
     assert kv.match(PromptTokens([1, 2, 9, 9]), (), "a key's") == (pinned, 2)
-    assert closest(kv.cached_sequences, [1, 2, 9], (), "a key's") == Closest(2, ())
+    assert find_longest_match(kv.cached_sequences, [1, 2, 9], (), "a key's") == LongestMatch(2, ())
     pinned.pinned = False
-    assert closest(kv.cached_sequences, [1, 2, 9], (), "") == Closest(2, (3,))
+    assert find_longest_match(kv.cached_sequences, [1, 2, 9], (), "") == LongestMatch(2, (3,))
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_blocks_written_beside_streams_are_checked_once_idle(side: Side) -> None
     """Otherwise a later process would not trust them, and prefill short prompts again."""
     side.end(claim(side.kv, side.memory, list(range(2 * SIZE))))
     side.writing.work(is_idle=False)
-    while side.writing._passes:
+    while side.writing._pending:
         side.writing._rest_until = 0.0
         side.writing.work(is_idle=False)
     assert side.blocks.read_check() == ""

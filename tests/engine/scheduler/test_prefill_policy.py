@@ -2,11 +2,11 @@
 
 import pytest
 
-from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, Chunks, decode_budget_s
+from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, ChunkSizer, decode_budget_s
 
 
-def chunks(rows: int = 60, ms_per_token: float = 1.0) -> Chunks:
-    made = Chunks(BatchInvariance(rows=rows, cells=None))
+def chunks(rows: int = 60, ms_per_token: float = 1.0) -> ChunkSizer:
+    made = ChunkSizer(BatchInvariance(rows=rows, cells=None))
     for _ in range(50):
         made.note(100, 100 * ms_per_token / 1000, is_long=True)
     return made
@@ -18,7 +18,7 @@ def test_short_prompts_fill_an_idle_batch_and_long_ones_are_chunked() -> None:
     for ms_per_token in (0.1, 1.0, 60.0):
         assert chunks(ms_per_token=ms_per_token).budget(512, 0, [2000]) == 128
     on_device = chunks()
-    on_device.alone = 512
+    on_device.idle_chunk_tokens = 512
     assert on_device.budget(512, 0, [2000]) == 512
 
 

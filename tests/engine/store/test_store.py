@@ -379,15 +379,15 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    n_whole, n_unfinished = whole_and_unfinished(root)
-    assert n_whole >= 10
+    n_past_uncut, n_unfinished = whole_and_unfinished(root)
+    assert n_past_uncut >= 10
     assert n_unfinished <= 1
     long_ago = time.time() - 1e5
     for folder, _, files in os.walk(root):
         for name in files:
             os.utime(Path(folder, name), (long_ago, long_ago))
     retention.list_blocks(root)
-    assert whole_and_unfinished(root) == (n_whole, 0)
+    assert whole_and_unfinished(root) == (n_past_uncut, 0)
 
 
 def test_writer_survives_any_failure(blocks: BlockFolder) -> None:
