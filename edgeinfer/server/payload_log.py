@@ -210,15 +210,15 @@ def _line(event: dict[str, Any], body: bytes, answers: list[Collected]) -> bytes
         request = _without_media(msgspec.json.decode(body or b"null"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         request = _omit("not JSON", body)
-    event["data"] |= {"request": request, "answers": [_shown(answer) for answer in answers]}
+    event["data"] |= {"request": request, "answers": [_describe(answer) for answer in answers]}
     return msgspec.json.encode(event) + b"\n"
 
 
-def _shown(answer: Collected) -> dict[str, Any]:
+def _describe(answer: Collected) -> dict[str, Any]:
     calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
     shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
-    if (end := answer.end) is not None:
-        shown |= {"finish_reason": end.reason, "usage": end.usage, "timings": end.timings}
+    if (finish := answer.end) is not None:
+        shown |= {"finish_reason": finish.reason, "usage": finish.usage, "timings": finish.timings}
     return shown
 
 
@@ -230,13 +230,13 @@ def _without_media(value: Any, kind: str = "") -> Any:
             return _omit(head[5:], content.encode())
         return value if not kind or value.startswith("http") else _omit(kind, value.encode())
     if isinstance(value, list):
-        return [_without_media(part, kind) for part in value]
+        return [_without_media(element, kind) for element in value]
     if not isinstance(value, dict):
         return value
     kinds = dict(_MEDIA_KEYS)
     if value.get("type") == "base64" or "format" in value:  # Anthropic's source, OpenAI's input_audio
         kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
-    return {key: _without_media(part, kinds.get(key, "")) for key, part in value.items()}
+    return {key: _without_media(field, kinds.get(key, "")) for key, field in value.items()}
 
 
 def _omit(kind: str, content: bytes) -> dict[str, Any]:
