@@ -57,9 +57,9 @@ def score(tmp_path):
         path = tmp_path / "mine.jsonl"
         lines = (item if isinstance(item, str) else json.dumps(item) for item in items)
         path.write_text("".join(f"{line}\n" for line in lines))
-        models = Models(answers)
-        result = _run(str(path), *models, *typed, host=models.host)
-        return result, models.requests
+        scripted = Models(answers)
+        result = _run(str(path), *models, *typed, host=scripted.host)
+        return result, scripted.requests
 
     return run
 
