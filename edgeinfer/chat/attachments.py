@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -78,10 +79,7 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read a file, or the text files of a folder, as an attachment, uncounted.
-
-    Raises UsageError: too large, not text, unreadable.
-    """
+    """Read a file, or a folder's text files. Raises UsageError: too large, not text, unreadable."""
     if os.path.isdir(path):
         return _folder(path)
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would never end
@@ -144,9 +142,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is not UTF-8 text", hint="convert it first: `iconv -t utf-8`"
-        ) from error
+        raise UsageError(f"{name} is not UTF-8 text", hint="convert it: `iconv -t utf-8`") from error
     return Attachment(name=name, text=text)
 
 
@@ -186,6 +182,5 @@ def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
         return []
     prefix = typed[: len(typed) - len(start)]
     names = [e.name + ("/" if os.path.isdir(e) else "") for e in entries if e.name.startswith(start)]
-    return [prefix + name for name in names if start.startswith(".") or not name.startswith(".")][
-        :limit
-    ]
+    shown_names = (name for name in names if start.startswith(".") or not name.startswith("."))
+    return [prefix + name for name in itertools.islice(shown_names, limit)]

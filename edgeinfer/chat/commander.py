@@ -121,12 +121,9 @@ class Commander:
             text = "" if argument == "none" else self.prompts.get(argument, argument)
             self.session.set(system_prompt=text)
         shown = self.session.conversation.system_prompt
+        none = "No system prompt of yours; the model's own, if any."
+        text = f"System prompt: {shown}" if shown else none
         saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
-        text = (
-            f"System prompt: {shown}"
-            if shown
-            else "No system prompt of yours; the model's own, if any."
-        )
         self.front.show_text(text + saved)
 
     def _save_system(self, argument: str) -> None:
@@ -167,24 +164,20 @@ class Commander:
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
         chosen = presets.matching(self.session.conversation.sampling, self.presets)
-        lines = [
-            f"{'●' if n == chosen else ' '} {n:<12} {presets.describe(v)}"
-            for n, v in self.presets.items()
-        ]
-        self.front.show_text("\n".join(lines))
+        marked = (("●" if name == chosen else " ", name) for name in self.presets)
+        rows = (f"{mark} {name:<12} {presets.describe(self.presets[name])}" for mark, name in marked)
+        self.front.show_text("\n".join(rows))
 
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
-        if not argument:
-            self.front.show_text(
-                f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
-            )
-            return
-        if not argument.isdecimal() or not 0 <= int(argument) <= 1 << 24:
-            raise UsageError(
-                "a context is a number of tokens, e.g. /ctx 4096", hint="0 fits it to memory"
-            )
-        self.front.use_model(self.session.conversation.model, int(argument))
+        if argument.isdecimal() and int(argument) <= 1 << 24:
+            self.front.use_model(self.session.conversation.model, int(argument))
+        elif argument:
+            message = "a context is a number of tokens, e.g. /ctx 4096"
+            raise UsageError(message, hint="0 fits it to memory")
+        else:
+            size = f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
+            self.front.show_text(size)
 
     def _model(self, argument: str) -> None:
         if argument:
@@ -210,9 +203,8 @@ class Commander:
 
     def _copy(self, argument: str) -> None:
         if argument == "all":
-            self.front.copy(
-                formats.to_markdown(self.session.conversation, self.session.path), "the conversation"
-            )
+            text = formats.to_markdown(self.session.conversation, self.session.path)
+            self.front.copy(text, "the conversation")
             return
         answer = self._last_answer()
         if not argument:
@@ -370,12 +362,11 @@ def sessions_text(session: ChatSession, query: str) -> str:
     if not summaries:
         return "No conversation holds these words." if query else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)
-    lines = [
-        f"{s.id:>5}  {s.length:>13}  {s.title}"
-        + (f"\n       {s.snippet.translate(clean)}" if s.snippet else "")
-        for s in summaries
-    ]
-    return "\n".join(lines) + "\nOpen one: /open NUMBER"
+    lines: list[str] = []
+    for s in summaries:
+        lines.append(f"{s.id:>5}  {s.length:>13}  {s.title}")
+        lines += [f"       {s.snippet.translate(clean)}"] if s.snippet else []
+    return "\n".join([*lines, "Open one: /open NUMBER"])
 
 
 def stats_text(session: ChatSession, started: str) -> str:
@@ -400,10 +391,7 @@ def stats_text(session: ChatSession, started: str) -> str:
     rows.append(("sampling", presets.describe(session.conversation.sampling)))
     if engine is not None:
         chosen = engine.info.choices
-        rows += [
-            (option.flag, str(chosen[option.field].value))
-            for option in LOAD_OPTIONS
-            if option.flag and option.field in chosen
-        ]
+        shown = (option for option in LOAD_OPTIONS if option.flag and option.field in chosen)
+        rows += [(option.flag, str(chosen[option.field].value)) for option in shown]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

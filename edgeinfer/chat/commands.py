@@ -108,16 +108,13 @@ def parse(line: str) -> TypedCommand:
     command = BY_NAME.get(word.lower())
     if command is None:
         near = difflib.get_close_matches(word.lower(), BY_NAME, n=1, cutoff=0.5)
-        raise UsageError(
-            f"there is no command /{word}",
-            hint=f"did you mean /{near[0]}?" if near else "/help lists them",
-        )
+        step = f"did you mean /{near[0]}?" if near else "/help lists them"
+        raise UsageError(f"there is no command /{word}", hint=step)
     if argument and not command.argument:
         raise UsageError(f"/{command.name} takes nothing after it", hint=f"type /{command.name}")
     if not argument and command.argument and not command.argument.startswith("["):
-        raise UsageError(
-            f"/{command.name} needs {command.argument}", hint=f"/{command.name} {command.argument}"
-        )
+        usage = f"{command.name} {command.argument}"
+        raise UsageError(f"/{command.name} needs {command.argument}", hint=f"/{usage}")
     return TypedCommand(command.name, argument)
 
 

@@ -75,11 +75,8 @@ def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> G
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]
     lines = [f"Summary of what was before: {summary}"] if summary else []
-    lines += [
-        f"{t.role}: {with_attachments(t.content, t.attachments)}"
-        for t in before
-        if t.content or t.attachments
-    ]
+    texts = ((turn.role, with_attachments(turn.content, turn.attachments)) for turn in before)
+    lines += [f"{role}: {text}" for role, text in texts if text]
     room = engine.info.n_ctx - _SUMMARY_TOKENS - 100
     tokens = engine.tokenize("\n\n".join(lines))
     text = engine.detokenize(tokens[-max(room, 64) :]).decode("utf-8", "ignore")

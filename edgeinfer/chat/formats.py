@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -53,9 +52,8 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
     for turn in turns:
         parts.append("## You" if turn.role == "user" else f"## {turn.model or 'Model'}")
         if turn.reasoning:
-            parts.append(
-                f"<details><summary>Reasoning</summary>\n\n{turn.reasoning.strip()}\n\n</details>"
-            )
+            head = "<details><summary>Reasoning</summary>"
+            parts += [head, turn.reasoning.strip(), "</details>"]
         parts.append(turn.content.strip())
         for use in turn.calls:
             parts += [fence(use.arguments, f"json {use.name}"), fence(use.result, use.status)]
@@ -70,11 +68,8 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
     """Write turns as indented JSON, with ids and parents, so that branches survive."""
-    body: dict[str, Any] = {
-        "schema": SCHEMA,
-        "conversation": msgspec.to_builtins(conversation),
-        "turns": [msgspec.to_builtins(t) for t in turns],
-    }
+    values = {"conversation": conversation, "turns": turns}
+    body = {"schema": SCHEMA, **msgspec.to_builtins(values)}
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
 
 
@@ -88,17 +83,13 @@ def write(path: Path, text: str) -> Path:
     except FileExistsError as error:
         raise StoreError(f"{target} is there already", hint="give another name") from error
     except OSError as error:
-        raise StoreError(
-            f"{target}: {error.strerror}", hint="give a path that can be written"
-        ) from error
+        raise StoreError(f"{target}: {error.strerror}", hint="give another path") from error
     return target
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
     """Make a file name of the title: `name-three-colours.md`."""
-    slug = (
-        re.sub(r"[^\w]+", "-", conversation.title.lower(), flags=re.UNICODE).strip("-")[:48].rstrip("-")
-    )
+    slug = re.sub(r"\W+", "-", conversation.title.lower()).strip("-")[:48].rstrip("-")
     return f"{slug or 'conversation'}{suffix}"
 
 

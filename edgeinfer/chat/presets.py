@@ -48,10 +48,8 @@ def value(name: str, text: str) -> Value:
     try:
         return option.parse(text)
     except ValueError:
-        raise UsageError(
-            f"{option.label} is a number {option.describe_range()}",
-            hint=f"or `default`: /set {option.label} default",
-        ) from None
+        message = f"{option.label} is a number {option.describe_range()}"
+        raise UsageError(message, hint=f"or `default`: /set {option.label} default") from None
 
 
 def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
@@ -67,10 +65,8 @@ def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
 
 def describe(sampling: Mapping[str, Value]) -> str:
     """Return `temperature 0.3, top-p 0.9`, or "the model's own" if nothing is set."""
-    return (
-        ", ".join(f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None)
-        or "the model's own"
-    )
+    options = (f"{k.replace('_', '-')} {v:g}" for k, v in sampling.items() if v is not None)
+    return ", ".join(options) or "the model's own"
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:

@@ -43,10 +43,7 @@ T = TypeVar("T")
 
 
 class Repl:
-    """A `Front` on two text streams. `run` returns when the user leaves or the input ends.
-
-    Without a terminal no questions are asked.
-    """
+    """A `Front` on two text streams; without a terminal it asks no questions."""
 
     def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
         self.launch = launch
@@ -64,10 +61,7 @@ class Repl:
         self._unfolded = False
 
     def run(self) -> None:
-        """Read and answer until the end.
-
-        A script's first error is raised at the end, for its exit code; at once if no model can be used.
-        """
+        """Read and answer to the end. Raises a script's first error then, at once without a model."""
         start = describe_start(self.launch.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
         try:
@@ -111,9 +105,8 @@ class Repl:
     def _read(self) -> str | None:
         """Read one line, None at the end. A backslash at its end continues it on the next."""
         lines: list[str] = []
-        if self.launch.config.read_ahead and self._read_ahead.look(
-            "", self._attachments, self._editing
-        ):
+        looks = self.launch.config.read_ahead
+        if looks and self._read_ahead.look("", self._attachments, self._editing):
             self._read_ahead.begin()
         while True:
             if not lines:
@@ -166,13 +159,11 @@ class Repl:
                 self.commander.run(line.strip())
             elif line.strip():
                 self._ask(line)
-        except ContextLengthError as error:
-            self._trouble(error)
-            self.show_text(
-                "/drop leaves the oldest turns out, /summarise sends a summary in their place."
-            )
         except EdgeInferError as error:
             self._trouble(error)
+            if isinstance(error, ContextLengthError):
+                ways = "/drop leaves the oldest turns out, /summarise sends a summary in their place."
+                self.show_text(ways)
 
     def _look(self) -> None:
         """Show the turns that another process has added."""
@@ -411,9 +402,7 @@ class Repl:
         self.show_text("Set, for the full app.")
 
     def edit_outside(self) -> None:
-        raise UsageError(
-            "the plain chat has no editor", hint="end a line with a backslash to go on in the next"
-        )
+        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to go on")
 
     def summarise(self, first_sent: Turn) -> None:
         engine = self.session.idle_engine()

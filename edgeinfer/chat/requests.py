@@ -33,12 +33,9 @@ class PromptContext:
         Raises InvalidRequestError for a picture that cannot be decoded.
         """
         summary, sent = sent_part(list(turns))
-        system = self.conversation.system_prompt or (
-            self.engine.info.system_prompt if self.engine else ""
-        )
-        if summary:
-            summary = f"Summary of the conversation so far:\n{summary}"
-            system = f"{system}\n\n{summary}" if system else summary
+        of_model = self.engine.info.system_prompt if self.engine else ""
+        told = f"Summary of the conversation so far:\n{summary}" if summary else ""
+        system = "\n\n".join(filter(None, (self.conversation.system_prompt or of_model, told)))
         messages = [Message(role="system", content=system)] if system else []
         for turn in sent:
             if turn.role == "user":

@@ -44,10 +44,7 @@ _DRAFTS = 1 << 40
 
 
 class ChatSession:
-    """One open conversation. `engine` may be set after the first turn; `answer` is the latest one.
-
-    `unstored` says why `store` is only in memory.
-    """
+    """One open conversation. `answer`: the latest; `unstored`: why `store` is only in memory."""
 
     def __init__(
         self, open_store: Callable[[], ConversationStore], model: str = "", engine: Engine | None = None
@@ -177,18 +174,15 @@ class ChatSession:
         return is_new
 
     def follow(self) -> Collected:
-        """Return what another process has added to its answer since the last call. Raises StoreError.
-
-        It stands in its turn already.
-        """
+        """Return what another process has added to its answer, and to its turn. Raises StoreError."""
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = Collected("".join(row[1] for row in rows), "".join(row[2] for row in rows))
         if turn is not None and rows:
             self._journal_id = rows[-1][0]
-            self._turns[turn.id] = msgspec.structs.replace(
-                turn, content=turn.content + new.text, reasoning=turn.reasoning + new.reasoning
-            )
+            content, reasoning = turn.content + new.text, turn.reasoning + new.reasoning
+            grown = msgspec.structs.replace(turn, content=content, reasoning=reasoning)
+            self._turns[turn.id] = grown
         return new
 
     def owns_draft(self) -> bool:
@@ -252,15 +246,10 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store `text` as an alternative of a question, whose old branch stays.
-
-        It keeps the question's attachments and adds the new ones.
-        """
+        """Store an alternative of a question, which stays; its attachments are kept, new ones added."""
         turn = self.turn(turn_id)
         if turn.role != "user":
-            raise UsageError(
-                "only a question can be edited", hint="regenerate an answer instead: `/regen`"
-            )
+            raise UsageError("only a question can be edited", hint="regenerate an answer: `/regen`")
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
@@ -367,9 +356,8 @@ class ChatSession:
         try:
             generation = engine.submit(self.prompt.request(branch_to(self._turns, question_id)))
         except EdgeInferError as error:
-            self._append(
-                self.store.add(msgspec.structs.replace(blank, status="failed", error=error.message))
-            )
+            failed = msgspec.structs.replace(blank, status="failed", error=error.message)
+            self._append(self.store.add(failed))
             raise
         try:
             stored = self._append(self.store.add(blank))
@@ -396,9 +384,7 @@ class ChatSession:
         """Return the engine. Raises UsageError while it answers, EngineClosedError if there is none."""
         self.refuse_busy()
         if self.engine is None:
-            raise EngineClosedError(
-                "the model is not loaded", hint="wait for it, or pick another: `/model`"
-            )
+            raise EngineClosedError("the model is not loaded", hint="wait, or pick one: `/model`")
         return self.engine
 
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
@@ -407,9 +393,8 @@ class ChatSession:
         self.refuse_busy()
         if not self.conversation.id:
             title = self.conversation.title or title_of(text or attachments[0].name)
-            self.conversation = self.store.create(
-                msgspec.structs.replace(self.conversation, title=title, draft="")
-            )
+            blank = msgspec.structs.replace(self.conversation, title=title, draft="")
+            self.conversation = self.store.create(blank)
             self._hold()
         turn = Turn(
             conversation_id=self.conversation.id,
@@ -460,9 +445,8 @@ class ChatSession:
             raise UsageError("there is nothing to fork yet", hint="")
         self._stop_all()
         title = f"{self.conversation.title} (fork)"
-        self.conversation = self.store.create(
-            msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
-        )
+        fork = msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
+        self.conversation = self.store.create(fork)
         self._hold()
         self._turns = {}
         parent: int | None = None

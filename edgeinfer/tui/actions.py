@@ -156,9 +156,7 @@ class AppFront:
             self.app.theme = name
             save(("chat", "theme"), name)
         else:
-            raise UsageError(
-                f"there is no theme {name!r}", hint=f"there are: {', '.join(sorted(themes))}"
-            )
+            raise UsageError(f"there is no theme {name!r}", hint=f"themes: {', '.join(sorted(themes))}")
 
     def _pick_theme(self) -> None:
         from edgeinfer.tui.screens.dialogs import ChoiceScreen
@@ -224,10 +222,8 @@ def _edit(app: App[Any], text: str) -> str:
         with app.suspend():
             status = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
         if status:
-            raise UsageError(
-                f"{command[0]} ended with {status}; the text is as it was",
-                hint="set EDITOR to an editor",
-            )
+            message = f"{command[0]} ended with {status}; the text is as it was"
+            raise UsageError(message, hint="set EDITOR to an editor")
         return path.read_text("utf-8").rstrip("\n")
     except SuspendNotSupported as error:
         raise UsageError("the app cannot leave this terminal", hint="type here") from error

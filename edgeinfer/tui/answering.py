@@ -31,10 +31,7 @@ T = TypeVar("T")
 
 
 class Answering:
-    """Streams answers to questions.
-
-    `unanswered` is the id of the last turn of a branch that waits for a model, 0 if none does.
-    """
+    """Streams answers. `unanswered`: the last turn of a branch that waits for a model, else 0."""
 
     @dataclass
     class RoomWanted(Message):

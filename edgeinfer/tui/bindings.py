@@ -73,11 +73,8 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
 }
 #: Places whose keys go before a text field's, but for Esc.
 _PRIOR: tuple[Where, ...] = ("chat", "models", "sessions")
-KEYS = tuple(
-    Key(*row, where, where in _PRIOR and row[0] != "stop")
-    for where, rows in _ROWS.items()
-    for row in rows
-)
+_KEY_ROWS = ((where, row) for where, rows in _ROWS.items() for row in rows)
+KEYS = tuple(Key(*row, where, where in _PRIOR and row[0] != "stop") for where, row in _KEY_ROWS)
 
 BY_ID = {key.id: key for key in KEYS}
 

@@ -141,9 +141,8 @@ class Composer(TextArea):
     def _at_edge(self, step: int) -> bool:
         cursor = self.cursor_location
         target = self.get_cursor_up_location() if step < 0 else self.get_cursor_down_location()
-        return target[0] == cursor[0] and (
-            cursor[0] == (0 if step < 0 else self.document.line_count - 1)
-        )
+        edge = 0 if step < 0 else self.document.line_count - 1
+        return target[0] == cursor[0] == edge
 
     # sending
 
@@ -251,9 +250,8 @@ class Completions(OptionList, can_focus=False):
         self.offered = list(completions)
         self.clear_options()
         width = max((len(c.label) for c in self.offered), default=0)
-        self.add_options(
-            Option(Content.assemble(c.label.ljust(width + 2), (c.summary, "dim"))) for c in self.offered
-        )
+        rows = (Content.assemble(c.label.ljust(width + 2), (c.summary, "dim")) for c in self.offered)
+        self.add_options(map(Option, rows))
         self.display = bool(self.offered)
         if self.offered:
             self.highlighted = 0
@@ -334,9 +332,8 @@ class AttachmentList:
         self.unnamed = [self._count_tokens(a) for a in self.unnamed]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0
-        labels = [_label(a, n_ctx) for a in self.current] + [
-            f"no file {name}" for name in self._missing
-        ]
+        labels = [_label(attachment, n_ctx) for attachment in self.current]
+        labels += [f"no file {name}" for name in self._missing]
         self._line.update("  ".join(labels))
         self._line.display = bool(labels)
 

@@ -101,9 +101,8 @@ class Transcript(ScrollView, can_focus=True):
         self.refresh()
 
     def _resize_virtual(self) -> None:
-        self.virtual_size = Size(
-            self.scrollable_content_region.width, self._bottoms[-1] if self._bottoms else 0
-        )
+        height = self._bottoms[-1] if self._bottoms else 0
+        self.virtual_size = Size(self.scrollable_content_region.width, height)
         if self.following:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
@@ -159,11 +158,8 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def selection(self) -> Entry | None:
-        return (
-            self.entries[self.cursor]
-            if self.cursor is not None and self.cursor < len(self.entries)
-            else None
-        )
+        index = self.cursor
+        return self.entries[index] if index is not None and index < len(self.entries) else None
 
     def _choose(self, index: int | None) -> None:
         self.cursor = index

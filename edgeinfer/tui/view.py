@@ -73,16 +73,11 @@ class Status(Widget):
         shown = [p for p in self._parts if p.text]
         while len(shown) > 1 and (over := _length(shown) + len(hint) + 2 - width) > 0:
             least = min(shown, key=lambda p: p.weight)
-            index = shown.index(least)
+            index, length = shown.index(least), len(least.text) - over
             shown.remove(least)
-            if least.shortens and len(least.text) - over >= _SHORTEST:
-                shown.insert(
-                    index,
-                    least._replace(text=least.text[: len(least.text) - over - 1] + "…", weight=99),
-                )
-        line = Content(" · ").join(
-            [Content.styled(p.text, p.style) if p.style else Content(p.text) for p in shown]
-        )
+            if least.shortens and length >= _SHORTEST:
+                shown.insert(index, least._replace(text=f"{least.text[: length - 1]}…", weight=99))
+        line = Content(" · ").join([Content.styled(p.text, p.style) for p in shown])
         gap = width - line.cell_length - len(hint)
         if hint and gap >= 2:
             line = Content.assemble(line, " " * gap, (hint, "dim"))
@@ -119,9 +114,8 @@ class Loader:
         self._serial += 1
         self.progress = f"loading {model}…"
         # not a worker of Textual's: leaving would wait for it
-        threading.Thread(
-            target=self._load, args=(model, n_ctx, self._serial), name=f"load {model}", daemon=True
-        ).start()
+        arguments = (model, n_ctx, self._serial)
+        threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
     def finish(self, message: Ended) -> bool:
         """Return True if the ended load is the latest one; then nothing is loading."""
@@ -329,9 +323,8 @@ class View:
 
     def refresh_status(self) -> None:
         state, at_right = self._state()
-        figures = numbers(
-            self.session, writing=self.streaming is not None, cached_tokens=self.cached_tokens
-        )
+        writing = self.streaming is not None
+        figures = numbers(self.session, writing=writing, cached_tokens=self.cached_tokens)
         parts = (Part(self.model, 7, "bold", shortens=True), *state, *figures)
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)

@@ -228,10 +228,7 @@ def _store_errors(name: str) -> Iterator[None]:
 
 
 class ConversationStore:
-    """Open with `ConversationStore.open()`.
-
-    `name` is the file's path, "" in memory; `clock` gives milliseconds since 1970.
-    """
+    """A store, made by `open`. `name`: its path, "" in memory; `clock`: milliseconds since 1970."""
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
         self.db = db
@@ -302,9 +299,8 @@ class ConversationStore:
     def undelete(self, conversation_id: int) -> None:
         """Restore a deleted conversation. Raises StoreError if it has been purged."""
         with _store_errors(self.name):
-            n_restored = self.db.execute(
-                "UPDATE conversation SET deleted_ms = NULL WHERE id = ?", (conversation_id,)
-            ).rowcount
+            sql = "UPDATE conversation SET deleted_ms = NULL WHERE id = ?"
+            n_restored = self.db.execute(sql, (conversation_id,)).rowcount
         if not n_restored:
             raise StoreError(f"conversation {conversation_id} has been purged", hint="")
 
@@ -321,10 +317,8 @@ class ConversationStore:
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
         """Return all turns of a conversation by id, unfinished ones joined with their journal."""
-        rows = self._rows(
-            f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id", conversation_id
-        )
-        turns = {row[0]: _read(Turn, row) for row in rows}
+        sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
+        turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
         # while calls run, an older answer that was killed may be unfinished: only the end streams
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
@@ -550,10 +544,8 @@ class ConversationStore:
 
 def written_elsewhere() -> UsageError:
     """Return the refusal of a second writer."""
-    return UsageError(
-        "an answer to this conversation is being written elsewhere",
-        hint="wait for its end, or stop it there",
-    )
+    message = "an answer to this conversation is being written elsewhere"
+    return UsageError(message, hint="wait for its end, or stop it there")
 
 
 def _column(name: str, value: object) -> object:

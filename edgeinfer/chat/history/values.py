@@ -25,10 +25,7 @@ CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A file attached to a question: `text`, or a picture's `data`.
-
-    `tokens` of a text is 0 until an engine has counted them.
-    """
+    """A file of a question: `text` with its `tokens`, 0 until counted, or a picture's `data`."""
 
     name: str
     text: str = ""
@@ -121,10 +118,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation. `sampling` holds what the user set; the model's defaults fill the rest.
-
-    `tools`: whether the page offers tools in it.
-    """
+    """One conversation. `sampling`: what the user set; `tools`: whether the page offers them in it."""
 
     id: int = 0
     title: str = ""
@@ -176,10 +170,8 @@ def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
 def siblings(turns: Turns, turn_id: int) -> list[Turn]:
     """Return the alternatives of a turn, itself among them, oldest first."""
     turn = turns[turn_id]
-    return sorted(
-        (t for t in turns.values() if t.parent_id == turn.parent_id and t.role == turn.role),
-        key=lambda t: t.id,
-    )
+    same_parent = (t for t in turns.values() if t.parent_id == turn.parent_id)
+    return sorted((t for t in same_parent if t.role == turn.role), key=lambda t: t.id)
 
 
 def newest_leaf(turns: Turns, turn_id: int) -> int:

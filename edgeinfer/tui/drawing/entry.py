@@ -103,9 +103,8 @@ class Question(TurnEntry):
         return cut + drawn
 
     def _estimate(self, width: int) -> int:
-        return (
-            min(_rows(self.turn.content, width - 2), _FOLD_LINES + 4) + len(self.turn.attachments) + 1
-        )
+        n_rows = min(_rows(self.turn.content, width - 2), _FOLD_LINES + 4)
+        return n_rows + len(self.turn.attachments) + 1
 
 
 def _cut_mark(summary: str, width: int) -> list[Line]:
@@ -185,9 +184,7 @@ class AnswerEntry(TurnEntry):
         head = style_line(f"  {'▸' if self.folded else '▾'} {verb} · {n_words:,} words", "fold")
         if self.folded:
             return [head, BLANK]
-        dimmed = [
-            Line(line.text, (*line.spans, Span(0, len(line.text), "dim"))) for line in thought.lines
-        ]
+        dimmed = (Line(text, (*spans, Span(0, len(text), "dim"))) for text, spans, _ in thought.lines)
         return [head, *(prefix_line(line, "  │ ", "dim") for line in dimmed), BLANK]
 
     def _call(self, use: ToolUse, width: int) -> list[Line]:
@@ -198,12 +195,9 @@ class AnswerEntry(TurnEntry):
         lines = fold(style_line(head, "fold"), width)[: 1 if self.folded else None]
         if use.status in ("failed", "refused") or not self.folded:
             style = "dim" if use.status == "done" else "error"
-            rows = clean(use.result).split("\n")[: _FOLD_LINES if self.folded else None]
-            lines += [
-                prefix_line(line, "  │ ", "dim")
-                for r in rows
-                for line in fold(style_line(r, style), width - 4)
-            ]
+            for row in clean(use.result).split("\n")[: _FOLD_LINES if self.folded else None]:
+                folded = fold(style_line(row, style), width - 4)
+                lines += [prefix_line(line, "  │ ", "dim") for line in folded]
         return lines
 
     def _foot(self, width: int, has_text: bool) -> list[Line]:
@@ -220,12 +214,8 @@ class AnswerEntry(TurnEntry):
         return [BLANK, *lines] if has_text and lines else lines
 
     def _estimate(self, width: int) -> int:
-        return (
-            _rows(self.turn.content, width - 2)
-            + (2 if self.turn.reasoning else 0)
-            + len(self.turn.calls)
-            + 1
-        )
+        n_others = len(self.turn.calls) + 2 * bool(self.turn.reasoning)
+        return _rows(self.turn.content, width - 2) + n_others + 1
 
 
 def call_name(use: ToolUse) -> str:
@@ -266,15 +256,9 @@ class Welcome(Entry):
         self.model = model
 
     def _draw(self, width: int) -> list[Line]:
-        rows = [
-            BLANK,
-            Line("  edgeinfer", (Span(2, 11, "h2"),)),
-            *(
-                prefix_line(line, "  ")
-                for line in wrap(style_line(clean(self.model), "dim"), width - 2)
-            ),
-            BLANK,
-        ]
+        model = wrap(style_line(clean(self.model), "dim"), width - 2)
+        rows = [BLANK, Line("  edgeinfer", (Span(2, 11, "h2"),))]
+        rows += [*(prefix_line(line, "  ") for line in model), BLANK]
         for keys, text in _FIRST_KEYS.items():
             line = prefix_line(style_line(text, "dim"), f"  {keys:<8}")
             rows.append(Line(line.text, (Span(2, 2 + len(keys), "bullet"), *line.spans)))

@@ -73,11 +73,8 @@ def cut(line: Line, start: int, stop: int, *, strip: bool = False) -> Line:
     """Return the characters from `start` to `stop` with their styles; `strip`: no blanks at the end."""
     piece = line.text[start:stop].rstrip() if strip else line.text[start:stop]
     piece_stop = start + len(piece)
-    inside = tuple(
-        Span(max(a, start) - start, min(b, piece_stop) - start, s)
-        for a, b, s in line.spans
-        if a < piece_stop and b > start
-    )
+    spans = ((max(a, start), min(b, piece_stop), style) for a, b, style in line.spans)
+    inside = tuple(Span(a - start, b - start, style) for a, b, style in spans if a < b)
     return Line(piece, inside, line.fill)
 
 
@@ -110,8 +107,5 @@ def right(line: Line, label: str, style: str, width: int) -> Line:
     if gap < 1:
         return line
     start = len(line.text) + gap
-    return Line(
-        f"{line.text}{' ' * gap}{label}",
-        (*line.spans, Span(start, start + len(label), style)),
-        line.fill,
-    )
+    spans = (*line.spans, Span(start, start + len(label), style))
+    return Line(f"{line.text}{' ' * gap}{label}", spans, line.fill)

@@ -157,12 +157,8 @@ class Drawer:
     def _list(self, node: SyntaxTreeNode, width: int, depth: int) -> list[Line]:
         start = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
         last = len(f"{start + len(node.children) - 1}. ")
-        tight = all(
-            child.hidden
-            for item in node.children
-            for child in item.children
-            if child.type == "paragraph"
-        )
+        children = (child for item in node.children for child in item.children)
+        tight = all(child.hidden for child in children if child.type == "paragraph")
         lines: list[Line] = []
         for index, item in enumerate(node.children):
             mark = f"{_BULLETS[min(depth, 2)]} "
@@ -244,11 +240,9 @@ def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
 
 
 def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
-    columns = len(rows[0])
-    widths = [
-        max(1, *(cell_len(row[i].text) if i < len(row) else 0 for row in rows)) for i in range(columns)
-    ]
-    room = width - len(_GAP) * (columns - 1)
+    columns = list(itertools.zip_longest(*rows, fillvalue=BLANK))[: len(rows[0])]
+    widths = [max(1, *(cell_len(cell.text) for cell in column)) for column in columns]
+    room = width - len(_GAP) * (len(columns) - 1)
     while sum(widths) > room and max(widths) > 4:
         excess, widest = sum(widths) - room, max(widths)
         second = max((w for w in widths if w < widest), default=4)

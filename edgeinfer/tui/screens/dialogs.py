@@ -108,16 +108,12 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
         usage = f"/{command.name} {command.argument}".rstrip()
         also = f"also /{', /'.join(command.aliases)}" if command.aliases else ""
         rows.append(_row(usage, command.summary, also, width))
-    rows.append(
-        _row("@PATH", "attach text, a document or a picture, anywhere in a question", "", width)
-    )
+    mention = "attach text, a document or a picture, anywhere in a question"
+    rows.append(_row("@PATH", mention, "", width))
     for where, heading in HEADINGS.items():
         rows.append([(f"\n{heading}", "bold $primary")])
-        rows += [
-            _row(format_keys(rebound.get(k.id, k.keys)), k.tooltip, k.id, width)
-            for k in KEYS
-            if k.where == where
-        ]
+        keys = (k for k in KEYS if k.where == where)
+        rows += [_row(format_keys(rebound.get(k.id, k.keys)), k.tooltip, k.id, width) for k in keys]
     rows.append([("\nconfig.toml rebinds keys by their names, under [chat.keys].", "dim")])
     return Content("\n").join([Content.assemble(*parts) for parts in rows])
 

@@ -40,10 +40,7 @@ _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """The answer is the model to use.
-
-    `first`: no model is here yet, so the wanted one is offered, or three that suit this machine.
-    """
+    """The answer is the model to use. `first`: none is here, so one or three are offered."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
@@ -115,9 +112,9 @@ class ModelScreen(ListScreen[str | None]):
         listed.clear_options()
         room = self.query_one(".sheet").size.width - 8
         listed.add_options(Option(self._row(row, room), id=row.name) for row in self.rows)
-        listed.highlighted = (
-            next((i for i, r in enumerate(self.rows) if r.name == chosen), 0) if self.rows else None
-        )
+        names = [row.name for row in self.rows]
+        chosen_index = names.index(chosen) if chosen in names else 0
+        listed.highlighted = chosen_index if names else None
 
     def _row(self, row: ModelChoice, room: int) -> Content:
         choice = self.offered.get(row.name)
