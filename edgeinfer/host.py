@@ -205,15 +205,10 @@ class Host:
         if stage == "load" and stage in stages and "ready" not in stages:
             self._exec_ns += int((now_ms - stages[stage]) * 1e6)
         elif stage not in stages:
-            self.start = msgspec.structs.replace(
-                self.start, stages_ms={**self.start.stages_ms, stage: now_ms}
-            )
+            self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` next to a loaded engine, in a worker process if there is a launcher.
-
-        Raises what `engine` raises.
-        """
+        """Load `model` in a worker if a launcher can start one, else here. Raises as `engine`."""
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:

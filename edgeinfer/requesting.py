@@ -22,9 +22,8 @@ from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
     """Return the typed load options over the configuration's."""
-    typed = {
-        option.field: getattr(options, option.field, None) for option in LOAD_OPTIONS if option.flag
-    }
+    flags = [option for option in LOAD_OPTIONS if option.flag]
+    typed = {option.field: getattr(options, option.field, None) for option in flags}
     configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
     typed_values = {field: value for field, value in typed.items() if value is not None}
     return msgspec.convert(configured | typed_values, LoadOptions)

@@ -95,9 +95,8 @@ async def _serve(
 
     def report_loaded(model: str, loaded: LoadedEngine, seconds: float) -> None:
         endpoint.metrics.model_loaded(model, loaded.how, seconds, loaded.stages_ms)
-        endpoint.log.info(
-            "model-loaded", model=model, how=loaded.how, where=loaded.where, seconds=round(seconds, 3)
-        )
+        log = {"how": loaded.how, "where": loaded.where, "seconds": round(seconds, 3)}
+        endpoint.log.info("model-loaded", model=model, **log)
         now_s = time.perf_counter()
         spans = start_spans(loaded.stages_ms, loaded.how)
         root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
@@ -159,14 +158,12 @@ def offline_endpoint(
     `names` are models next to the default and the stored ones, such as GGUF files, of `eval`: its
     answers are not counted.
     """
-    load_options = msgspec.structs.replace(
-        requesting.load_options(options, host.config.load), is_counted=not names
-    )
+    typed = requesting.load_options(options, host.config.load)
+    load_options = msgspec.structs.replace(typed, is_counted=not names)
     name = host.files(options.model or host.config.default_model).name
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
-    sources = ModelSources(
-        load=ModelLoader(options.model, name, host, load_options), pulled=lambda: [*stored(), *also]
-    )
+    loader = ModelLoader(options.model, name, host, load_options)
+    sources = ModelSources(load=loader, pulled=lambda: [*stored(), *also])
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, limits, Log("off"), host)
@@ -194,12 +191,8 @@ class ModelLoader:
         if name == self.name and self._loads_here:
             self._loads_here = False
             engine = self.host.engine(self._typed, self._options, progress)
-            return LoadedEngine(
-                engine=engine,
-                where="process",
-                how=self.host.start.how,
-                stages_ms=self.host.start.stages_ms,
-            )
+            how, stages_ms = self.host.start.how, self.host.start.stages_ms
+            return LoadedEngine(engine=engine, where="process", how=how, stages_ms=stages_ms)
         if name == self.name:
             return self.worker(progress)
         return self._worker(name, self._options.for_another_model(), progress)
@@ -235,9 +228,8 @@ class ReplicaLoader:
         loaded: list[LoadedEngine] = []
 
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
-            worker = self.loader.worker(
-                None if first else progress, n_threads=n_threads, **_sizes(first)
-            )
+            shown = None if first else progress
+            worker = self.loader.worker(shown, n_threads=n_threads, **_sizes(first))
             loaded.append(worker)
             return Replica(cast(RemoteEngine, worker.engine), worker.how, n_threads)
 
@@ -340,20 +332,16 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
-    hosts = set(LOOPBACK_HOSTS) | own_names(listeners)
-    hosts |= {name.lower() for name in options.allow_host}
+    hosts = {*LOOPBACK_HOSTS, *own_names(listeners), *map(str.lower, options.allow_host)}
     if not is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
-    origins = set(options.allow_origin)
-    if "*" in origins:
-        raise ServeError(
-            "'*' is not an origin: name the web pages that may call",
-            hint="--allow-origin https://example.org",
-        )
+    if "*" in options.allow_origin:
+        message = "'*' is not an origin: name the web pages that may call"
+        raise ServeError(message, hint="--allow-origin https://example.org")
     return Gate(
         keys=api_keys,
         hosts=frozenset(hosts),
-        origins=frozenset(origins),
+        origins=frozenset(options.allow_origin),
         any_address=not is_loopback(listeners),
         owner=os.getuid(),
         any_user=config.any_user,
@@ -367,13 +355,8 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not os.access(file, os.R_OK):
             raise ServeError(f"{file} cannot be read")
-    base = Limits()
-    descriptors = raise_descriptor_limit() - _OWN_DESCRIPTORS
-    return msgspec.structs.replace(
-        base,
-        max_connections=max(_OWN_DESCRIPTORS // 8, min(base.max_connections, descriptors)),
-        max_queue=max_queue,
-    )
+    descriptors = max(raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
+    return Limits(max_connections=min(Limits().max_connections, descriptors), max_queue=max_queue)
 
 
 def pick(typed: T | None, default: T) -> T:

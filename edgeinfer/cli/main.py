@@ -48,10 +48,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
-    """Run one command line, print its outcome and return its exit code.
-
-    Raises nothing but SystemExit, from `--help` and `--version`.
-    """
+    """Run one command line; return its exit code. `--help` and `--version` raise SystemExit."""
     typed = with_verb(list(sys.argv[1:] if argv is None else argv))
     as_json = wants_json(typed)
     host = host or Host()
@@ -156,9 +153,7 @@ def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
 
 
 def _print_unexpected(error: Exception, *, as_json: bool) -> None:
-    wrapped = EdgeInferError(
-        f"unexpected {type(error).__name__}: {error}",
-        hint="set EDGEINFER_DEBUG=1 and run it again to see where, and report it",
-    )
+    hint = "set EDGEINFER_DEBUG=1 and run it again to see where, and report it"
+    wrapped = EdgeInferError(f"unexpected {type(error).__name__}: {error}", hint=hint)
     wrapped.__cause__ = error
     _print_error(wrapped, as_json=as_json)

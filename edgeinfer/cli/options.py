@@ -72,21 +72,12 @@ class _Join(argparse.Action):
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of launch scope, and return their group.
-
-    The launch request carries them, so any snapshot serves them.
-    """
+    """Add the options of launch scope, which any snapshot serves, and return their group."""
     group = parser.add_argument_group(LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
-    which.add_argument(
-        "--resume", choices=("auto", "always", "never"), help="whether to resume from a snapshot"
-    )
-    add_option(
-        which,
-        "--snapshot SNAPSHOT",
-        "resume this snapshot, with the model and load options it was made with",
-    )
+    which.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
+    add_option(which, "--snapshot SNAPSHOT", "resume this one, with its model and load options")
     return group
 
 
@@ -116,12 +107,8 @@ count = number_between(int, 1, 1_000_000)
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
     """Add `--traces`; the path is absolute."""
-    add_option(
-        parser,
-        "--traces FILE",
-        "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON",
-        type=os.path.abspath,
-    )
+    help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON"
+    add_option(parser, "--traces FILE", help, type=os.path.abspath)
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:

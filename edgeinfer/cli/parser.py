@@ -157,13 +157,11 @@ class Parser(argparse.ArgumentParser):
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
-        flags = frozenset(
-            flag for action in self._actions if action.nargs == 0 for flag in action.option_strings
-        )
+        switches = (action for action in self._actions if action.nargs == 0)
+        flags = frozenset(flag for action in switches for flag in action.option_strings)
         options, positionals = options_and_words(list(args or ()), flags)
-        return super().parse_known_args(
-            [*options, *(("--", *positionals) if positionals else ())], namespace
-        )
+        words = ["--", *positionals] if positionals else []
+        return super().parse_known_args([*options, *words], namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -239,10 +237,8 @@ def refuse_unknown(
             raise _wrong_scope(verb, owners)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
-        raise UsageError(
-            f"unrecognized arguments: {' '.join(unknown)}",
-            hint=_what_was_meant(parser, verb, unknown[0]) or f"run `{prog} --help`",
-        )
+        step = _what_was_meant(parser, verb, unknown[0]) or f"run `{prog} --help`"
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", hint=step)
 
 
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:

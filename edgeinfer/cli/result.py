@@ -35,9 +35,8 @@ def envelope(result: Result) -> bytes:
     `kind` is the class's name in kebab case without its end: "pull-adapter" of `PullAdapterResult`.
     """
     kind = kebab(type(result).__name__.removesuffix("Result"))
-    return msgspec.json.encode(
-        {"schema": SCHEMA, "kind": kind, "ok": result.exit_code == 0, "result": result}
-    )
+    body = {"schema": SCHEMA, "kind": kind, "ok": result.exit_code == 0, "result": result}
+    return msgspec.json.encode(body)
 
 
 def error_envelope(error: EdgeInferError) -> bytes:

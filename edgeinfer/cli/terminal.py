@@ -54,10 +54,8 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(w) if i in right else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        sized = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in sized]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -60,9 +60,7 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):
     """Snapshots of warmed processes."""
 
-    auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold launch.")] = (
-        True
-    )
+    auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold start.")] = True
     max_total_gib: Annotated[
         float,
         key_doc("Limit (GiB) for all snapshots; the least recently used are removed first.", gt=0),
@@ -72,9 +70,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 class BlocksConfig(_Section, frozen=True, kw_only=True):
     """The on-disk prefix cache."""
 
-    enabled: Annotated[
-        bool, key_doc("Cache KV blocks on disk; false neither writes nor reads them.")
-    ] = True
+    enabled: Annotated[bool, key_doc("Cache KV blocks on disk; false: neither write nor read.")] = True
     max_total_gib: Annotated[
         float,
         key_doc("Limit (GiB) for all KV blocks; 0: a quarter of the free space, at most 64.", ge=0),
@@ -111,9 +107,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         float,
         key_doc("How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1),
     ] = 300.0
-    max_queue: Annotated[
-        int, key_doc("Requests that may wait; further ones get 503.", ge=1, le=100_000)
-    ] = 64
+    max_queue: Annotated[int, key_doc("Requests that may wait; others get 503.", ge=1, le=100_000)] = 64
     ollama: Annotated[
         bool,
         key_doc(
@@ -121,9 +115,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         ),
     ] = False
     web: Annotated[bool, key_doc("Serve the chat page to browsers.")] = True
-    any_user: Annotated[bool, key_doc("Without an API key, accept other users of this machine.")] = (
-        False
-    )
+    any_user: Annotated[bool, key_doc("Without a key, accept other users of this machine.")] = False
     aliases: Annotated[
         dict[str, str],
         key_doc(
@@ -150,19 +142,13 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
     theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
-    keys: Annotated[
-        dict[str, str], key_doc('Keys by the id of a binding, e.g. `stop = "ctrl+x"`.')
-    ] = {}
-    system_prompts: Annotated[
-        dict[str, str], key_doc("System prompts by name, for `/system NAME`.")
-    ] = {}
+    keys: Annotated[dict[str, str], key_doc('Keys by a binding\'s id, e.g. `stop = "ctrl+x"`.')] = {}
+    system_prompts: Annotated[dict[str, str], key_doc("System prompts, for `/system NAME`.")] = {}
     presets: Annotated[
         dict[str, dict[str, float | int]],
         key_doc("Sampling options by name, for `/preset NAME`, e.g. `temperature = 0.4`."),
     ] = {}
-    read_ahead: Annotated[
-        bool, key_doc("Prefill while you type, attach a file or open a conversation.")
-    ] = True
+    read_ahead: Annotated[bool, key_doc("Prefill what is typed, attached or opened.")] = True
     mouse: Annotated[bool, key_doc("Mouse support; false leaves the mouse to the terminal.")] = True
 
 
@@ -171,9 +157,7 @@ class ToolServerConfig(_Section, frozen=True, kw_only=True):
 
     command: Annotated[tuple[str, ...], key_doc("Program to start, and its arguments.")] = ()
     env: Annotated[dict[str, str], key_doc("Environment variables of the program.")] = {}
-    pass_env: Annotated[
-        tuple[str, ...], key_doc("Environment variables that the program gets too.")
-    ] = ()
+    pass_env: Annotated[tuple[str, ...], key_doc("Variables that the program gets too.")] = ()
     url: Annotated[str, key_doc("URL of a server, instead of a program.")] = ""
     headers: Annotated[dict[str, str], key_doc("Headers of each request to the URL.")] = {}
 
@@ -210,9 +194,7 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
         tuple[str, ...],
         key_doc("Calls that run without approval, e.g. `github.get_*` or `files.write(path=notes/*)`."),
     ] = ()
-    deny: Annotated[
-        tuple[str, ...], key_doc("Calls that are always refused, even if `allow` has them.")
-    ] = ()
+    deny: Annotated[tuple[str, ...], key_doc("Calls always refused, even if `allow` has them.")] = ()
     choice: Annotated[
         Literal["auto", "required"],
         key_doc('"required" forces a tool call first, which helps small models.'),
@@ -308,10 +290,8 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
     for key, value in document.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
-            suggestion = (
-                f'; did you mean "{near[0]}"?' if near else f"; valid keys: {', '.join(fields)}"
-            )
-            raise ConfigError(f'{where}: unknown key "{key}"{suggestion}')
+            step = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(fields)}"
+            raise ConfigError(f'{where}: unknown key "{key}"; {step}')
         kind = fields[key]
         if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             refuse_unknown_keys(value, kind, f"{where}: [{key}]")
@@ -365,8 +345,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
                 out.write(content)
         return config
     except OSError as error:
-        raise ConfigError(
-            f"{file}: {error.strerror}", hint="the setting lasts until the chat ends"
-        ) from error
+        lasts = "the setting lasts until the chat ends"
+        raise ConfigError(f"{file}: {error.strerror}", hint=lasts) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error

@@ -228,11 +228,8 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, s
     """Return `differing`, or the first `exact` option that was requested and is not wanted."""
     if adapters := differing(wanted, requested, became):
         return adapters
-    unrequested = (
-        option.field
-        for option in LOAD_OPTIONS
-        if option.exact and wanted.get(option.field) != requested.get(option.field)
-    )
+    exact = (option.field for option in LOAD_OPTIONS if option.exact)
+    unrequested = (field for field in exact if wanted.get(field) != requested.get(field))
     return next(unrequested, "")
 
 

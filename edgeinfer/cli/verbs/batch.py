@@ -79,17 +79,10 @@ class BatchResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "input", metavar="IN.jsonl", help="requests, one a line: custom_id, method, url, body"
-    )
-    parser.add_argument(
-        "output",
-        metavar="OUT.jsonl",
-        help="answers, one a line; finished lines are skipped, so a run can be resumed",
-    )
-    add_option(
-        parser, "--model MODEL", "model of requests that name none (default: the configured one)"
-    )
+    parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
+    help = "answers, one a line; finished lines are skipped, so a run can be resumed"
+    parser.add_argument("output", metavar="OUT.jsonl", help=help)
+    add_option(parser, "--model MODEL", "model of requests without one (default: the configured one)")
     add_quiet(parser)
     add_load_options(parser)
     add_launch_options(parser)
@@ -106,9 +99,7 @@ def run(options: argparse.Namespace, host: Host) -> BatchResult:
     """
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
-        raise UsageError(
-            f"{options.output} is both input and output", hint="name another file for the answers"
-        )
+        raise UsageError(f"{options.output} is both input and output", hint="name another output file")
     return answer(options, host, read_input(Path(options.input)), Path(options.output))
 
 
@@ -119,10 +110,7 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append the answers that `path` has not yet; requests may name GGUF files if they are in `models`.
-
-    Raises as `run`.
-    """
+    """Append the answers that `path` lacks; `models` are GGUF files to load. Raises as `run`."""
     with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
@@ -154,10 +142,8 @@ def read_output(output: int) -> set[str]:
             try:
                 finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise UsageError(
-                    f"the output file has a line that is not an answer: {error}",
-                    hint="name another output file",
-                ) from error
+                message = f"the output file has a line that is not an answer: {error}"
+                raise UsageError(message, hint="name another output file") from error
             whole += len(raw)
     os.ftruncate(output, whole)
     return finished
@@ -210,9 +196,7 @@ class _Tally:
 async def _run(
     options: argparse.Namespace, host: Host, models: Sequence[str], todo: list[BatchLine], output: int
 ) -> _Tally:
-    from edgeinfer.cli.endpoint_setup import (
-        offline_endpoint,  # 240 ms, which `--help` need not wait for
-    )
+    from edgeinfer.cli.endpoint_setup import offline_endpoint  # 240 ms, too long for `--help`
 
     endpoint, app = offline_endpoint(options, host, models)
     tally = _Tally(len(todo))

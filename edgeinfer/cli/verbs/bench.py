@@ -91,12 +91,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="models, all loaded at the same time (default: the configured one)",
-    )
+    help = "models, loaded together (default: the configured one)"
+    add("models", nargs="*", metavar="MODEL", help=help)
     add_option(
         parser,
         "--against URL[#MODEL]...",
@@ -158,10 +154,8 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         _OwnServers(options) as servers,
     ):
         targets = [*(servers.start(ref.text) for ref in models), *options.against]
-        sides = [
-            Side(name, target, servers.conversation, meter)
-            for name, target in zip(names, targets, strict=True)
-        ]
+        named = zip(names, targets, strict=True)
+        sides = [Side(name, target, servers.conversation, meter) for name, target in named]
         rounds, noise = asyncio.run(measure(sides, plan, progress.report))
         for number, samples in enumerate(rounds):
             for side, ref in zip(sides, models, strict=False):

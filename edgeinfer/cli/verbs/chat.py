@@ -36,12 +36,8 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_option(
-        parser,
-        "--continue",
-        "continue the last conversation that no other window has open",
-        dest="continue_last",
-    )
+    summary = "continue the last conversation that no other window has open"
+    add_option(parser, "--continue", summary, dest="continue_last")
     add_option(parser, "--plain", "plain lines, for screen readers and dumb terminals")
     add_option(parser, "--system TEXT|@FILE", SYSTEM)
     add_option(parser, "--tools", "let the model call the configured tools")
@@ -88,9 +84,8 @@ def _chat_result(app: ChatApp) -> ChatResult:
             f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
             hint="`edgeinfer chat --continue` restores it; EDGEINFER_DEBUG=1 shows the traceback",
         )
-    return ChatResult(
-        model=app.chat.session.conversation.model, conversation=app.chat.session.conversation.id
-    )
+    conversation = app.chat.session.conversation
+    return ChatResult(model=conversation.model, conversation=conversation.id)
 
 
 def _plain(launch: Launch) -> ChatResult:

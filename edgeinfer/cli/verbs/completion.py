@@ -82,9 +82,8 @@ def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
     if shell in SCRIPTS:
         return CompletionResult(shell=shell, text=SCRIPTS[shell])
     *before, current = options.typed or [""]
-    lines = [
-        f"{word}\t{text}" for word, text in _following(before, current) if word.startswith(current)
-    ]
+    rows = _following(before, current)
+    lines = [f"{word}\t{summary}" for word, summary in rows if word.startswith(current)]
     return CompletionResult(shell=shell, text="\n".join(lines))
 
 

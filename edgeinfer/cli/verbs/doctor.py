@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,10 +88,8 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
     """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
     if options.verify:
         return _verify()
-    checks = [
-        check_result for name, check in CHECKS.items() for check_result in _run_check(name, check)
-    ]
-    return DoctorResult(version=__version__, checks=tuple(checks))
+    results = itertools.starmap(_run_check, CHECKS.items())
+    return DoctorResult(version=__version__, checks=tuple(itertools.chain(*results)))
 
 
 def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
@@ -111,14 +111,12 @@ def _python() -> Finding:
 def _cpu() -> Finding:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        flags = next(
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith(("flags", "Features"))
-        ).split()
-    except (OSError, StopIteration):
+        flags = re.search(r"^(?:flags|Features).*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    if flags is None:
         return Finding("ok", f"{allowed} threads")
-    features = [feature for feature in CPU_FEATURES if feature in flags]
+    features = [feature for feature in CPU_FEATURES if feature in flags[0].split()]
     text = f"{allowed} threads; {' '.join(features) or 'no vector extensions'}"
     fast = "asimddp" if "asimd" in features else "avx2"
     if fast not in features:
@@ -163,10 +161,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """One backend library: its devices, or why it has none.
-
-    `cards` are on the PCI bus; `is_used` if some backend has one of them.
-    """
+    """One library: its devices, or why none; `is_used`: some library has one of the `cards`."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{answer.name}: {answer.reason}; {bus}"
@@ -208,12 +203,8 @@ def _sandbox() -> Finding:
 
 
 def _directories() -> Finding:
-    places = {
-        "config": paths.config_dir(),
-        "data": paths.data_dir(),
-        "cache": paths.cache_dir(),
-        "run": paths.runtime_dir(),
-    }
+    places = {"config": paths.config_dir(), "data": paths.data_dir()}
+    places |= {"cache": paths.cache_dir(), "run": paths.runtime_dir()}
     for path in places.values():
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):
@@ -221,9 +212,8 @@ def _directories() -> Finding:
             return Finding("fail", f"{path} cannot be written", fix)
     free = free_bytes(places["data"])
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
-    if free > 2 * GIB:
-        return Finding("ok", text)
-    return Finding("warn", text, "free disk space: edgeinfer rm")
+    fix = "" if free > 2 * GIB else "free disk space: edgeinfer rm"
+    return Finding("warn" if fix else "ok", text, fix)
 
 
 def _configuration() -> Finding:
@@ -287,26 +277,17 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         counts = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
-        if not self.findings:
-            return f"{counts}: all as built" + (
-                f"\n{self.file}: its payload is as built" if self.file else ""
-            )
-        return "\n".join(
-            [
-                f"{counts}:",
-                *self.findings,
-                "",
-                f"remove {self.app} and start again: it is unpacked anew",
-            ]
-        )
+        if self.findings:
+            advice = f"remove {self.app} and start again: it is unpacked anew"
+            return "\n".join([f"{counts}:", *self.findings, "", advice])
+        payload_note = f"\n{self.file}: its payload is as built" if self.file else ""
+        return f"{counts}: all as built{payload_note}"
 
 
 def _verify() -> SelfCheckResult:
     app = shipped.app_dir()
     if app is None:
-        raise ShippingError(
-            "this is not the shipped file", hint="check an installation with `pip check`"
-        )
+        raise ShippingError("this is not the shipped file", hint="`pip check` checks a package")
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""
     index = payload.parse_index(raw)
     if index is None or index.name != app.name:
@@ -344,15 +325,12 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _strangers(app: Path, index: Index) -> Iterator[str]:
-    known_steps = (
-        {entry.path for entry in index.files}
-        | {path for path, _ in index.links}
-        | {unpack.INDEX, unpack.SOURCE}
-    )
+    links = [path for path, _ in index.links]
+    known = {unpack.INDEX, unpack.SOURCE, *links, *(entry.path for entry in index.files)}
     for folder, _, names in os.walk(app):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), app)
-            if path not in known_steps:
+            if path not in known:
                 yield f"{path}: is not part of edgeinfer"
 
 

@@ -52,12 +52,7 @@ def _row(change: Change) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="this model (default: every one)")
     add_option(parser, "--until DAY", "last day of the week, YYYY-MM-DD (default: today)", type=_day)
-    add_option(
-        parser,
-        "--against DAY",
-        "last day of the week compared with (default: 7 days before)",
-        type=_day,
-    )
+    add_option(parser, "--against DAY", "last day of the other week (default: 7 before)", type=_day)
 
 
 def _day(text: str) -> date:
@@ -74,10 +69,8 @@ def run(options: argparse.Namespace, host: Host) -> DriftResult:
     until = options.until or date.today()
     against = options.against or until - timedelta(7)
     if abs(until - against) < timedelta(7):
-        raise UsageError(
-            f"the weeks to {against} and to {until} overlap",
-            hint="name days that are 7 days apart or more",
-        )
+        overlap = f"the weeks to {against} and to {until} overlap"
+        raise UsageError(overlap, hint="name days that are 7 days apart or more")
     models = compare_weeks(drift_path(), against, until)
     if options.model:
         name = options.model if options.model in models else host.resolve(options.model).name

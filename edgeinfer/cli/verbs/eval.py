@@ -7,6 +7,7 @@ that was stopped continues, and another candidate or a changed item costs only i
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -70,10 +71,7 @@ _Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=2
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an answer passed. `error`: there is none. `is_cut`: it ended at the token limit.
-
-    `logprobs` are those of the choices.
-    """
+    """Whether an answer passed. `error`: there is none; `is_cut`: at the token limit."""
 
     passed: bool = False
     answer: str = ""
@@ -158,11 +156,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         rows = [[item.id, item.check, *map(_verdict_text, item.verdicts)] for item in self.items]
         head = ["item", "check", *self.candidates]
         parts = [[head, *rows[start : start + _ROWS]] for start in range(0, len(rows), _ROWS)]
-        tables = [
-            [[_cell(text) for text in row] for row in rows_of_table]
-            for rows_of_table in (self._scores(), *parts)
-        ]
-        scores, *verdicts = (markdown(rows_of_table[0], rows_of_table[1:]) for rows_of_table in tables)
+        scores, *verdicts = map(_markdown, (self._scores(), *parts))
         return "\n\n".join([f"# {self.set}", scores, *self._notes(), *verdicts]) + "\n"
 
     def _scores(self) -> list[list[str]]:
@@ -196,6 +190,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
+def _markdown(rows: list[list[str]]) -> str:
+    head, *lines = ([_cell(text) for text in row] for row in rows)
+    return markdown(head, lines)
+
+
 def _verdict_text(verdict: Verdict) -> str:
     if verdict.passed:
         return "✓"
@@ -204,18 +203,12 @@ def _verdict_text(verdict: Verdict) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "set", metavar="SET.jsonl", help="items, one a line; `basics` is the built-in set"
-    )
+    parser.add_argument("set", metavar="SET.jsonl", help="items, one a line; `basics` is built in")
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="models or GGUF files; the first is the baseline"
     )
     add_option(parser, "--system TEXT|@FILE...", f"{SYSTEM}; each is a candidate")
-    add_option(
-        parser,
-        "--adapter ADAPTER|FILE[:SCALE]...",
-        "LoRA adapter of the model, or `none`; each is a candidate",
-    )
+    add_option(parser, "--adapter ADAPTER|FILE[:SCALE]...", "adapter or `none`; each is a candidate")
     add_option(parser, "--judge MODEL", "model that judges items with `judge`")
     add_option(parser, "--max-tokens N", "at most N tokens an answer (512)", type=count, default=512)
     parser.add_argument(
@@ -370,13 +363,8 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
         ((n, item.id), candidate, item) for item in items for n, candidate in enumerate(candidates)
     ]
     replies = ask({key: candidate.line(item, options) for key, candidate, item in pairs})
-    judgements = ask(
-        {
-            key: _judging(judge, item, replies[key])
-            for key, _, item in pairs
-            if item.judge and replies[key]["status_code"] == 200
-        }
-    )
+    answered = [(key, item) for key, _, item in pairs if replies[key]["status_code"] == 200]
+    judgements = ask({key: _judging(judge, item, replies[key]) for key, item in answered if item.judge})
     verdicts = {key: _verdict(item, replies[key], judgements.get(key)) for key, _, item in pairs}
     report_key = msgspec.json.encode([candidates, judge, items, options.max_tokens, options.think])
     result = EvalResult.of(
@@ -415,8 +403,8 @@ def _candidate(
     loaded = [path for path in (*files.paths, *loading.adapter_paths(files)) if os.path.exists(path)]
     stats = map(os.stat, loaded)
     adapters = {} if adapter is None else adapters_of(adapter)
-    label = " ".join(system.split())
-    label = label if len(label) <= _LABEL else f"{label[:_LABEL]}…"
+    words = " ".join(system.split())
+    label = words if len(words) <= _LABEL else f"{words[:_LABEL]}…"
     name = os.path.basename(typed) if typed.endswith(".gguf") else typed
     return _Candidate(
         name=" + ".join(filter(None, [name, label and f"“{label}”", adapter])),
@@ -449,13 +437,10 @@ def _engine_stamp(host: Host) -> list[Any]:
 def _judging(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:
     question = item.prompt or item.messages[-1].get("content")
     if isinstance(question, list):
-        question = "\n".join(
-            content_part["text"] for content_part in question if content_part.get("type") == "text"
-        )
-    strings = (
-        json.dumps(text_or_reply, ensure_ascii=False) for text_or_reply in (question, _content(reply))
-    )
-    text = _JUDGE.format(criterion=item.judge, question=next(strings), answer=next(strings))
+        question = "\n".join(part["text"] for part in question if part.get("type") == "text")
+    as_json = functools.partial(json.dumps, ensure_ascii=False)
+    strings = {"question": as_json(question), "answer": as_json(_content(reply))}
+    text = _JUDGE.format(criterion=item.judge, **strings)
     constraint = {"structured_outputs": {"choice": ["yes", "no"]}}
     return judge.chat([{"role": "user", "content": text}], 8, "off", **constraint)
 

@@ -27,15 +27,10 @@ class ForgetResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="NAME, NAME:QUANT or FILE.gguf, or `all`"
-    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="models or GGUF files, or `all`")
     add_yes(parser)
-    add_option(
-        parser,
-        "--conversation ID...",
-        "a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key",
-    )
+    help = "a conversation's own prefixes: chat-NUMBER, or a request's prompt_cache_key"
+    add_option(parser, "--conversation ID...", help)
 
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:

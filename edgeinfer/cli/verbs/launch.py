@@ -73,22 +73,14 @@ def _row(agent: KnownAgent) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--model MODEL", "the model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
-    parser.add_argument(
-        "agent", nargs="?", choices=tuple(AGENTS), metavar="AGENT", help=", ".join(AGENTS)
-    )
-    parser.add_argument(
-        "arguments",
-        nargs=argparse.REMAINDER,
-        metavar="ARGS",
-        help="arguments passed to the agent unchanged",
-    )
+    names = tuple(AGENTS)
+    parser.add_argument("agent", nargs="?", choices=names, metavar="AGENT", help=", ".join(names))
+    help = "arguments passed to the agent unchanged"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=help)
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run an agent on a local model, or list the agents if none is named.
-
-    Raises UsageError, ServeError, and what naming a model raises.
-    """
+    """Run an agent, or list them. Raises UsageError, ServeError, and what naming a model raises."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
@@ -105,21 +97,17 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 def _recall(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
     """Restore the system preamble from disk while the agent starts, which works without it too."""
     cwd = Path.cwd()
-    body = {
-        "agent": agent.name,
-        "folder": str(cwd),
-        "is_repository": any((folder / ".git").exists() for folder in (cwd, *cwd.parents)),
-    }
+    is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))
+    body = {"agent": agent.name, "folder": str(cwd), "is_repository": is_repository}
     with contextlib.suppress(ServeError):
         remote.request("POST", f"/v1/models/{model}/recall", body)
 
 
 def _describe_agent(agent: Agent) -> KnownAgent:
-    path = shutil.which(agent.name) or ""
     return KnownAgent(
         name=agent.name,
         title=agent.title,
-        path=path,
+        path=shutil.which(agent.name) or "",
         install=agent.install,
         first_tokens=agent.first_tokens,
     )
@@ -158,10 +146,7 @@ def _say_started(pid: int) -> None:
 
 
 def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
-    """Find this user's endpoint, or start one and say so on stderr.
-
-    Raises ServeError, and what naming a model raises.
-    """
+    """Find this user's endpoint or start one. Raises ServeError, and what naming a model raises."""
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
@@ -175,9 +160,8 @@ def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
 def urls(config: Config) -> Iterator[str]:
     """Yield URLs of endpoints that use this home; another home has other API keys and conversations."""
     host, configured = config.serve.host, str(config.serve.port)
-    ports = {
-        run.pid: _port(run, configured) for run in processes(everywhere=True) if run.verb == "serve"
-    }
+    endpoints = [run for run in processes(everywhere=True) if run.verb == "serve"]
+    ports = {run.pid: _port(run, configured) for run in endpoints}
     own_ports = [ports[run.pid] for run in processes() if run.pid in ports]
     if configured in own_ports or configured not in ports.values():
         yield _url("127.0.0.1" if host in ("0.0.0.0", "::") else host, configured)

@@ -55,9 +55,7 @@ class ListResult(Result, frozen=True, kw_only=True):
     adapters: tuple[PulledAdapter, ...] = ()
 
     def human(self) -> str:
-        lines = [
-            f"{model.name} can't be used: {model.problem} ({model.fix})" for model in self.unusable
-        ]
+        lines = [f"{m.name} can't be used: {m.problem} ({m.fix})" for m in self.unusable]
         lines += [
             f"adapter {adapter.name}{f' for {adapter.base}' if adapter.base else ''}: "
             f"`--lora {adapter.name}`, {format_bytes(adapter.size_bytes)}"
@@ -108,15 +106,8 @@ def _fits_table(models: Sequence[ModelRow]) -> str:
 
 def _fit_row(model: ModelRow, fit: Fit) -> tuple[str, ...]:
     speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
-    return (
-        model.name,
-        _here(model),
-        model.quantization,
-        _size(model),
-        speed,
-        model.purpose,
-        fit.shortage or fit.why,
-    )
+    facts = (model.name, _here(model), model.quantization, _size(model), speed)
+    return (*facts, model.purpose, fit.shortage or fit.why)
 
 
 def _size(model: ModelRow) -> str:
@@ -133,16 +124,10 @@ def _here(model: ModelRow) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="WORD",
-        help="only models whose name, title or purpose contains every word",
-    )
+    help = "only models whose name, title or purpose contains every word"
+    parser.add_argument("words", nargs="*", metavar="WORD", help=help)
     add_option(parser, "--pulled", "only models on this machine")
-    add_option(
-        parser, "--fits", "group models by whether they fit into memory and how fast they would answer"
-    )
+    add_option(parser, "--fits", "group models by whether they fit into memory, and by speed")
 
 
 def run(options: argparse.Namespace, host: Host) -> ListResult:

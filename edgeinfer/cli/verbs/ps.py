@@ -31,10 +31,8 @@ class PsResult(Result, frozen=True, kw_only=True):
         if not self.running:
             return "nothing is running"
         rows = [("PID", "AGE", "PRIVATE", "SHARED", "SNAPSHOT", "COMMAND"), *map(_row, self.running)]
-        reports = [
-            f"{process.pid} {report}" for process in self.running for report in _reports(process)
-        ]
-        return "\n\n".join([table(rows), *(["\n".join(reports)] if reports else [])])
+        reports = "\n".join(f"{run.pid} {report}" for run in self.running for report in _reports(run))
+        return "\n\n".join(filter(None, (table(rows), reports)))
 
 
 def _reports(process: Running) -> list[str]:
@@ -78,9 +76,7 @@ def _usage_row(day: DayOfUse) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     view = parser.add_mutually_exclusive_group()
     add_everywhere(view)
-    add_option(
-        view, "--usage", f"answers, tokens, time and saved time by day and model, of {_USAGE_DAYS} days"
-    )
+    add_option(view, "--usage", f"answers, tokens and times by day and model, of {_USAGE_DAYS} days")
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:

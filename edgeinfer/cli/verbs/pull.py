@@ -53,10 +53,8 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
         digest = f", sha256 {self.sha256[:12]}…" if self.sha256 else ""
         licence = f"; licence {self.licence}" if self.licence else ""
         facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
-        return (
-            f"{self.name} {state}: {facts}\n"
-            f"try it: {_TRIES.get(self.purpose, _TRIES['chat']).format(self.name)}"
-        )
+        command = _TRIES.get(self.purpose, _TRIES["chat"]).format(self.name)
+        return f"{self.name} {state}: {facts}\ntry it: {command}"
 
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
@@ -75,26 +73,19 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
 
 def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
-        raise UsageError(
-            f"{source} is an adapter: its base model is not known",
-            hint=f"name it: `edgeinfer pull {source} --base MODEL`",
-        )
+        message = f"{source} is an adapter: its base model is not known"
+        raise UsageError(message, hint=f"name it: `edgeinfer pull {source} --base MODEL`")
     pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(
-        parser,
-        "NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER "
-        "of safetensors; default model",
-    )
+    forms = "NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER"
+    add_model(parser, f"{forms} of safetensors; default model")
     parser.add_argument("--name", help="store it under this name")
     add_option(parser, "--base MODEL", "base model of MODEL, which is a PEFT LoRA adapter", default="")
-    add_option(
-        parser, "--quantize TYPE", "quantize to TYPE while storing (default: unchanged)", default=""
-    )
+    add_option(parser, "--quantize TYPE", "quantize to TYPE (default: unchanged)", default="")
     add_option(parser, "--sha256 HEX", "expected SHA-256; another one is refused", default="")
     add_option(parser, "--in-place", "use a local file where it is, without a copy")
     add_option(parser, "--again", "fetch it again, even if it is here")

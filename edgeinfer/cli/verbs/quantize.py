@@ -118,26 +118,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a pulled model, or FILE.gguf with --name")
     types = tuple(FILE_TYPES.values())
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument(
-        "type",
-        nargs="?",
-        metavar="TYPE",
-        type=str.upper,
-        choices=types,
-        help=f"one of {', '.join(types)}",
-    )
-    add_option(
-        task,
-        "--compare TYPE,…",
-        "create missing types, then compare size, speed, loss and score with MODEL",
-    )
+    help = f"one of {', '.join(types)}"
+    task.add_argument("type", nargs="?", metavar="TYPE", type=str.upper, choices=types, help=help)
+    help = "create missing types, then compare size, speed, loss and score with MODEL"
+    add_option(task, "--compare TYPE,…", help)
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
-    add_option(
-        parser,
-        "--imatrix FILE",
-        "importance matrix in GGUF format; some types need one, small types gain most",
-        default="",
-    )
+    help = "importance matrix in GGUF format; some types need one, small types gain most"
+    add_option(parser, "--imatrix FILE", help, default="")
     add_option(parser, "--no-perplexity", "do not measure perplexity")
     add_quiet(parser)
 

@@ -36,9 +36,7 @@ def _line(removed: RemovedModel) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="NAME or NAME:QUANT")
     add_yes(parser)
-    add_option(
-        parser, "--forget", "forget the pinned SHA-256 too, so that the next pull accepts another file"
-    )
+    add_option(parser, "--forget", "forget the pinned SHA-256: the next pull accepts another file")
 
 
 def run(options: argparse.Namespace, _host: Host) -> RmResult:

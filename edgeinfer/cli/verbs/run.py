@@ -75,15 +75,9 @@ class RunResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_or_prompt",
-        nargs="?",
-        metavar="MODEL",
-        help="model name or GGUF file (default: the configured one)",
-    )
-    parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the prompt; piped stdin is appended"
-    )
+    help = "model name or GGUF file (default: the configured one)"
+    parser.add_argument("model_or_prompt", nargs="?", metavar="MODEL", help=help)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is appended")
     prompt_form = parser.add_mutually_exclusive_group()
     add_option(prompt_form, "--system TEXT|@FILE", SYSTEM)
     add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
@@ -113,10 +107,8 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     model, ref, prompt = _split_words(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
-        raise UsageError(
-            "--raw sends the prompt unchanged, so it cannot offer tools",
-            hint="leave out --raw or --tools",
-        )
+        message = "--raw sends the prompt unchanged, so it cannot offer tools"
+        raise UsageError(message, hint="leave out --raw or --tools")
     answer_fields = requesting.answer_fields(options)
     system = options.system and requesting.system_prompt(options.system, host.config)
     try:
@@ -227,10 +219,8 @@ def _with_tools(
 
 
 def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Message, ...]:
-    return (
-        *([Message(role="system", content=system)] if system else []),
-        Message(role="user", content=content, pictures=pictures),
-    )
+    question = Message(role="user", content=content, pictures=pictures)
+    return (Message(role="system", content=system), question) if system else (question,)
 
 
 def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str, ModelRef | None, str]:
@@ -309,6 +299,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         stream_to.write("\n")
         stream_to.flush()
     finished = answer.finished
+    start_ms = start.stages_ms.get("load", start.ready_ms)
     if repeats:
         sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
     return RunResult(
@@ -319,19 +310,13 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         usage=finished.usage,
         timings=finished.timings,
         start=start,
-        startup=_startup(start, finished.timings),
+        startup=Startup(
+            ready_ms=start.ready_ms,
+            start_ms=start_ms,
+            load_ms=round(start.ready_ms - start_ms, 1),
+            prefill_ms=finished.timings.prefill_ms,
+        ),
         calls=uses_of(answer) if finished.reason == "tool_calls" else (),
-    )
-
-
-def _startup(start: Start, timings: Timings) -> Startup:
-    ready_ms = start.ready_ms
-    start_ms = start.stages_ms.get("load", ready_ms)
-    return Startup(
-        ready_ms=ready_ms,
-        start_ms=start_ms,
-        load_ms=round(ready_ms - start_ms, 1),
-        prefill_ms=timings.prefill_ms,
     )
 
 

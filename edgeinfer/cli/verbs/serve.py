@@ -40,45 +40,21 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group(ENDPOINT)
     add_option(where, "--host ADDRESS", "address to bind; other than loopback it needs an API key")
     add_option(where, "--port N", "port to bind; 0 takes a free one", type=port_number)
-    add_option(
-        where,
-        "--ollama",
-        "also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models",
-        default=None,
-    )
-    add_option(
-        where,
-        "--api-key-file FILE",
-        "API keys, one a line; the first is the administrator's; also EDGEINFER_API_KEY",
-    )
-    add_option(
-        where,
-        "--allow-host NAME...",
-        "also accept this Host header; .NAME accepts all names with that ending",
-    )
+    help = "also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models"
+    add_option(where, "--ollama", help, default=None)
+    help = "API keys, one a line; the first is the administrator's; also EDGEINFER_API_KEY"
+    add_option(where, "--api-key-file FILE", help)
+    add_option(where, "--allow-host NAME...", "accept this Host header too; .NAME: names below it")
     add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)")
     add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
-    add_option(
-        where,
-        "--keep-alive S",
-        "seconds an idle model stays loaded; 0 unloads at once, -1 never",
-        type=keep_alive_s,
-    )
-    add_option(
-        where, "--idle-exit S", "exit after this many seconds without a request", type=positive_s
-    )
-    add_option(
-        where,
-        "--replicas N",
-        "replicas of the model, each in its own process",
-        type=number_between(int, 1, _MOST_REPLICAS),
-    )
-    where.add_argument(
-        "--log",
-        choices=("json", "text", "off"),
-        help="log lines on stderr (default: text on a terminal)",
-    )
+    help = "seconds an idle model stays loaded; 0 unloads at once, -1 never"
+    add_option(where, "--keep-alive S", help, type=keep_alive_s)
+    add_option(where, "--idle-exit S", "exit after so many seconds without a request", type=positive_s)
+    replicas = number_between(int, 1, _MOST_REPLICAS)
+    add_option(where, "--replicas N", "replicas of the model, each in its own process", type=replicas)
+    help = "log lines on stderr (default: text on a terminal)"
+    where.add_argument("--log", choices=("json", "text", "off"), help=help)
     add_traces(where)
     text = "write every request with its answer to files in FOLDER"
     add_option(where, "--log-payloads FOLDER", text, type=os.path.abspath)

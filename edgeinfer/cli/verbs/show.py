@@ -200,10 +200,8 @@ def _device_rows(devices: Offload | None) -> Rows:
     sizes = (devices.weights_bytes, devices.kv_bytes, devices.compute_bytes)
     names = ("weights", "KV cache", "compute")
     split = ", ".join(f"{n} {format_bytes(s)}" for n, s in zip(names, sizes, strict=True))
-    return [
-        ("layers on GPUs", f"{devices}: {devices.reason}"),
-        ("memory of GPUs", f"{format_bytes(sum(sizes))}: {split}"),
-    ]
+    memory = f"{format_bytes(sum(sizes))}: {split}"
+    return [("layers on GPUs", f"{devices}: {devices.reason}"), ("memory of GPUs", memory)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -233,9 +231,8 @@ def _show_external(external: ExternalModel, options: argparse.Namespace, host: H
         system_prompt=settings.system_prompt,
         sampling=SamplingDefaults(**settings.sampling),
     )
-    shown = _describe(
-        external.name, None, entry, [Path(path) for path in external.paths], options, host
-    )
+    parts = list(map(Path, external.paths))
+    shown = _describe(external.name, None, entry, parts, options, host)
     notes = [f"used where it is, from {external.store}; nothing there is ever written"]
     notes += [f"from {external.store}: {', '.join(settings.used)}"] * bool(settings.used)
     notes += [f"not used: {setting}" for setting in settings.unused]
@@ -292,10 +289,8 @@ def _describe(
 def _sampling(entry: Model, n_params: int) -> dict[str, float]:
     """Return sampling options that differ from the defaults: the model's own, and by its size."""
     defaults = msgspec.structs.asdict(Sampling())
-    model_sampling = entry.sampling.over(
-        default_sampling(n_params or parameter_count(entry.parameters))
-    )
-    values = msgspec.structs.asdict(model_sampling)
+    of_size = default_sampling(n_params or parameter_count(entry.parameters))
+    values = msgspec.structs.asdict(entry.sampling.over(of_size))
     return {name: values[name] for name in BY_FIELD if values[name] != defaults[name]}
 
 
@@ -309,10 +304,8 @@ def _notes(ref: ModelRef) -> tuple[str, ...]:
 
 def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[ExternalFile, ...]:
     digests = [file.sha256 for file in pulled.files] if pulled else [""] * len(parts)
-    return tuple(
-        ExternalFile(path=str(path), size_bytes=path.stat().st_size, sha256=digest)
-        for path, digest in zip(parts, digests, strict=True)
-    )
+    files = zip(parts, digests, strict=True)
+    return tuple(ExternalFile(path=str(p), size_bytes=p.stat().st_size, sha256=d) for p, d in files)
 
 
 def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:

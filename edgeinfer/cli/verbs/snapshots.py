@@ -97,10 +97,8 @@ class SnapshotResult(Result, frozen=True, kw_only=True):
             ("made by", f"CRIU {d.criu}, {d.tier} tier"),
             ("folder", d.folder),
         ]
-        options = [
-            ("OPTION", "VALUE", "WHY"),
-            *((_flag(name), value, d.reasons.get(name, "")) for name, value in d.actual.items()),
-        ]
+        chosen = ((_flag(name), value, d.reasons.get(name, "")) for name, value in d.actual.items())
+        options = [("OPTION", "VALUE", "WHY"), *chosen]
         return f"{table(rows)}\n\n{table(options)}"
 
 
@@ -148,11 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("list", "list all of them, as `edgeinfer snapshots` does")
     _add_name(add("show", "show one", "my-snapshot"))
     _add_take(add("take", "build one of a running process's model and options", "--name my-snapshot"))
-    verify = add(
-        "verify",
-        "read every byte, of the model and libraries too, compute the canary, and compare",
-        "--all",
-    )
+    verify = add("verify", "compare every byte, also of model and libraries, and the canary", "--all")
     _add_name(verify, nargs="*")
     add_option(verify, "--all", "every snapshot of this program")
     rm = add("rm", "remove one or more", "my-snapshot")
@@ -165,21 +159,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_name(parser: argparse.ArgumentParser, **more: Any) -> None:
-    parser.add_argument(
-        "name", metavar="SNAPSHOT", help="its name, or its model's if it has one", **more
-    )
+    help = "its name, or its model's if it has one"
+    parser.add_argument("name", metavar="SNAPSHOT", help=help, **more)
 
 
 def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
-    export = add(
-        "export",
-        "write one, signed, to a folder or a registry for another machine",
-        "my-snapshot ~/exported",
-    )
+    export = add("export", "write one, signed, to a folder or registry", "my-snapshot ~/exported")
     _add_name(export)
-    export.add_argument(
-        "destination", metavar="DEST", help="a folder (an OCI image layout) or oci://REGISTRY/NAME:TAG"
-    )
+    export.add_argument("destination", metavar="DEST", help="a folder or oci://REGISTRY/NAME:TAG")
     bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     for parser in (export, bring):
@@ -191,12 +178,8 @@ def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_take(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "which",
-        nargs="?",
-        metavar="PID|NAME",
-        help="as `edgeinfer ps` shows it, or a model (default: the endpoint that runs)",
-    )
+    help = "as `edgeinfer ps` shows it, or a model (default: the endpoint that runs)"
+    parser.add_argument("which", nargs="?", metavar="PID|NAME", help=help)
     parser.add_argument("--name", default="", help="name of the snapshot")
     parser.add_argument("--model", help="of a process that has several, this one")
     add_quiet(parser)
@@ -225,11 +208,8 @@ def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:
 
 def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
     folder = registry.find(options.name)
-    return SnapshotResult(
-        snapshot=registry.read_details(folder),
-        state=registry.state_of(folder)[1],
-        disk_bytes=registry.disk_bytes(folder),
-    )
+    state, size = registry.state_of(folder)[1], registry.disk_bytes(folder)
+    return SnapshotResult(snapshot=registry.read_details(folder), state=state, disk_bytes=size)
 
 
 def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
@@ -357,9 +337,7 @@ def _resolve_pid(which: str | None) -> int:
         matches = [launch for launch in launches if launch.verb == "serve"]
         no_match, ambiguous = "no endpoint runs", "several endpoints run"
     else:
-        matches = [
-            launch for launch in launches if which in launch.arguments or _has_loaded(launch.pid, which)
-        ]
+        matches = [run for run in launches if which in run.arguments or _has_loaded(run.pid, which)]
         no_match, ambiguous = f"nothing that runs has {which}", f"several processes have {which}"
     if len(matches) == 1:
         return _require_own_process(matches[0].pid)
@@ -383,10 +361,8 @@ def _require_own_process(pid: int) -> int:
     except OSError:
         raise UsageError(f"there is no process {pid}", hint=_PS) from None
     if owner != os.getuid():
-        raise UsageError(
-            f"process {pid} belongs to another user",
-            hint=f"as that user: `edgeinfer snapshots take {pid}`",
-        )
+        hint = f"as that user: `edgeinfer snapshots take {pid}`"
+        raise UsageError(f"process {pid} belongs to another user", hint=hint)
     if not running.shares_folders(pid):
         raise UsageError(
             f"process {pid} uses another data folder",

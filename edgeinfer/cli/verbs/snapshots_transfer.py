@@ -69,9 +69,7 @@ class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
     trusted: dict[str, str]
 
     def human(self) -> str:
-        own_key = (
-            f"your key: {self.own}" if self.own else "you have no key yet: the first export makes it"
-        )
+        own_key = f"your key: {self.own}" if self.own else "no key yet: the first export makes one"
         return "\n".join([own_key, *(f"{signer} since {day}" for signer, day in self.trusted.items())])
 
 
@@ -83,11 +81,8 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
         if isinstance(store, Layout):
             _refuse_filled(store.folder)
         exported = exporting.export(folder, store, progress.report)
-    return SnapshotsExportResult(
-        name=registry.read_details(folder).name,
-        destination=options.destination,
-        **msgspec.structs.asdict(exported),
-    )
+    name, facts = registry.read_details(folder).name, msgspec.structs.asdict(exported)
+    return SnapshotsExportResult(name=name, destination=options.destination, **facts)
 
 
 @contextmanager

@@ -32,9 +32,7 @@ class StopResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "which", nargs="*", metavar="PID|MODEL", help="a PID or a model, as `edgeinfer ps` shows them"
-    )
+    parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
     add_option(parser, "--all", "stop all of them")
     add_everywhere(parser)
 
@@ -43,29 +41,20 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
     """Stop processes. Raises UsageError if none is named, or a named one does not run."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:
-        raise UsageError(
-            "name what to stop",
-            hint="`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it",
-        )
-    chosen = (
-        running
-        if options.all
-        else [r for name in options.which for r in _find_processes(name, running)]
-    )
-    stopped: list[int] = []
-    killed: list[int] = []
-    for process in chosen:
-        (stopped if _end(process.pid) else killed).append(process.pid)
-    return StopResult(stopped=tuple(stopped), killed=tuple(killed))
+        hint = "`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it"
+        raise UsageError("name what to stop", hint=hint)
+    names = [] if options.all else options.which
+    chosen = [r for name in names for r in _find_processes(name, running)]
+    ended = {process.pid: _end(process.pid) for process in (running if options.all else chosen)}
+    stopped = tuple(pid for pid, was_enough in ended.items() if was_enough)
+    return StopResult(stopped=stopped, killed=tuple(pid for pid in ended if pid not in stopped))
 
 
 def _find_processes(name: str, running: list[Running]) -> list[Running]:
     matches = [r for r in running if name == str(r.pid) or name in r.arguments]
     if not matches:
-        raise UsageError(
-            f"nothing running here is called {name}",
-            hint="`edgeinfer ps --everywhere` shows what runs, here and in other homes",
-        )
+        hint = "`edgeinfer ps --everywhere` shows what runs, here and in other homes"
+        raise UsageError(f"nothing running here is called {name}", hint=hint)
     return matches
 
 

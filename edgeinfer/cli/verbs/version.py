@@ -84,10 +84,8 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
 def _licenses() -> LicensesResult:
     app = shipped.app_dir()
     if app is None:
-        raise ShippingError(
-            "this is not the shipped file, which lists its parts",
-            hint="Python's packages name their own: `pip show --verbose NAME`",
-        )
+        hint = "Python's packages name their own: `pip show --verbose NAME`"
+        raise ShippingError("this is not the shipped file, which lists its parts", hint=hint)
     listed = (app / "share/licences.json").read_bytes()
     components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
     return LicensesResult(folder=str(app / "share/licences"), components=components)

@@ -30,17 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
-    """Open the page of this user's endpoint; with `--json` only report its address.
-
-    Raises ServeError, and what naming a model raises.
-    """
+    """Open the page, with `--json` not. Raises ServeError, and what naming a model raises."""
     if options.model and not host.find_model(options.model):  # an endpoint that runs would not say so
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
-        raise ServeError(
-            f"{remote.url} serves no page", hint="start it without `web = false` in [serve]"
-        )
+        raise ServeError(f"{remote.url} serves no page", hint="remove `web = false` from [serve]")
     opened = not options.json and _open(remote)
     return WebResult(url=f"{remote.url}/#code={make_code()}", opened=opened)
 
