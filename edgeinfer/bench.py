@@ -61,10 +61,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `arrivals`: seconds from the request to each event with text.
-
-    `cached_tokens` is None if the server does not tell.
-    """
+    """An answer. `arrivals`: seconds to each event with text; `cached_tokens` None: not told."""
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -313,9 +310,8 @@ class Side:
             behind = self.prompt(depth)
             before = (await self.ask(behind, 1)).prompt_tokens if depth else 0
             if plan.tg:
-                samples[f"tg{plan.tg}{depth_suffix}"] = await self._decode(
-                    [f"{behind}{_LONG}"], plan.tg
-                )
+                decode = await self._decode([f"{behind}{_LONG}"], plan.tg)
+                samples[f"tg{plan.tg}{depth_suffix}"] = decode
             if plan.pp:
                 self.last_prompt = self.prompt(plan.pp, behind=behind)
                 [answer], joules = await self.measured((self.last_prompt, 1))
@@ -364,10 +360,7 @@ def noise_ms() -> float:
 async def measure(
     sides: Sequence[Side], plan: Plan, report: Callable[[str, float | None], None]
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
-    """Measure the sides in turn, each second round backwards; the rounds, and times of the fixed work.
-
-    Raises ServeError.
-    """
+    """Measure in turn, odd rounds backwards: rounds and times of fixed work. Raises ServeError."""
     for side in sides:
         report(f"asking {side.name}", None)
         await side.prepare()
@@ -384,25 +377,16 @@ async def measure(
 
 def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -> list[Row]:
     """Summarize the rounds: a row for each test and side."""
-    tests = dict.fromkeys(
-        test for round_samples in rounds for side in sides for test in round_samples[side]
-    )
+    tests = dict.fromkeys(test for samples in rounds for side in sides for test in samples[side])
     result = []
     for test, side in itertools.product(tests, sides):
-        samples = [round_samples[side][test] for round_samples in rounds if test in round_samples[side]]
+        pairs = [(of_round[side].get(test), of_round[sides[0]].get(test)) for of_round in rounds]
+        samples = [sample for sample, _ in pairs if sample]
         if not samples:
             continue
         values = [sample.value for sample in samples]
         joules = [sample.joules for sample in samples if sample.joules is not None]
-        both = [
-            round_samples
-            for round_samples in rounds
-            if test in round_samples[side] and test in round_samples[sides[0]]
-        ]
-        ratios = [
-            round_samples[side][test].value / round_samples[sides[0]][test].value
-            for round_samples in both
-        ]
+        ratios = [sample.value / first.value for sample, first in pairs if sample and first]
         row = Row(
             side=side,
             test=test,

@@ -45,15 +45,8 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return n_ctx
 
     def _loaded_n_ctx(self, model: str) -> int:
-        models = self.request("GET", "/props")["models"]
-        return next(
-            (
-                int(model_info["info"].get("n_ctx", 0))
-                for model_info in models
-                if model_info["id"] == model
-            ),
-            0,
-        )
+        sizes = {m["id"]: m["info"].get("n_ctx", 0) for m in self.request("GET", "/props")["models"]}
+        return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
         """Return whether a GET of `path`, which needs no key, is answered. Raises ServeError."""
@@ -113,11 +106,9 @@ def look_at(url: str, key: str) -> RemoteEndpoint | None:
         health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
     except ServeError:
         return None
-    if not isinstance(health, dict) or not {"status", "model"} <= health.keys():
+    if not isinstance(health, dict) or health.get("status", "draining") == "draining":
         return None
-    if health["status"] == "draining":
-        return None
-    return RemoteEndpoint(url=url, model=health["model"], key=key)
+    return RemoteEndpoint(url=url, model=health["model"], key=key) if "model" in health else None
 
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:

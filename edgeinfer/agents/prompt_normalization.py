@@ -9,6 +9,7 @@ nothing is dropped; any other is moved after what sessions share. Each rule can 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -138,7 +139,7 @@ class Reminders:
         for turn in turns:
             reminder = _reminder(turn)
             plain = _with_content(turn, turn.content.removesuffix(reminder))
-            if turn.role not in ("system", "developer"):
+            if not _is_system(turn):
                 conversation.update(msgspec.json.encode(plain))
             if reminder:
                 self._note(conversation.digest(), reminder)
@@ -165,19 +166,14 @@ def _reminder(turn: Message) -> str:
 def normalize(
     turns: Sequence[Message], rules: Collection[PromptRule] = NAMES
 ) -> tuple[Turns, tuple[PromptRule, ...]]:
-    """Return the normalized turns, and the names of the rules that changed something.
-
-    A line that has no turn to go to stays where it is.
-    """
-    n_system = next(
-        (i for i, t in enumerate(turns) if t.role not in ("system", "developer")), len(turns)
-    )
-    system, turns_after_system = list(turns[:n_system]), list(turns[n_system:])
+    """Return the turns with lines moved where there is a turn for them, and the rules that applied."""
+    system = list(itertools.takewhile(_is_system, turns))
+    messages = list(turns[len(system) :])
     applied: list[PromptRule] = []
-    if "standing" in rules and _merge_standing(system, turns_after_system):
+    if "standing" in rules and _merge_standing(system, messages):
         applied.append("standing")
     moved = ""
-    has_user = any(turn.role == "user" for turn in turns_after_system)
+    has_user = any(turn.role == "user" for turn in messages)
     for rule in RULES:
         if rule.pattern is None or rule.name not in rules or not (has_user or rule.to == "dropped"):
             continue
@@ -185,27 +181,26 @@ def normalize(
             applied.append(rule.name)
             moved += lines if rule.to == "first user turn" else ""
     if moved:
-        _put_ahead(turns_after_system, moved)
-    if (
-        "environment" in rules
-        and _put_folders_last(turns_after_system)
-        and "environment" not in applied
-    ):
+        _put_ahead(messages, moved)
+    if "environment" in rules and _put_folders_last(messages):
         applied.append("environment")
-    if "note" in rules and _put_note_last(turns_after_system):
+    if "note" in rules and _put_note_last(messages):
         applied.append("note")
-    return (*(turn for turn in system if turn.content), *turns_after_system), tuple(applied)
+    turns = (*(turn for turn in system if turn.content), *messages)
+    return turns, tuple(dict.fromkeys(applied))
+
+
+def _is_system(turn: Message) -> bool:
+    return turn.role in ("system", "developer")
 
 
 def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
     """Merge system turns before the first answer into the system turn; return whether any moved."""
-    end_index = next(
-        (i for i, t in enumerate(messages) if t.role in ("assistant", "tool")), len(messages)
-    )
-    standing = [turn for turn in messages[:end_index] if turn.role in ("system", "developer")]
+    before = list(itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), messages))
+    standing = list(filter(_is_system, before))
     if not standing or not system:
         return False
-    messages[:end_index] = [turn for turn in messages[:end_index] if turn.role == "user"]
+    messages[: len(before)] = [turn for turn in before if turn.role == "user"]
     merged = "\n\n".join(turn.content for turn in (system[-1], *standing))
     system[-1] = _with_content(system[-1], merged)
     return True
@@ -270,11 +265,9 @@ def _put_note_last(messages: list[Message]) -> bool:
 def _move(text: str, position: int, section: str, before: str) -> str:
     """Move the `section` at `position` of `text` to before the next `before`, if there is one."""
     target = text.find(before, position)
-    return (
-        text
-        if target < 0
-        else text[:position] + text[position + len(section) : target] + section + text[target:]
-    )
+    if target < 0:
+        return text
+    return text[:position] + text[position + len(section) : target] + section + text[target:]
 
 
 def _with_content(turn: Message, content: str) -> Message:
@@ -303,7 +296,10 @@ def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) ->
         return text
     before = "".join(folders[-1]).strip()
     text = _DAY_LINE.sub(lambda line: _with_day(line[0], day), text)
-    text = _GIT.sub(lambda line: line[1] + _answer(line[2], is_repository), text)
+    answers = {"true": "true", "false": "true", "yes": "yes", "no": "yes"}
+    if not is_repository:
+        answers = {"true": "false", "false": "false", "yes": "no", "no": "no"}
+    text = _GIT.sub(lambda line: line[1] + answers[line[2]], text)
     for old, new in ((before, folder), (_slug(before), _slug(folder))):
         text = text.replace(old, new)
     return text[: _end_of_lines(text, (folder, _slug(folder)))]
@@ -321,11 +317,6 @@ def _with_day(line: str, day: date) -> str:
     ):
         line = re.sub(pattern, written, line)
     return line
-
-
-def _answer(before: str, is_repository: bool) -> str:
-    positive, negative = ("true", "false") if before in ("true", "false") else ("yes", "no")
-    return positive if is_repository else negative
 
 
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:

@@ -214,10 +214,8 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
         f"export default (pi) => pi.registerProvider({json.dumps(PROVIDER)}, {json.dumps(provider)});\n"
     )
     extension.write_text(code, "utf-8")
-    return AgentSetup(
-        arguments=("-e", str(extension), "--provider", PROVIDER, "--model", target.model),
-        environment={"PI_TELEMETRY": "0"},
-    )
+    arguments = ("-e", str(extension), "--provider", PROVIDER, "--model", target.model)
+    return AgentSetup(arguments=arguments, environment={"PI_TELEMETRY": "0"})
 
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
@@ -267,10 +265,8 @@ def find_program(agent: Agent) -> str:
     """Return the agent's program on PATH. Raises UsageError with the install command."""
     program = shutil.which(agent.name)
     if program is None:
-        raise UsageError(
-            f"{agent.title} is not installed: no `{agent.name}` on PATH",
-            hint=f"install it: {agent.install}",
-        )
+        missing = f"{agent.title} is not installed: no `{agent.name}` on PATH"
+        raise UsageError(missing, hint=f"install it: {agent.install}")
     return program
 
 

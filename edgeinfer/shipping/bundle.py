@@ -83,10 +83,9 @@ def bring_out(shipped: Shipped, job: Job) -> PulledModel:
 
 def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> PulledModel:
     need_room(work, bundled.size_bytes, bundled.name)
-    fetched = [
-        _take(shipped, file, shipped.bundle_offset + offset, work, job)
-        for file, offset in zip(bundled.files, offsets(bundled), strict=True)
-    ]
+    places = zip(bundled.files, offsets(bundled), strict=True)
+    start = shipped.bundle_offset
+    fetched = [_take(shipped, file, start + offset, work, job) for file, offset in places]
     return store.publish(
         bundled.reference,
         fetched,

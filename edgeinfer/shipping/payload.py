@@ -112,10 +112,8 @@ def open_shipped(path: Path) -> Shipped:
         file.seek(max(0, file_size - COOKIE.size))
         cookie = file.read(COOKIE.size)
         if len(cookie) != COOKIE.size or not cookie.startswith(COOKIE_MAGIC):
-            raise ShippingError(
-                f"{path} is not an edgeinfer binary, or it was truncated",
-                hint="download the file again",
-            )
+            message = f"{path} is not an edgeinfer binary, or it was truncated"
+            raise ShippingError(message, hint="download the file again")
         archive = file_size - int(COOKIE.unpack(cookie)[1])
         file.seek(archive - TRAILER.size)
         trailer = file.read(TRAILER.size)
@@ -195,10 +193,8 @@ def split_block(
 
 
 def _damage_error(path: Path, reason: str) -> ChecksumError:
-    return ChecksumError(
-        f"{path} is damaged: {reason}",
-        hint="download the file again and compare it with its SHA256SUMS",
-    )
+    hint = "download the file again and compare it with its SHA256SUMS"
+    return ChecksumError(f"{path} is damaged: {reason}", hint=hint)
 
 
 # --- executables that name their own folder
@@ -209,9 +205,7 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
     """Find an ELF's interpreter: offset, and length without the zero. Raises ShippingError."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
-        kind, _flags, offset, _vaddr, _paddr, length = struct.unpack_from(
-            "<IIQQQQ", elf, table + n * size
-        )
+        kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
         if kind == 3:  # PT_INTERP
             return offset, length - 1
     raise ShippingError("an executable without an interpreter cannot be relocated")
@@ -221,10 +215,8 @@ def pad(path: str, length: int) -> bytes:
     """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if it is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
-        raise ShippingError(
-            f"{path} is too long a path for CRIU's libraries",
-            hint="set EDGEINFER_HOME to a shorter one",
-        )
+        message = f"{path} is too long a path for CRIU's libraries"
+        raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter one")
     return b"/" * (length - len(raw)) + raw
 
 

@@ -14,6 +14,7 @@ bootloader.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -67,9 +68,8 @@ def ensure_unpacked(
 def _refuse_unsafe(folder: Path) -> Path:
     info = os.lstat(folder)
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise SnapshotUnsafeError(
-            f"{folder} can be changed by other users", hint=f"remove it and start again: {folder}"
-        )
+        message = f"{folder} can be changed by other users"
+        raise SnapshotUnsafeError(message, hint=f"remove it and start again: {folder}")
     return folder
 
 
@@ -189,11 +189,8 @@ def flush(folder: Path) -> None:
 def versions() -> list[Path]:
     """List the unpacked applications."""
     root = app_root()
-    return (
-        sorted(p for p in root.iterdir() if p.is_dir() and (p / INDEX).is_file())
-        if root.is_dir()
-        else []
-    )
+    folders = root.iterdir() if root.is_dir() else ()
+    return sorted(folder for folder in folders if (folder / INDEX).is_file())
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
@@ -265,9 +262,8 @@ def main() -> int:
     restore_environment()
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
-        app = ensure_unpacked(
-            file, _Said(), lambda: _say("another first start is unpacking: waiting for it")
-        )
+        waiting = functools.partial(_say, "another first start is unpacking: waiting for it")
+        app = ensure_unpacked(file, _Said(), waiting)
         _bring_model(file, app)
     except EdgeInferError as error:
         print(error_text.describe_error(error), file=sys.stderr)  # noqa: T201

@@ -68,13 +68,10 @@ def own_program(*, replaces: bool = True) -> Path:
     if program is None:
         raise ShippingError("the file that started this process is gone", hint="install it again")
     if program.parent == Path("/usr/bin"):
-        raise ShippingError(
-            f"{program} belongs to a package", hint="update it with your package manager (apt, dnf)"
-        )
+        manager = "update it with your package manager (apt, dnf)"
+        raise ShippingError(f"{program} belongs to a package", hint=manager)
     if replaces and not os.access(program.parent, os.W_OK):
-        raise ShippingError(
-            f"{program.parent} cannot be written", hint="run it as the owner of that folder"
-        )
+        raise ShippingError(f"{program.parent} cannot be written", hint="run it as that folder's owner")
     return program
 
 
@@ -82,10 +79,8 @@ def refuse_unless_ours(program: Path, app: str) -> None:
     """Raise ShippingError unless `program` is this user's and still carries `app`."""
     owner = program.stat().st_uid
     if owner != os.geteuid():
-        raise ShippingError(
-            f"{program} belongs to the user {owner}, and would belong to another one then",
-            hint="run it as its owner",
-        )
+        message = f"{program} belongs to the user {owner}, and would belong to another one then"
+        raise ShippingError(message, hint="run it as its owner")
     if payload.open_shipped(program).app != app:
         raise ShippingError(f"{program} was replaced since this command began", hint="run it again")
 

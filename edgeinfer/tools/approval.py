@@ -94,10 +94,8 @@ def parse(text: str) -> Pattern:
     inner = match[3] if match else None
     pairs = _ARGUMENT.findall(inner or "")
     if match is None or sum(len(m[0]) for m in _ARGUMENT.finditer(inner or "")) != len(inner or ""):
-        raise ConfigError(
-            f"{text!r} is not a pattern of tool calls",
-            hint="e.g. `files.*` or `files.write(path=notes/*)`",
-        )
+        hint = "e.g. `files.*` or `files.write(path=notes/*)`"
+        raise ConfigError(f"{text!r} is not a pattern of tool calls", hint=hint)
     arguments = tuple((_unescape(name), value) for name, value in pairs)
     return Pattern(match[1], match[2], arguments, is_bare=inner == "")
 
@@ -201,10 +199,8 @@ def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments
-    values = (
-        f"{_escape(name, _IN_NAME)}={_value_for(name, argument_text(value))}"
-        for name, value in restricted.items()
-    )
+    texts = ((name, argument_text(value)) for name, value in restricted.items())
+    values = (f"{_escape(name, _IN_NAME)}={_value_for(name, text)}" for name, text in texts)
     pattern = f"{_escape(server)}.{_escape(tool)}({', '.join(values)})"
     with suppress(ConfigError):
         if len(pattern) <= _LONGEST_PROPOSED and parse(pattern).allows(server, tool, arguments):
@@ -262,9 +258,8 @@ class Approvals:
 
     def allow_here(self, conversation: Hashable, server: str, tool: str) -> None:
         """Allow the tool in this conversation."""
-        self._by_conversation.setdefault(conversation, []).append(
-            Pattern(_escape(server), _escape(tool))
-        )
+        pattern = Pattern(_escape(server), _escape(tool))
+        self._by_conversation.setdefault(conversation, []).append(pattern)
 
     def allow_always(self, text: str) -> None:
         """Allow calls of a pattern from now on, in the configuration too. Raises ConfigError."""

@@ -45,12 +45,8 @@ def tool_info(
     read_only: bool = False,
 ) -> ToolInfo:
     """Describe a tool. `read_only`: it does not ask."""
-    schema = {
-        "type": "object",
-        "properties": {**needed, **(optional or {})},
-        "required": list(needed),
-        "additionalProperties": False,
-    }
+    fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
+    schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 

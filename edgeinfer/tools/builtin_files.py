@@ -114,9 +114,8 @@ class BuiltinFiles(Builtin):
         try:
             with suppress(FileNotFoundError):
                 before = self._text(str(arguments.get("path", "")))
-            after = (
-                str(arguments.get("content", "")) if name == "write" else _edit_text(before, arguments)
-            )
+            written = str(arguments.get("content", ""))
+            after = written if name == "write" else _edit_text(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
             return ""  # the card has the arguments instead
         old_rows, new_rows = _rows(before), _rows(after)

@@ -79,10 +79,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         """Return the card as lines: the call, its change, the warning, and what can be typed."""
         lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
         # further lines of an argument are marked: they could look like another argument
-        lines += [
-            f"  {name}: {text}".replace("\n", "\n  | ")
-            for name, text in self._shown_arguments().items()
-        ]
+        for name, text in self._shown_arguments().items():
+            lines.append(f"  {name}: {text}".replace("\n", "\n  | "))
         lines += [escape_hidden(self.diff)] if self.diff else []
         lines += [f"  ! {escape_hidden(self.warning)}"] if self.warning else []
         always = f" · p always {escape_hidden(self.pattern)}" if self.pattern else ""
@@ -134,17 +132,12 @@ class CallFront(Protocol):
 
 
 class ChatTools:
-    """Runs the calls of answers with one toolbox.
-
-    `running` stops those of `start`, None if none run; `close` also those of `run`, in any threads.
-    """
+    """Runs the calls of answers. `running` stops those of `start`, `close` all, in any thread."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         if not config.has_tools:
-            raise UsageError(
-                "no tools are configured",
-                hint='config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`',
-            )
+            hint = 'config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`'
+            raise UsageError("no tools are configured", hint=hint)
         self.toolbox = Toolbox(config, folder)
         self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None
@@ -189,10 +182,9 @@ class ChatTools:
 
     def text(self) -> str:
         """List the tools by server, one server a line."""
-        lines = [
-            f"{server}: {', '.join(info.name for info, _ in offered)}"
-            for server, offered in self.tools_by_server().items()
-        ]
+        by_server = self.tools_by_server().items()
+        names = {server: ", ".join(info.name for info, _ in offered) for server, offered in by_server}
+        lines = (f"{server}: {listed}" for server, listed in names.items())
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server has a tool."
 
     def notices(self) -> list[str]:

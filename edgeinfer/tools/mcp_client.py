@@ -162,9 +162,8 @@ class McpClient:
         on_progress: Progress | None = None,
     ) -> CallResult:
         """Call a tool; `on_progress` gets words. Raises ToolServerError, StoppedError."""
-        result = self.request(
-            "tools/call", {"name": name, "arguments": arguments}, stop=stop, on_progress=on_progress
-        )
+        params = {"name": name, "arguments": arguments}
+        result = self.request("tools/call", params, stop=stop, on_progress=on_progress)
         text = "\n".join(map(_item_text, _dicts(result.get("content"))))
         if not text and "structuredContent" in result:
             text = msgspec.json.encode(result["structuredContent"]).decode()

@@ -63,10 +63,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
-    """Return the enabled servers, each name once, and why others are left out.
-
-    config.toml goes before the files it names.
-    """
+    """Return the enabled servers, config.toml's first, and why others are left out."""
     specs: dict[str, ServerSpec] = {}
     left_out: list[str] = []
     for where, entries in _sources(config, folder, left_out):
@@ -155,18 +152,13 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
 
 
 def _fill(label: str, text: Any, folder: Path) -> str:
-    """Replace `${env:NAME}`, `${NAME}`, `${NAME:-DEFAULT}` and `${workspaceFolder}`.
-
-    Raises ConfigError for others.
-    """
+    """Fill in `${env:NAME}`, `${NAME:-DEFAULT}`, `${workspaceFolder}`. Raises ConfigError."""
 
     def value(match: re.Match[str]) -> str:
         kind, name, default = match.groups()
         if kind == "input":
-            raise ConfigError(
-                f"{label}: {match[0]} (a prompt of VS Code) is not supported",
-                hint=f"write ${{env:{name}}} and set that variable",
-            )
+            message = f"{label}: {match[0]} (a prompt of VS Code) is not supported"
+            raise ConfigError(message, hint=f"write ${{env:{name}}} and set that variable")
         if not kind and name in ("workspaceFolder", "cwd"):
             return str(folder)
         if not kind and name in ("userHome", "HOME"):

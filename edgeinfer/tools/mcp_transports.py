@@ -205,10 +205,7 @@ class StdioTransport:
             stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Drop a message that is not written yet; end a child that is late with reading it.
-
-        Return whether the child is ended.
-        """
+        """Drop an unwritten message; end a child that reads too late. Return whether it ended."""
         is_ended = is_late and not sent.done()
         sent.cancel()
         if is_ended:

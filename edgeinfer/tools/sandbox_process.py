@@ -41,10 +41,7 @@ _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command over `folder`, which it may change; `readable` are further folders that it needs.
-
-    It finds `code` as /command.
-    """
+    """A command over `folder` with `code` as /command; `readable`: further folders it needs."""
 
     command: list[str]
     code: str
@@ -224,12 +221,9 @@ def _free(folder: str) -> _Free:
         shared = re.search(r"Shmem:\s*(\d+)", file.read())
     with open("/proc/net/sockstat") as file:  # of this network namespace; it counts closed ones too
         sockets = re.search(r"sockets: used (\d+)", file.read())
-    return _Free(
-        disk.f_bavail * disk.f_frsize,
-        disk.f_favail,
-        int(shared[1]) << 10 if shared else 0,
-        int(sockets[1]) if sockets else 0,
-    )
+    shared_bytes = int(shared[1]) << 10 if shared else 0
+    n_sockets = int(sockets[1]) if sockets else 0
+    return _Free(disk.f_bavail * disk.f_frsize, disk.f_favail, shared_bytes, n_sockets)
 
 
 def _write(path: str, text: str) -> None:

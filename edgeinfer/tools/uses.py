@@ -45,10 +45,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
 def uses_of(answer: Collected) -> tuple[ToolUse, ...]:
     """Return the calls of an answer that has ended."""
-    return tuple(
-        ToolUse(id=call.id, name=call.name, arguments=call.arguments)
-        for _, call in sorted(answer.calls.items())
-    )
+    calls = (call for _, call in sorted(answer.calls.items()))
+    return tuple(ToolUse(id=call.id, name=call.name, arguments=call.arguments) for call in calls)
 
 
 def call_messages(content: str, reasoning: str, uses: Iterable[ToolUse]) -> list[Message]:
