@@ -25,6 +25,8 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
+#: Keys of a shipped model that other sources make wrong.
+_OF_THE_BYTES = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
 #: Of whole files of the catalogue's types: embeddings and output are often of a larger type.
 _BITS_PER_WEIGHT = {
@@ -201,15 +203,15 @@ def user_path() -> Path:
 
 
 def load_catalog(user: Path | None = None) -> Catalog:
-    """Load the shipped catalogue, overridden by the user's.
-
-    Raises ConfigError naming file, model, key and the nearest valid key.
-    """
+    """Load the shipped catalogue, overridden by the user's. Raises ConfigError with the nearest key."""
     user = user or user_path()
     tables = _read(shipped_path())
     origin = dict.fromkeys(tables, shipped_path())
     for name, table in _read(user).items() if user.exists() else ():
-        tables[name] = _overlaid(tables.get(name, {}), table)
+        shipped = tables.get(name, {})
+        if "sources" in table:
+            shipped = {key: value for key, value in shipped.items() if key not in _OF_THE_BYTES}
+        tables[name] = shipped | table
         origin[name] = user
     return Catalog(
         {name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()}
@@ -236,15 +238,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             table["sampling"] = {k: v for k, v in sampling.items() if k not in _OLD_SAMPLERS}
         refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
     return models
-
-
-def _overlaid(shipped: dict[str, Any], user: dict[str, Any]) -> dict[str, Any]:
-    base = {
-        k: v
-        for k, v in shipped.items()
-        if "sources" not in user or k not in ("sha256", "size-bytes", "file-name")
-    }
-    return base | user
 
 
 def _model(name: str, table: dict[str, Any], where: str) -> Model:

@@ -96,6 +96,7 @@ _PICKLE = (
 #: What other files begin with: what they are, and the way out.
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
+_ALIGNMENTS = [1 << power for power in range(21)]
 #: Limits of ggml's own reader (gguf.cpp, ggml.h).
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
@@ -162,9 +163,9 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     def number(self, key: str, default: int = 0) -> int:
         """Return the non-negative integer at `key`, or `default` if it is absent or anything else."""
         value = self.metadata.get(key)
-        return (
-            value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
-        )
+        if isinstance(value, bool) or not isinstance(value, int):
+            return default
+        return value if value >= 0 else default
 
     def own(self, key: str) -> str:
         """Return `key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
@@ -429,11 +430,7 @@ class _Walker:
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if (
-            not isinstance(alignment, int)
-            or not 1 <= alignment <= 1 << 20
-            or alignment & (alignment - 1)
-        ):
+        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
             self.bad(f"general.alignment is {alignment!r}, not a power of two")
         return alignment
 

@@ -129,15 +129,11 @@ def _stem(source: sources.Source) -> str:
 
 
 def _named_after(stem: str, catalog: Catalog) -> Reference:
-    plain = re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower()
-    made = (
-        re.sub(r"[-._]{2,}", "-", re.sub(r"[^a-z0-9._-]+", "-", plain)).strip("-._")[:96].strip("-._")
-    )
-    if not made or made in catalog.models:
-        taken = (
-            f"the catalogue has a model called {made!r}"
-            if made
-            else f"no name can be made from {stem!r}"
-        )
-        raise UsageError(taken, hint="give it a name: `--name NAME`")
+    plain = re.sub(r"[^a-z0-9._-]+", "-", re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower())
+    made = re.sub(r"[-._]{2,}", "-", plain).strip("-._")[:96].strip("-._")
+    problem = "" if made else f"no name can be made from {stem!r}"
+    if made in catalog.models:
+        problem = f"the catalogue has a model called {made!r}"
+    if problem:
+        raise UsageError(problem, hint="give it a name: `--name NAME`")
     return Reference(names.model_name(made))

@@ -73,10 +73,7 @@ class Url(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object in a bucket of S3 ("s3") or of Google ("gs").
-
-    A key with a slash at its end is a folder that holds a checkpoint.
-    """
+    """An object of S3 ("s3") or Google ("gs"); a key that ends in a slash is a checkpoint's folder."""
 
     bucket: str
     key: str
@@ -131,11 +128,7 @@ def _at(revision: str) -> str:
 
 
 def _safe(path: str, text: str) -> str:
-    if (
-        any(component in ("", ".", "..") for component in path.split("/"))
-        or "\\" in path
-        or "\0" in path
-    ):
+    if not {"", ".", ".."}.isdisjoint(path.split("/")) or "\\" in path or "\0" in path:
         raise UsageError(f"the path in {text!r} has an empty, `.` or `..` part, or a backslash")
     return path
 

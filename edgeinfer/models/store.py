@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from edgeinfer.platform.disk import bytes_below, is_locked, locked, room_errors,
 RECORD = "model.json"
 PARTIAL = ".partial"
 LOCKS = ".locks"
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -87,10 +89,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model. `name` is its reference, `base` its catalogue name or the same.
-
-    `projector` encodes pictures for it.
-    """
+    """A pulled model: its reference, and as `base` its catalogue name or the same."""
 
     name: str
     base: str
@@ -148,19 +147,28 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_record(folder: Path) -> PulledModel | None:
     """Read the record in `folder`, None without one. Raises CatalogError for a broken one."""
+    return _read_json(folder / RECORD, PulledModel, folder.name)
+
+
+def _read_json(path: Path, kind: type[T], removed: str) -> T | None:
+    """Read a file of the store, None without one. Raises CatalogError: `removed` is what `rm` takes."""
     try:
-        return msgspec.json.decode((folder / RECORD).read_bytes(), type=PulledModel)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise CatalogError(
-            f"{folder / RECORD} cannot be read: {error}", hint=f"`edgeinfer rm {folder.name}`"
+            f"{path} cannot be read: {error}", hint=f"`edgeinfer rm {removed}`"
         ) from error
 
 
 def write_record(record: PulledModel) -> None:
     """Write the record, which makes the folder a model; files are in place and verified."""
-    write_whole(record.folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    _write_json(record.folder / RECORD, record)
+
+
+def _write_json(path: Path, value: msgspec.Struct) -> None:
+    write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def list_pulled() -> list[PulledModel]:
@@ -262,14 +270,7 @@ def pins_path(ref: Reference) -> Path:
 
 def read_pins(ref: Reference) -> Pins:
     """Read the pins of a model. Raises CatalogError if they cannot be read."""
-    try:
-        return msgspec.json.decode(pins_path(ref).read_bytes(), type=Pins)
-    except FileNotFoundError:
-        return Pins()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CatalogError(
-            f"{pins_path(ref)} cannot be read: {error}", hint=f"`edgeinfer rm {ref} --forget`"
-        ) from error
+    return _read_json(pins_path(ref), Pins, f"{ref} --forget") or Pins()
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
@@ -295,6 +296,4 @@ def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
         if one.pinned and (source, one.file_name) not in have
     )
     if new:
-        write_whole(
-            pins_path(ref), msgspec.json.format(msgspec.json.encode(Pins(pins=old + new)), indent=2)
-        )
+        _write_json(pins_path(ref), Pins(pins=old + new))

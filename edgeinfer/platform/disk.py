@@ -45,10 +45,7 @@ def need_room(folder: Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG raised in the block into DiskFullError.
-
-    `but` ends the message: it names what is not lost.
-    """
+    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError, which ends with what is not lost: `but`."""
     try:
         yield
     except OSError as error:

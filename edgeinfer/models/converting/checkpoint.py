@@ -84,10 +84,8 @@ class Safetensors:
         except (RecursionError, msgspec.MsgspecError) as error:
             self._bad(f"its header: {error}")
         tensors = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
-        by_place = sorted(
-            (tensor for tensor in tensors if tensor.n_bytes), key=lambda tensor: tensor.offset
-        )
-        for tensor, after in pairwise(by_place):
+        stored = [tensor for tensor in tensors if tensor.n_bytes]
+        for tensor, after in pairwise(sorted(stored, key=lambda tensor: tensor.offset)):
             if tensor.offset + tensor.n_bytes > after.offset:
                 self._bad(f"{tensor.name} and {after.name} overlap")
         return tensors

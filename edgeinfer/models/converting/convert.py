@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,11 @@ class Conversion:
             total += size
         need_room(target.parent, total, target.name)
         job.begin("converting", target.name.removesuffix(".part"), total=total)
-        with room_errors(target):
-            try:
-                writer.write_header_to_file(target)
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-                self._data(writer, job)
-            finally:
-                writer.close()
+        with room_errors(target), closing(writer):
+            writer.write_header_to_file(target)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            self._data(writer, job)
 
     def _type(self, tensor: Planned) -> gguf.GGMLQuantizationType:
         """Rows that no block of Q8_0 divides are stored as F16."""
@@ -191,9 +189,7 @@ class Conversion:
 
     def _n_vocab(self) -> int:
         n_tokens = required_number(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
-        rows = next(
-            (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
-        )
+        rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
         if n_tokens != rows:
             raise ConversionError(
                 f"config.json says {n_tokens} tokens, the embedding has {rows} rows",

@@ -38,16 +38,6 @@ def _interleave(values: Array, n_head: int) -> Array:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
 
 
-def pair_queries(values: Array, heads: Heads) -> Array:
-    """Order a query projection, [n_head * head_dim, …], for rope over neighbouring values."""
-    return _interleave(values, heads.n_head)
-
-
-def pair_keys(values: Array, heads: Heads) -> Array:
-    """Order a key projection, [n_head_kv * head_dim, …], for rope over neighbouring values."""
-    return _interleave(values, heads.n_head_kv)
-
-
 def plus_one(values: Array, _heads: Heads) -> Array:
     """Add one to norms that are stored as the difference from one, float32."""
     return values + np.float32(1)
@@ -182,7 +172,11 @@ def _llama3(rope: Values, head_dim: int) -> Array:
     return factors
 
 
-_NORM_PAIRS: dict[str, Transform] = {"attn_q": pair_queries, "attn_k": pair_keys}
+#: Projections [heads * head_dim, …] in order for rope over neighbouring values.
+_NORM_PAIRS: dict[str, Transform] = {
+    "attn_q": lambda values, heads: _interleave(values, heads.n_head),
+    "attn_k": lambda values, heads: _interleave(values, heads.n_head_kv),
+}
 _PLUS_ONE: dict[str, Transform] = {"norm.weight": plus_one}
 _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
@@ -228,7 +222,6 @@ def _mrope(config: Values) -> Values:
 
 _SMOLVLM = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
 _LLAMA = ("LlamaForCausalLM", "MistralForCausalLM", "LLaMAForCausalLM", *_SMOLVLM)
-_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 _NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
 
 FAMILIES = (
@@ -273,7 +266,7 @@ FAMILIES = (
     Family(
         "Gemma 3 (text, pictures)",
         "gemma3",
-        _GEMMA3,
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         _GELU_TANH,
         transforms=_PLUS_ONE,
         extra=_gemma3,

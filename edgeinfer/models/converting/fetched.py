@@ -34,7 +34,7 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
 
 def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job) -> list[Fetched]:
     target = work / "mmproj.gguf.part"
-    if not vision.has_tower(checkpoint):
+    if not vision.find_tower(checkpoint):
         return []
     try:
         vision.convert_tower(checkpoint, target, type_name, job)

@@ -8,6 +8,7 @@ Keys of `adapter_config.json`: https://huggingface.co/docs/peft/package_referenc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -44,38 +45,33 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
     Raises ConversionError for what is no plain LoRA, and for one that does not fit the base.
     """
     with conversion_errors(folder):
-        _convert_checked(folder, base, base_name, target)
-
-
-def _convert_checked(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    config = read_json(folder / ADAPTER_CONFIG)
-    _refuse_other_kinds(folder, config)
-    family = _family_of(base)
-    pairs = _read_pairs(Safetensors(folder / ADAPTER_WEIGHTS), base, family)
-    writer = gguf.GGUFWriter(target, base.architecture)
-    writer.add_type("adapter")
-    writer.add_name(folder.name)
-    writer.add_string("general.base_model.0.name", base_name)
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 1.0)
-    for name, (module, pair) in pairs.items():
-        a, b = _fitting(name, pair, base)
-        # llama.cpp scales by alpha / rank with one alpha for all: each module's own is in its B
-        with np.errstate(over="ignore"):
-            b = b * np.float32(_scale(config, module, len(a)) * len(a))
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise ConversionError(f"the adapter's {name} holds numbers that are none (NaN, infinity)")
-        transform = transform_of(family, name)
-        if transform is not None and transform is not plus_one:
-            b = transform(b, _heads(base))
-        writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
-        writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+        config = read_json(folder / ADAPTER_CONFIG)
+        _refuse_other_kinds(folder, config)
+        family = _family_of(base)
+        pairs = _read_pairs(Safetensors(folder / ADAPTER_WEIGHTS), base, family)
+        writer = gguf.GGUFWriter(target, base.architecture)
+        writer.add_type("adapter")
+        writer.add_name(folder.name)
+        writer.add_string("general.base_model.0.name", base_name)
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", 1.0)
+        for name, (module, pair) in pairs.items():
+            a, b = _fitting(name, pair, base)
+            # llama.cpp scales by alpha / rank with one alpha for all: each module's own is in its B
+            with np.errstate(over="ignore"):
+                b = b * np.float32(_scale(config, module, len(a)) * len(a))
+            if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                problem = f"the adapter's {name} holds numbers that are none (NaN, infinity)"
+                raise ConversionError(problem)
+            transform = transform_of(family, name)
+            if transform is not None and transform is not plus_one:
+                b = transform(b, _heads(base))
+            writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
+            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(b))
+        with contextlib.closing(writer):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
 
 
 def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:

@@ -141,11 +141,8 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     kind = model.get("type") or ("BPE" if "merges" in model else "")
     if kind != "BPE":
         raise ConversionError(f"tokenizer.json is of the kind {kind!r}: only BPE is supported")
-    return (_byte_level if _is_byte_level(tokenizer) else _sentence_piece)(tokenizer, vocabulary)
-
-
-def _is_byte_level(tokenizer: Values) -> bool:
-    return any("'ByteLevel'" in str(tokenizer.get(section)) for section in ("pre_tokenizer", "decoder"))
+    steps = f"{tokenizer.get('pre_tokenizer')}{tokenizer.get('decoder')}"
+    return (_byte_level if "'ByteLevel'" in steps else _sentence_piece)(tokenizer, vocabulary)
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
@@ -192,9 +189,8 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 def _prefixes(tokenizer: Values) -> bool:
     steps = f"{tokenizer.get('normalizer')}{tokenizer.get('pre_tokenizer')}"
-    if "'Prepend'" in steps:
-        return True
-    return "'Metaspace'" in steps and "'prepend_scheme': 'never'" not in steps
+    metaspace = "'Metaspace'" in steps and "'prepend_scheme': 'never'" not in steps
+    return metaspace or "'Prepend'" in steps
 
 
 def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
@@ -207,13 +203,9 @@ def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
         vocabulary.put(index, token["content"], kind)
 
 
-def _ids(tokenizer: Values) -> dict[str, int]:
-    vocab: dict[str, int] = tokenizer["model"]["vocab"]
-    return vocab | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-
-
 def _specials(folder: Path, tokenizer: Values) -> Values:
-    ids = _ids(tokenizer)
+    added = tokenizer.get("added_tokens") or ()
+    ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in added}
     config = read_json(folder / "config.json")
     special = read_json(folder / "special_tokens_map.json")
     special |= read_json(folder / "tokenizer_config.json")
@@ -252,8 +244,6 @@ def _template(folder: Path) -> Values:
         return {"chat_template": template_file.read_text("utf-8")}
     template = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        by_name = {
-            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
-        }
-        template = by_name.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
     return {"chat_template": template} if isinstance(template, str) and template else {}

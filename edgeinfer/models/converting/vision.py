@@ -57,10 +57,8 @@ def _gemma3(config: Values, vision: Values, _pictures: Values) -> Values:
 
 def _idefics3(config: Values, vision: Values, pictures: Values) -> Values:
     longest: Any = (pictures.get("size") or {}).get("longest_edge", vision["image_size"])
-    return {
-        "projector.scale_factor": int(config.get("scale_factor", 2)),
-        "preproc_image_size": int(longest),
-    }
+    factor = int(config.get("scale_factor", 2))
+    return {"projector.scale_factor": factor, "preproc_image_size": int(longest)}
 
 
 def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
@@ -68,10 +66,8 @@ def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
     step = whole[0] + 1
     if whole != list(range(step - 1, step * len(whole), step)) or vision["window_size"] != 112:
         raise ConversionError("config.json: a vision tower with other windows than llama.cpp has")
-    return _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures) | {
-        "n_wa_pattern": step,
-        "image_size": vision["image_size"],
-    }
+    keys = _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures)
+    return keys | {"n_wa_pattern": step, "image_size": vision["image_size"]}
 
 
 def _qwen3(_config: Values, vision: Values, _pictures: Values) -> Values:
@@ -141,12 +137,10 @@ _RENAMED = (
 _DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[12])\.(weight|bias)")
 
 
-def has_tower(checkpoint: ModelCheckpoint) -> bool:
-    """Tell if a checkpoint has a vision tower that is converted."""
-    return _tower(checkpoint) is not None and any(name.startswith(VISION) for name in checkpoint.home)
-
-
-def _tower(checkpoint: ModelCheckpoint) -> Tower | None:
+def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
+    """Return the row of a checkpoint with a vision tower that is converted, or None."""
+    if not any(name.startswith(VISION) for name in checkpoint.home):
+        return None
     first = checkpoint.architectures[:1]
     return next((tower for tower in TOWERS if first and first[0] in tower.checkpoints), None)
 
@@ -174,13 +168,12 @@ def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job
 
     Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; then nothing is left.
     """
-    tower = _tower(checkpoint)
+    tower = find_tower(checkpoint)
     assert tower is not None
     try:
         with conversion_errors(checkpoint.folder):
-            _TowerConversion(checkpoint, tower, "F32" if type_name == "F32" else "F16").write(
-                target, job
-            )
+            kind = "F32" if type_name == "F32" else "F16"
+            _TowerConversion(checkpoint, tower, kind).write(target, job)
         projectors.check(target)
     except BaseException:
         target.unlink(missing_ok=True)
@@ -194,9 +187,8 @@ class _TowerConversion(Conversion):
         self.checkpoint, self.tower = checkpoint, tower
         self.type_name = type_name
         vision_config = checkpoint.whole_config["vision_config"]
-        self.vision = tower.defaults | {
-            _WORDS.get(key, key): value for key, value in vision_config.items()
-        }
+        known = {_WORDS.get(key, key): value for key, value in vision_config.items()}
+        self.vision = tower.defaults | known
         n_layer = min(int(self.vision["num_hidden_layers"]), 512)
         self.table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, n_layer)
         self.heads, self.made = Heads(1, 1, 1), {}

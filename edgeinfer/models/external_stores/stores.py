@@ -77,10 +77,7 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find the model called `text`, in any letter case; None if there is none.
-
-    `hf:` and, of Ollama's, `:latest` may be left out.
-    """
+    """Find a model by name in any letter case, with or without `hf:` and Ollama's `:latest`."""
     name = text.lower()
     if name.startswith(_OLLAMA.prefix):
         name = name.removesuffix(":latest")

@@ -109,9 +109,8 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
         raise ChecksumError(
             f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
         )
-    total = sum(remote.size_bytes for remote in remotes)
     have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
-    need_room(work, total - have, str(source))
+    need_room(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
@@ -160,7 +159,10 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
     for part in parts:
         if not part.is_file():
             raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
-        _refuse_no_model(part)
+        try:
+            gguf.check(part, vocabulary=False)
+        except InvalidGgufError as error:
+            raise InvalidGgufError(error.message, hint=error.hint or _NAME_MODEL) from error
     fetched = []
     for index, part in enumerate(parts):
         path = part if in_place else copy_into(work, part, job, index, len(parts))
@@ -176,13 +178,6 @@ def _projector_beside(model: Path, work: Path, job: Job) -> list[Fetched]:
     name = names.sanitize_file_name(Path(encoder).name)
     path = copy_into(work, Path(encoder), job)
     return [Fetched(path=path, file_name=name, pinned=False, is_projector=True)]
-
-
-def _refuse_no_model(path: Path) -> None:
-    try:
-        gguf.check(path, vocabulary=False)
-    except InvalidGgufError as error:
-        raise InvalidGgufError(error.message, hint=error.hint or _NAME_MODEL) from error
 
 
 def writable_by_others(path: Path) -> bool:
@@ -204,10 +199,7 @@ def _checkpoint_folder(folder: Path) -> Fetched:
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """Copy `source` into `work` as a partial file, sharing blocks if the filesystem can.
-
-    Raises DiskFullError, InterruptedByUser.
-    """
+    """Copy or share `source` as a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

@@ -109,16 +109,11 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
 def validator(response: httpx2.Response) -> str:
     """Return the value for If-Range: a strong ETag, otherwise Last-Modified, or ""."""
     etag = response.headers.get("ETag", "")
-    if etag.startswith('"'):
-        return etag
-    return response.headers.get("Last-Modified", "")
+    return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise for an answer without the file: DownloadError and its kin, RetryableError.
-
-    `login` is the hint of a refusal.
-    """
+    """Raise DownloadError, its kin (with the hint `login`) or RetryableError for another status."""
     status = response.status_code
     if status in (200, 206):
         return

@@ -25,21 +25,17 @@ from edgeinfer.models.sources import HubFile, HubQuant
 _TIMEOUT_S = 15.0
 
 
-def _api() -> Any:
-    from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
-
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
-    token = os.environ.get("HF_TOKEN") or get_token()
-    return HfApi(endpoint=endpoint, token=token or False, library_name="edgeinfer")
-
-
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
     """Return the files that `source` names, all of a split model, at the repository's current commit.
 
     The smallest projector of the repository follows them. Raises AuthenticationError,
     SourceNotFoundError, DownloadError.
     """
-    api = _api()
+    from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
+
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    token = os.environ.get("HF_TOKEN") or get_token()
+    api = HfApi(endpoint=endpoint, token=token or False, library_name="edgeinfer")
     with _hub_errors(source):
         info = api.model_info(
             source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S
@@ -63,19 +59,15 @@ def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
 def _choose_files(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
     if isinstance(source, HubFile):
         if source.path not in paths:
-            raise SourceNotFoundError(
-                f"{source.repo} has no file {source.path}", hint=_near_files(paths)
-            )
+            hint = _offer(_ggufs(paths)[:8])
+            raise SourceNotFoundError(f"{source.repo} has no file {source.path}", hint=hint)
         return _whole_split(source.path, paths, source.repo)
     candidates = [path for path in paths if names.quantization_of(path) == source.quant]
     if not candidates and not _ggufs(paths) and (files := checkpoint_files(paths)):
         return files
     if not candidates:
         types = sorted({q for path in paths if (q := names.quantization_of(path))})
-        raise SourceNotFoundError(
-            f"{source.repo} has no GGUF in {source.quant}",
-            hint=f"it has {', '.join(types)}" if types else "it has no GGUF at all",
-        )
+        raise SourceNotFoundError(f"{source.repo} has no GGUF in {source.quant}", hint=_offer(types))
     best = min(candidates, key=lambda path: (path.count("/"), len(path), path))
     return _whole_split(best, paths, source.repo)
 
@@ -94,9 +86,8 @@ def _ggufs(paths: list[str]) -> list[str]:
     return [path for path in paths if path.lower().endswith(".gguf")]
 
 
-def _near_files(paths: list[str]) -> str | None:
-    ggufs = _ggufs(paths)
-    return f"it has {', '.join(ggufs[:8])}" if ggufs else "it has no GGUF at all"
+def _offer(ggufs: list[str]) -> str:
+    return f"it has {', '.join(ggufs)}" if ggufs else "it has no GGUF at all"
 
 
 def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Remote:

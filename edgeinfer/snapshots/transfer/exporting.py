@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.image import (
     ImageStore,
+    Kind,
     SnapshotDescription,
     SnapshotFile,
     layers,
@@ -55,7 +56,8 @@ def export(folder: Path, store: ImageStore, progress: Callable[[str, float | Non
     for number, blob in enumerate(blobs):
         progress("write", number / len(blobs))
         if not store.has_blob(blob.digest, blob.size):
-            store.put_blob(blob.digest, blob.size, _chunks(paths[blob.digest]))
+            with open(paths[blob.digest], "rb", buffering=0) as file:
+                store.put_blob(blob.digest, blob.size, iter(partial(file.read, CHUNK_BYTES), b""))
             written_bytes += blob.size
     store.put_blob(sha256(config), len(config), iter([config]))
     store.put_manifest(image)
@@ -67,12 +69,6 @@ def export(folder: Path, store: ImageStore, progress: Callable[[str, float | Non
     )
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
 def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
     """Return a snapshot's description, and its files' paths by their digests.
 
@@ -81,12 +77,7 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
     pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
     files = [
-        SnapshotFile(
-            kind="model",
-            name=names.sanitize_file_name(path.name),
-            size=file.size_bytes,
-            sha256=file.sha256,
-        )
+        _file("model", names.sanitize_file_name(path.name), path, sha256=file.sha256)
         for path, file in zip(paths, pulled.files, strict=True)
     ]
     projector = resolve(manifest.model).files().projector
@@ -96,7 +87,7 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
     for adapter in parse_adapters(manifest.requested.get(LORA.field, NO_ADAPTERS)):
         paths.append(Path(adapter.path))
         _refuse_nameless(adapter)
-        files.append(_file("adapter", adapter.name, Path(adapter.path), adapter.scale))
+        files.append(_file("adapter", adapter.name, Path(adapter.path), scale=adapter.scale))
     _refuse_others(manifest, paths)
     description = SnapshotDescription(
         name=manifest.name,
@@ -108,11 +99,9 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
     return description, {file.digest: path for file, path in zip(files, paths, strict=True)}
 
 
-def _file(
-    kind: Literal["projector", "adapter"], name: str, path: Path, scale: float = 1.0
-) -> SnapshotFile:
-    size = path.stat().st_size
-    return SnapshotFile(kind=kind, name=name, size=size, sha256=sha256_of(path), scale=scale)
+def _file(kind: Kind, name: str, path: Path, *, sha256: str = "", scale: float = 1.0) -> SnapshotFile:
+    digest, size = sha256 or sha256_of(path), path.stat().st_size
+    return SnapshotFile(kind=kind, name=name, size=size, sha256=digest, scale=scale)
 
 
 def _find_pulled(model: str) -> PulledModel:
@@ -141,12 +130,8 @@ def _refuse_nameless(adapter: Adapter) -> None:
 
 def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
     described = {name for path in paths for name in (str(path), os.path.realpath(path))}
-    undescribed = [
-        os.path.basename(path)
-        for path in manifest.files
-        if path.endswith(".gguf") and path not in described
-    ]
-    if undescribed:
+    ggufs = [path for path in manifest.files if path.endswith(".gguf")]
+    if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
         named = f"{LORA.flag} {resolve(manifest.model).files().lora}"
         raise SnapshotError(
             f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names: "

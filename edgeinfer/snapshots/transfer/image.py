@@ -21,6 +21,7 @@ from edgeinfer.models.progress import Job
 from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
 
 FORMAT = 6
+Kind = Literal["model", "projector", "adapter"]
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 #: The media type of a layer, which is a file as it is: Docker's, as far as there is one.
 MEDIA_TYPES = {
@@ -59,7 +60,7 @@ class ImageStore(Protocol):
 class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that the snapshot is built from; `scale` is an adapter's."""
 
-    kind: Literal["model", "projector", "adapter"]
+    kind: Kind
     name: Name
     size: Size
     sha256: Sha256
