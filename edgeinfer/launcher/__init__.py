@@ -31,9 +31,9 @@ def main() -> int:
     argv = with_verb(sys.argv[1:])
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
         gc.disable()  # a launch leaves no garbage; a collection costs 0.7 ms
-        from edgeinfer.launcher.launch import launch  # Linux only
+        from edgeinfer.launcher.launch import Launcher  # Linux only
 
-        launch(argv, exec_ns, main_ns)
+        Launcher(argv, exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
         # the shipped file's launcher has no command line, its application has (shipping.shipped)
         import os  # built in

@@ -106,10 +106,9 @@ class Apps:
         spawn_ns = time.monotonic_ns()
         child = supervise.resume(manifest, folder, app_link.fileno())
         app_link.close()
-        app = self._adopt(LaunchedApp(child, link, request, fds))
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", _WARM
-        self._send(app, spawn_ns)
+        app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
         # the last use, for the least recently used to be pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
@@ -120,15 +119,13 @@ class Apps:
         """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
         link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
-        command = process.child_command(
-            "edgeinfer.snapshots.restore.app_process", str(app_link.fileno())
-        )
-        child = supervise.start(command, app_link.fileno(), dict(os.environ))
+        link_fd = app_link.fileno()
+        command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
+        child = supervise.start(command, link_fd, dict(os.environ))
         app_link.close()
-        app = self._adopt(LaunchedApp(child, link, request, fds))
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = why.message, hint
-        self._send(app, spawn_ns)
+        app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
         self.close_carried(app)
         return app
 
@@ -139,13 +136,11 @@ class Apps:
                 os.close(fd)
             del app.fds[3:]
 
-    def _adopt(self, app: LaunchedApp) -> LaunchedApp:
+    def _adopt(self, app: LaunchedApp, spawn_ns: int) -> LaunchedApp:
+        """Poll a new app, and send it its request."""
         self.running.append(app)
         self._poll.register(app.child.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
-        return app
-
-    def _send(self, app: LaunchedApp, spawn_ns: int) -> None:
         request, is_verb = app.request, app.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
@@ -160,6 +155,7 @@ class Apps:
             fds.append(users.fileno())
         # the app may have ended already: its supervisor reports that
         quietly(messages.send, app.link, request, fds)
+        return app
 
     def forget(self, app: LaunchedApp) -> None:
         """Drop an app that has ended, and reap its supervisor."""

@@ -26,10 +26,9 @@ ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT
 UNEXPECTED = 70
 
 
-def tell_killed(number: int, reason: str) -> None:
-    sys.stderr.write(
-        f"\nedgeinfer: the app was killed by signal {number}{f' ({reason})' if reason else ''}\n"
-    )
+def say(text: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
@@ -37,8 +36,7 @@ def fail(error: EdgeInferError) -> NoReturn:
     """End with an error before there is an app."""
     from edgeinfer import error_text  # 1 ms
 
-    sys.stderr.write(error_text.describe_error(error) + "\n")
-    sys.stderr.flush()
+    say(error_text.describe_error(error))
     os._exit(error_text.exit_code(error))
 
 

@@ -12,7 +12,6 @@ import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3
 import gc
 import os
 import select
-import sys
 import time
 
 from edgeinfer.errors import EdgeInferError
@@ -173,7 +172,8 @@ class Launcher:
             self._leave(number)
             return
         if number not in (*exit.ASKED_TO_END, _signal.SIGPIPE):
-            exit.tell_killed(number, why)
+            reason = f" ({why})" if why else ""
+            exit.say(f"\nedgeinfer: the app was killed by signal {number}{reason}")
             self._leave(128 + number)
             return
         self._terminal.dismiss_guard()
@@ -183,11 +183,8 @@ class Launcher:
         alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
-        sys.stderr.write(
-            f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s; starting it again in {wait_s:g} "
-            f"s\n"
-        )
-        sys.stderr.flush()
+        ending = f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s"
+        exit.say(f"{ending}; starting it again in {wait_s:g} s")
         self._main = None
         if wait_s:
             time.sleep(wait_s)
@@ -199,8 +196,3 @@ class Launcher:
         if code == 0:
             self._builds.start_wanted()
         os._exit(code)
-
-
-def launch(argv: list[str], exec_ns: int, main_ns: int) -> NoReturn:
-    """Run the verb in a resumed or cold app. Never returns."""
-    Launcher(argv, exec_ns, main_ns).run()

@@ -154,9 +154,8 @@ def _refuse_unsafe(root: str) -> None:
 
 
 def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
+    missing = "yet"
     if others:
         assignments = ", ".join(f"{name}={value}" for name, value in options.items())
-        return SnapshotMissingError(
-            f"{model} has no snapshot {f'with {assignments}' if assignments else 'without adapters'}"
-        )
-    return SnapshotMissingError(f"{model} has no snapshot yet")
+        missing = f"with {assignments}" if assignments else "without adapters"
+    return SnapshotMissingError(f"{model} has no snapshot {missing}")

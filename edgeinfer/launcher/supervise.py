@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
+    Tell = Callable[[str], None]
+
 #: Signals that the launcher forwards. The app's handler answers SIGTSTP with SIGSTOP.
 FORWARDED = (
     *(_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH),
@@ -49,7 +51,7 @@ def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RE
     wake_read, wake_write = os.pipe()
     os.write(wake_write, b"!")  # the restored process reads it and continues
 
-    def work(tell: Callable[[str], None]) -> NoReturn:
+    def work(tell: Tell) -> NoReturn:
         linux.become_init(flags, user, group)
         log = os.memfd_create("criu")
         criu_pid = _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log, limit_s)
@@ -71,7 +73,7 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
         process.die_with_parent()
         os.setsid()
 
-    def work(tell: Callable[[str], None]) -> NoReturn:
+    def work(tell: Tell) -> NoReturn:
         os.set_inheritable(link_fd, True)
         child = process.fork_and_exec(command, prepare, environment)
         os.close(link_fd)
@@ -84,9 +86,7 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
     return Child(pid, status_read)
 
 
-def _main(
-    work: Callable[[Callable[[str], None]], NoReturn], status_fd: int, keep: tuple[int, ...]
-) -> NoReturn:
+def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...]) -> NoReturn:
     def tell(line: str) -> None:
         os.write(status_fd, line.encode(errors="replace") + b"\n")
 
@@ -117,9 +117,7 @@ def _restore_child(
     return child
 
 
-def _supervise(
-    tell: Callable[[str], None], criu_pid: int, app_pid: int, log: int, limit_s: int = 0
-) -> NoReturn:
+def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int = 0) -> NoReturn:
     """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and the app with it."""
     alive = criu_pid == 0
     early: list[int] = []
@@ -140,13 +138,11 @@ def _supervise(
         pid, status = os.waitpid(-1, os.WUNTRACED)
         if pid == criu_pid:
             if status:
-                reason = (
-                    os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().replace("\n", "; ")
-                )
+                lines = os.pread(log, _LOG_BYTES, 0).decode(errors="replace").strip().split("\n")
                 code = os.waitstatus_to_exitcode(status)
                 hung = f"did not end within {limit_s} s"
                 outcome = hung if code == -_signal.SIGALRM else f"ended with {code}"
-                tell(f"failed criu {outcome}: {reason}")
+                tell(f"failed criu {outcome}: {'; '.join(lines)}")
                 os._exit(125)
             alive = True
             tell("restored")
@@ -161,7 +157,7 @@ def _supervise(
                 exit_status = status
 
 
-def _report(tell: Callable[[str], None], status: int) -> None:
+def _report(tell: Tell, status: int) -> None:
     if os.WIFSTOPPED(status):
         tell("stopped")
     elif os.WIFSIGNALED(status):

@@ -150,9 +150,8 @@ class Model(_Table, frozen=True, kw_only=True):
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
         """Parse every source into its parts, in order. Raises UsageError."""
-        return [
-            tuple(map(places.parse, (one,) if isinstance(one, str) else one)) for one in self.sources
-        ]
+        several = ((text,) if isinstance(text, str) else text for text in self.sources)
+        return [tuple(map(places.parse, parts)) for parts in several]
 
     @property
     def final_quantization(self) -> str:
@@ -213,9 +212,8 @@ def load_catalog(user: Path | None = None) -> Catalog:
             shipped = {key: value for key, value in shipped.items() if key not in _OF_THE_BYTES}
         tables[name] = shipped | table
         origin[name] = user
-    return Catalog(
-        {name: _model(name, table, f'{origin[name]}: model "{name}"') for name, table in tables.items()}
-    )
+    places_of = {name: f'{path}: model "{name}"' for name, path in origin.items()}
+    return Catalog({name: _model(name, table, places_of[name]) for name, table in tables.items()})
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import re
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import msgspec
 
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
-from edgeinfer.platform.disk import new_file
+from edgeinfer.platform.disk import CacheTable
 from edgeinfer.platform.machine import (
     Machine,
     Memory,
@@ -22,7 +21,7 @@ from edgeinfer.platform.machine import (
     read_memory,
     read_memory_rate,
 )
-from edgeinfer.platform.paths import DEFAULT_MODEL, cache_dir
+from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.memory_plan import Plan, make_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
@@ -48,6 +47,8 @@ _OFFERED = """
 
 #: Share of the machine's memory that a model may take; the system and other programs need the rest.
 _MEMORY_SHARE = 0.95
+#: By machine.
+_RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,21 +131,14 @@ def memory_rate() -> MemoryRate:
 
     A rate that was measured on a busy machine is measured again by the next process.
     """
-    path = cache_dir() / "memory-rate.json"
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
-    rates: dict[str, MemoryRate] = {}
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        rates = msgspec.json.decode(path.read_bytes(), type=dict[str, MemoryRate])
-    stored = rates.get(machine)
+    stored = _RATES.read().get(machine)
     if stored is not None and not stored.busy:
         return stored
     rate = read_memory_rate()
     if stored is not None:
         rate = MemoryRate(max(stored.bytes_per_s, rate.bytes_per_s), rate.threads, rate.busy)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with new_file(path, 0o600) as file:
-            file.write(msgspec.json.encode({machine: rate}))
+    _RATES.put(machine, rate)
     return rate
 
 

@@ -277,9 +277,8 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
         raise InvalidGgufError(f"{header.path} has no tensors: not a model")
     layers = header.metadata.get(header.own("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
-        raise InvalidGgufError(
-            f"{header.path} claims {layers!r} layers; 1 to {MAX_LAYERS} are possible"
-        )
+        bounds = f"1 to {MAX_LAYERS} are possible"
+        raise InvalidGgufError(f"{header.path} claims {layers!r} layers; {bounds}")
     return header
 
 

@@ -84,9 +84,8 @@ def sanitize_file_name(text: str) -> str:
 
 def is_path(text: str) -> bool:
     """Return whether `text` means a file: it ends in .gguf, or begins like a path."""
-    return text.startswith(("/", "./", "../", "~")) or (
-        text.lower().endswith(".gguf") and ":" not in text
-    )
+    is_gguf = text.lower().endswith(".gguf") and ":" not in text
+    return is_gguf or text.startswith(("/", "./", "../", "~"))
 
 
 def path_hint(text: str) -> str | None:

@@ -127,9 +127,8 @@ class Job:
     def check(self) -> None:
         """Raise InterruptedByUser once cancelled."""
         if self._cancel.is_set():
-            raise InterruptedByUser(
-                f"stopped; {FETCHED_IS_KEPT}", hint="type the same command again to go on"
-            )
+            hint = "type the same command again to go on"
+            raise InterruptedByUser(f"stopped; {FETCHED_IS_KEPT}", hint=hint)
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:

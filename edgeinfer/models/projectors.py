@@ -56,9 +56,8 @@ def check(path: str | Path) -> GgufHeader:
     for key, most in _MOST.items():
         value = header.metadata.get(f"clip.vision.{key}", 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise InvalidGgufError(
-                f"{path} says clip.vision.{key} is {value!r}; 1 to {most} are possible"
-            )
+            bounds = f"1 to {most} are possible"
+            raise InvalidGgufError(f"{path} says clip.vision.{key} is {value!r}; {bounds}")
     keys = ("image_size", "patch_size", "embedding_length")
     size, patch, width = (header.number(f"clip.vision.{key}", 1) for key in keys)
     n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
@@ -75,9 +74,8 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
     """Raise InvalidGgufError for a projector whose rows are not as wide as the model's embeddings."""
     width = check(path).number("clip.vision.projection_dim")
     if width != model.n_embd:
-        raise InvalidGgufError(
-            f"{Path(path).name} makes rows of {width} numbers, and the model reads {model.n_embd}"
-        )
+        makes = f"{Path(path).name} makes rows of {width} numbers"
+        raise InvalidGgufError(f"{makes}, and the model reads {model.n_embd}")
 
 
 def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:

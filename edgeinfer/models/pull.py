@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -62,7 +63,8 @@ def pull(
             _refuse_other_type(pulled, options.quantize)
             return pulled
         fetched, source = fetch_first_working(todo, work, job, options)
-        todo = _in_type(todo, _named_type(todo, fetched))
+        if fetched[0].checkpoint and not todo.quantize:
+            todo = _in_type(todo, _named_type(todo))
         return _publish(todo, fetched, source, work, job)
 
 
@@ -82,12 +84,10 @@ def _in_type(todo: PullPlan, type_name: str) -> PullPlan:
     return msgspec.structs.replace(todo, quantize=type_name.upper())
 
 
-def _named_type(todo: PullPlan, fetched: list[Fetched]) -> str:
-    """Return the type in `OWNER/REPO:TYPE` for a checkpoint without another one."""
-    named = (part for parts in todo.candidates for part in parts if isinstance(part, sources.HubQuant))
-    return (
-        next((part.quant for part in named), "") if fetched[0].checkpoint and not todo.quantize else ""
-    )
+def _named_type(todo: PullPlan) -> str:
+    """Return the type in `OWNER/REPO:TYPE`, or ""."""
+    parts = chain(*todo.candidates)
+    return next((part.quant for part in parts if isinstance(part, sources.HubQuant)), "")
 
 
 def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:

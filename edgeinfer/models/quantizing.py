@@ -114,18 +114,15 @@ def _own_projector(path: str, work: Path, job: Job) -> Fetched:
 def _reference(
     text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
 ) -> Reference:
+    hint = "give the result a name: `--name NAME`"
     if options.name:
         ref = names.parse_reference(options.name)
     elif origin is not None:
         ref = Reference(origin.reference.name, type_name)
     else:
-        raise UsageError(
-            "a quantized file needs a name in the store", hint="give it one: `--name NAME`"
-        )
+        raise UsageError("a quantized file needs a name in the store", hint=hint)
     if origin is not None and ref == origin.reference:
-        raise UsageError(
-            f"{text} would be quantized over itself", hint="give the result a name: `--name NAME`"
-        )
+        raise UsageError(f"{text} would be quantized over itself", hint=hint)
     return ref
 
 
@@ -262,9 +259,8 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
     free = free_bytes(target.parent)
     torn = "iostream error" in message  # all that llama.cpp says when a write fails
     if event["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
-        return DiskFullError(
-            f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file: {message}"
-        )
+        problem = f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file"
+        return DiskFullError(f"{problem}: {message}")
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
             f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",

@@ -81,9 +81,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             )
         names_here = [*load_catalog().models, *(model.name for model in list_pulled())]
         hint = names.path_hint(self.text) or nearest(self.text.partition(":")[0].lower(), names_here)
-        return _with_suggestions(
-            UnknownModelError(f"no model is called {self.text!r}", hint=hint), self.text
-        )
+        error = UnknownModelError(f"no model is called {self.text!r}", hint=hint)
+        return _with_suggestions(error, self.text)
 
 
 def resolve(text: str) -> ModelRef:

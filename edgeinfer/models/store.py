@@ -157,9 +157,8 @@ def _read_json(path: Path, kind: type[T], removed: str) -> T | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise CatalogError(
-            f"{path} cannot be read: {error}", hint=f"`edgeinfer rm {removed}`"
-        ) from error
+        hint = f"`edgeinfer rm {removed}`"
+        raise CatalogError(f"{path} cannot be read: {error}", hint=hint) from error
 
 
 def write_record(record: PulledModel) -> None:

@@ -12,7 +12,8 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 from edgeinfer.errors import EdgeInferError
 
@@ -26,26 +27,20 @@ _EVP_PKEY_ED25519 = 1087
 _PRIVATE, _PUBLIC = "EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key"
 _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
 
-_loaded: list[ctypes.CDLL] = []
 
-
+@cache
 def _libcrypto() -> ctypes.CDLL:
     """Open the library that `hashlib` has loaded. Raises EdgeInferError where it is not to be had."""
-    for name in () if _loaded else _NAMES:
-        try:
+    for name in _NAMES:
+        with suppress(OSError):
             library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
-            getattr(library, maker).restype = ctypes.c_void_p
-        _loaded.append(library)
-        break
-    if not _loaded:
-        raise EdgeInferError(
-            "this Python has an OpenSSL of its own inside, which cannot sign for others",
-            hint="use the shipped file, or your distribution's Python",
-        )
-    return _loaded[0]
+            for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
+                getattr(library, maker).restype = ctypes.c_void_p
+            return library
+    raise EdgeInferError(
+        "this Python has an OpenSSL of its own inside, which cannot sign for others",
+        hint="use the shipped file, or your distribution's Python",
+    )
 
 
 def fingerprint(public: bytes) -> str:

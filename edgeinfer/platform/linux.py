@@ -49,10 +49,8 @@ def _check(result: int, call: str) -> int:
 
 def clone(flags: int) -> int:
     """Fork into new namespaces: 0 in the child. Only for a process with one thread. Raises OSError."""
-    number = _CLONE[os.uname().machine]
-    return _check(
-        _libc().syscall(number, ctypes.c_ulong(flags | _SIGCHLD), None, None, None, None), "clone"
-    )
+    number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
+    return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 
 
 def refuse_threads() -> None:
@@ -137,9 +135,8 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
     sets = (ctypes.c_uint32 * 6)(low, low, low, high, high, high)
     _check(_libc().capset(header, sets), "capset")
     for number in numbers:
-        _check(
-            _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0), "prctl(PR_CAP_AMBIENT)"
-        )
+        result = _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number, 0, 0)
+        _check(result, "prctl(PR_CAP_AMBIENT)")
 
 
 def drop_privileges(*, can_map_root: bool = False) -> None:

@@ -136,11 +136,6 @@ def blocks_dir() -> Path:
     return cache_dir() / "blocks"
 
 
-def runtime_dir() -> Path:
-    """Return the folder of sockets and process records, under $XDG_RUNTIME_DIR or /tmp."""
-    return _path(runtime_path())
-
-
 def shipped_file(name: str) -> Path:
     """Return the path of a data file of the package."""
     return _path(__file__).parents[1] / "data" / name

@@ -71,9 +71,8 @@ def listener_uids(port: int) -> set[int]:
 
 def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) -> Peer | None:
     ports = struct.pack(">HH", remote[1], local[1])
-    addresses = b"".join(
-        socket.inet_pton(family, address[0]).ljust(16, b"\0") for address in (remote, local)
-    )
+    packed = (socket.inet_pton(family, address) for address, _ in (remote, local))
+    addresses = b"".join(address.ljust(16, b"\0") for address in packed)
     request = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
     request += struct.pack("=III", 0, _ANY, _ANY)
     head = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)

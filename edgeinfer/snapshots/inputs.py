@@ -130,6 +130,5 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
     """Return the stamps of those files that exist; loading reports a missing one."""
-    return {
-        path: fingerprint.stamp(path) for path in read_files(files, options) if os.path.exists(path)
-    }
+    existing = filter(os.path.exists, read_files(files, options))
+    return {path: fingerprint.stamp(path) for path in existing}

@@ -52,7 +52,6 @@ LAZY_MODULES = """
     uvicorn.protocols.http.auto uvicorn.protocols.http.h11_impl
     uvicorn.protocols.http.httptools_impl uvicorn.protocols.utils
 """.split()
-_WIDGETS = "textual.widgets"
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +80,7 @@ def import_everything() -> None:
     for name in names:
         with contextlib.suppress(ImportError):  # it needs an extra
             importlib.import_module(name)
-    widgets = sys.modules.get(_WIDGETS)
+    widgets = sys.modules.get("textual.widgets")
     for name in getattr(widgets, "__all__", ()):
         with contextlib.suppress(ImportError):
             getattr(widgets, name)

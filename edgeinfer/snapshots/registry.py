@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -177,9 +178,8 @@ def find(name: str) -> Path:
     if len(matching) == 1:
         return Path(all_of[matching[0]][0])
     if matching:
-        raise SnapshotMissingError(
-            f"{name} names several snapshots", hint=f"name one: {', '.join(sorted(matching))}"
-        )
+        hint = f"name one: {', '.join(sorted(matching))}"
+        raise SnapshotMissingError(f"{name} names several snapshots", hint=hint)
     raise SnapshotMissingError(
         f"there is no snapshot called {name}",
         hint="`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one",
@@ -199,7 +199,9 @@ def remove_snapshot(folder: Path) -> None:
 
 def remove_snapshots_of(model: str) -> list[str]:
     """Remove the snapshots of a removed model, which cannot be resumed; return their names."""
-    forget_failures_of(model)
+    for failure in list_failures():
+        if format.model_part(failure.name) == format.part_of(model):
+            forget_failure(failure.name)
     removed = []
     for name, folders in format.generations().items():
         if format.model_part(name) == format.part_of(model):
@@ -218,9 +220,8 @@ def drop_older(root: Path, name: str) -> None:
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
     """List all but our `keep`, by order of removal: orphans, unnamed ones, then the longest unused."""
     current = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
-    folders = [
-        Path(f) for found in format.generations(str(root)).values() for f in found if f not in current
-    ]
+    everything = chain(*format.generations(str(root)).values())
+    folders = [Path(folder) for folder in everything if folder not in current]
     return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
 
 
@@ -288,12 +289,6 @@ def list_failures() -> list[Failure]:
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # ended meanwhile
             failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
     return failures
-
-
-def forget_failures_of(model: str) -> None:
-    for failure in list_failures():
-        if format.model_part(failure.name) == format.part_of(model):
-            forget_failure(failure.name)
 
 
 def _failure_path(name: str) -> Path:

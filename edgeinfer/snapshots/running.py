@@ -77,9 +77,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
                 last_prompts=_notes(apps, process_metadata.CACHE_REPORT, CacheReport),
                 replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
                 layers=_notes(apps, process_metadata.LAYERS, LayersInfo),
-                snapshots=tuple(
-                    description.snapshot for description in _loaded_by(apps) if description.snapshot
-                ),
+                snapshots=tuple(filter(None, (loaded.snapshot for loaded in _loaded_by(apps)))),
             )
         )
     return sorted(found, key=lambda running: -running.age_s)

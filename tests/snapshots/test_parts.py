@@ -519,7 +519,7 @@ LAUNCH = """
 import sys, json
 before = set(sys.modules)
 from edgeinfer.launcher import main
-from edgeinfer.launcher.launch import launch
+from edgeinfer.launcher.launch import Launcher
 print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
 CHEAP = """

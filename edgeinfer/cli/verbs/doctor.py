@@ -204,7 +204,7 @@ def _sandbox() -> Finding:
 
 def _directories() -> Finding:
     places = {"config": paths.config_dir(), "data": paths.data_dir()}
-    places |= {"cache": paths.cache_dir(), "run": paths.runtime_dir()}
+    places |= {"cache": paths.cache_dir(), "run": Path(paths.runtime_path())}
     for path in places.values():
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):

@@ -111,9 +111,8 @@ def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
     rope: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope.get(layers), dict):
         rope = rope[layers]
-    return {"rope_theta": config.get("rope_theta") or 10_000.0} | {
-        k: v for k, v in rope.items() if v is not None
-    }
+    stated = {key: value for key, value in rope.items() if value is not None}
+    return {"rope_theta": config.get("rope_theta") or 10_000.0} | stated
 
 
 def _rope_metadata(config: Values, head_dim: int) -> Values:
@@ -192,7 +191,7 @@ class Family(msgspec.Struct, frozen=True):
     title: str
     arch: str
     checkpoints: tuple[str, ...]
-    activations: tuple[str, ...]
+    activations: tuple[str, ...] = _SILU
     transforms: dict[str, Transform] = {}
     extra: Callable[[Values], Values] | None = None
     needs: dict[str, tuple[Any, ...]] = {}
@@ -229,24 +228,21 @@ FAMILIES = (
         "Llama 1 to 3.3, Mistral, SmolLM 1 and 2, SmolVLM, Idefics3, and models of their shape",
         "llama",
         _LLAMA,
-        _SILU,
         transforms=_NORM_PAIRS,
     ),
     Family(
         "SmolLM3",
         "smollm3",
         ("SmolLM3ForCausalLM",),
-        _SILU,
         transforms=_NORM_PAIRS,
         needs=_NO_WINDOW | {"no_rope_layer_interval": (4,)},
     ),
-    Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), _SILU, needs=_NO_WINDOW),
-    Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), _SILU, needs=_NO_WINDOW),
+    Family("Qwen2 and 2.5", "qwen2", ("Qwen2ForCausalLM",), needs=_NO_WINDOW),
+    Family("Qwen3", "qwen3", ("Qwen3ForCausalLM",), needs=_NO_WINDOW),
     Family(
         "Qwen2.5-VL (pictures)",
         "qwen2vl",
         ("Qwen2_5_VLForConditionalGeneration",),
-        _SILU,
         extra=_mrope,
         needs=_NO_WINDOW,
     ),
@@ -254,11 +250,10 @@ FAMILIES = (
         "Qwen3-VL (pictures)",
         "qwen3vl",
         ("Qwen3VLForConditionalGeneration",),
-        _SILU,
         extra=_mrope,
         needs=_NO_WINDOW,
     ),
-    Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",), _SILU),
+    Family("OLMo 2", "olmo2", ("Olmo2ForCausalLM",)),
     Family("Gemma", "gemma", ("GemmaForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE),
     Family(
         "Gemma 2", "gemma2", ("Gemma2ForCausalLM",), _GELU_TANH, transforms=_PLUS_ONE, extra=_gemma2
@@ -282,7 +277,7 @@ FAMILIES = (
             "vocab_size": 262_208,
         },
     ),
-    Family("Phi-3, 3.5 and Phi-4", "phi3", ("Phi3ForCausalLM",), _SILU),
+    Family("Phi-3, 3.5 and Phi-4", "phi3", ("Phi3ForCausalLM",)),
 )
 
 
@@ -312,6 +307,5 @@ def check(family: Family, config: Values) -> None:
     for key, allowed in family.needs.items():
         value = config.get(key)
         if value is not None and value not in allowed:
-            raise ConversionError(
-                f"config.json: {key} is {value!r}; llama.cpp's {family.arch} has {allowed[0]!r}"
-            )
+            expected = f"llama.cpp's {family.arch} has {allowed[0]!r}"
+            raise ConversionError(f"config.json: {key} is {value!r}; {expected}")

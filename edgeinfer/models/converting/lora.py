@@ -78,9 +78,8 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     if not config:
         raise ConversionError(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter of PEFT's")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ConversionError(
-            f"{folder} has no {ADAPTER_WEIGHTS}", hint="save it anew: `save_pretrained(FOLDER)`"
-        )
+        hint = "save it anew: `save_pretrained(FOLDER)`"
+        raise ConversionError(f"{folder} has no {ADAPTER_WEIGHTS}", hint=hint)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConversionError(f"unsupported adapter type {kind}: only LoRA is supported", hint=_NO_WAY)
@@ -149,13 +148,9 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
-    alpha = config.get("lora_alpha", 8)
-    for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = module_alpha
-            break
-    if not abs(float(alpha)) <= MOST_ALPHA:  # NaN compares as false
-        raise ConversionError(
-            f"the adapter has an alpha of {float(alpha):g} for {module}: it is damaged"
-        )
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    by_pattern = (config.get("alpha_pattern") or {}).items()
+    own = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
+    alpha = float(next(own, config.get("lora_alpha", 8)))
+    if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
+        raise ConversionError(f"the adapter has an alpha of {alpha:g} for {module}: it is damaged")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

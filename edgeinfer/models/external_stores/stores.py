@@ -71,9 +71,8 @@ def _printable(model: ExternalModel) -> ExternalModel:
     if model.name.isprintable():
         return model
     shown = "".join(c if c.isprintable() else "?" for c in model.name)
-    return ExternalModel(
-        name=shown, store=model.store, problem="its name can't be shown", fix="rename it"
-    )
+    problem = "its name can't be shown"
+    return ExternalModel(name=shown, store=model.store, problem=problem, fix="rename it")
 
 
 def find(text: str) -> ExternalModel | None:
@@ -119,9 +118,8 @@ class StoreCache:
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
     """Read the headers of all files. Raises ModelNotPulledError, InvalidGgufError."""
     if model.problem:
-        raise ModelNotPulledError(
-            f"{model.name} can't be used: {model.problem}", hint=model.fix or None
-        )
+        problem = f"{model.name} can't be used: {model.problem}"
+        raise ModelNotPulledError(problem, hint=model.fix or None)
     headers = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
     for index, header in enumerate(headers):
         gguf.check_part(header, header.path, index, len(headers))

@@ -105,10 +105,9 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     if todo.projector:
         remotes = [remote for remote in remotes if not remote.is_projector]
     is_single = sum(not remote.is_projector for remote in remotes) == 1
-    if is_single and todo.sha256 and remotes[0].sha256 not in ("", todo.sha256):
-        raise ChecksumError(
-            f"{source} has SHA-256 {remotes[0].sha256}, the catalogue says {todo.sha256}"
-        )
+    digest = remotes[0].sha256
+    if is_single and todo.sha256 and digest not in ("", todo.sha256):
+        raise ChecksumError(f"{source} has SHA-256 {digest}, the catalogue says {todo.sha256}")
     have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []

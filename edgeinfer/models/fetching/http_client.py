@@ -98,9 +98,8 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     span, _, total = value.partition("/")
     first, _, _last = span.partition("-")
     if unit != "bytes" or not first.isdecimal() or int(first) != start:
-        raise RetryableError(
-            f"asked to go on at byte {start}, the server answers {value or 'without saying where'}"
-        )
+        answer = value or "without saying where"
+        raise RetryableError(f"asked to go on at byte {start}, the server answers {answer}")
     if total.isdecimal():
         return start, int(total)
     return start, start + int(length) if length.isdecimal() else None

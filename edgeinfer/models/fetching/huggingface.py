@@ -36,10 +36,9 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
     token = os.environ.get("HF_TOKEN") or get_token()
     api = HfApi(endpoint=endpoint, token=token or False, library_name="edgeinfer")
+    query = {"revision": source.revision, "files_metadata": True, "timeout": _TIMEOUT_S}
     with _hub_errors(source):
-        info = api.model_info(
-            source.repo, revision=source.revision, files_metadata=True, timeout=_TIMEOUT_S
-        )
+        info = api.model_info(source.repo, **query)
     listed = {file.rfilename: file for file in info.siblings or []}
     chosen = _choose_files(source, list(listed))
     commit = info.sha or source.revision
@@ -76,9 +75,8 @@ def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
     parts = [str(name) for name in names.split_parts(Path(path))]
     missing = [name for name in parts if name not in paths]
     if missing:
-        raise SourceNotFoundError(
-            f"{repo} has only {len(parts) - len(missing)} of the {len(parts)} parts of {path}"
-        )
+        n_here = len(parts) - len(missing)
+        raise SourceNotFoundError(f"{repo} has only {n_here} of the {len(parts)} parts of {path}")
     return parts
 
 
@@ -127,6 +125,5 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     except hf.HFValidationError as error:
         raise SourceNotFoundError(f"{source}: {error}") from error
     except (httpx2.HTTPError, OSError) as error:
-        raise DownloadError(
-            f"{source}: Hugging Face cannot be reached: {error or type(error).__name__}"
-        ) from error
+        reason = str(error) or type(error).__name__
+        raise DownloadError(f"{source}: Hugging Face cannot be reached: {reason}") from error

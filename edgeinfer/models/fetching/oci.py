@@ -178,9 +178,8 @@ class Registry:
         return response.status_code == 200 and response.headers.get("Content-Length") == str(size)
 
     def put_blob(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
-        upload = self.send(
-            "POST", f"{self.base}/blobs/uploads/", {"Content-Length": "0"}, wanted=(202,)
-        )
+        start = f"{self.base}/blobs/uploads/"
+        upload = self.send("POST", start, {"Content-Length": "0"}, wanted=(202,))
         url = urljoin(str(upload.url), upload.headers.get("Location", ""))
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}

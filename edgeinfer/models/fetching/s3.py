@@ -46,10 +46,8 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
         siblings = names.split_names(name) or [name]
         return [(source.key.replace(name, sibling), sibling) for sibling in siblings]
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=source.bucket, Prefix=source.key)
-    keys = [
-        entry["Key"].removeprefix(source.key) for page in pages for entry in page.get("Contents", ())
-    ]
-    files = checkpoint_files(keys)
+    keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+    files = checkpoint_files([key.removeprefix(source.key) for key in keys])
     if not files:
         raise SourceNotFoundError(
             f"{source} has no config.json with safetensors next to it",

@@ -56,9 +56,8 @@ def _member(wheel: Path, source: WheelFile) -> zipfile.ZipInfo:
         try:
             return archive.getinfo(source.path)
         except KeyError as error:
-            raise SourceNotFoundError(
-                f"{source.package} {source.version} holds no {source.path}"
-            ) from error
+            problem = f"{source.package} {source.version} holds no {source.path}"
+            raise SourceNotFoundError(problem) from error
 
 
 @contextmanager
@@ -73,15 +72,13 @@ def _open_wheel(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
     wheel_folder = folder / f"{source.package}=={source.version}"
-    here = sorted(wheel_folder.glob("*.whl"))
-    if not here:
+    if not any(wheel_folder.glob("*.whl")):
         _download(source, wheel_folder, job, index, n_parts)
-        here = sorted(wheel_folder.glob("*.whl"))
-    if len(here) != 1:
-        raise DownloadError(
-            f"pip left {len(here)} wheels of {source.package} {source.version}, not one"
-        )
-    return here[0]
+    wheels = list(wheel_folder.glob("*.whl"))
+    if len(wheels) != 1:
+        package = f"{source.package} {source.version}"
+        raise DownloadError(f"pip left {len(wheels)} wheels of {package}, not one")
+    return wheels[0]
 
 
 def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_parts: int) -> None:

@@ -16,6 +16,7 @@ no disk.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ SHORTEST_RUN_BYTES = 64 << 10
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
+_PUNCH_HOLE = 3  # with KEEP_SIZE
 
 
 class Run(NamedTuple):
@@ -115,16 +117,10 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
+        fallocate = ctypes.CDLL(None).fallocate  # a file system that punches no holes keeps the zeros
         for begin, stop in zeros:
-            _punch(file.fileno(), begin, stop - begin)
+            fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros
-
-
-def _punch(fd: int, offset: int, length: int) -> None:
-    """Call fallocate(PUNCH_HOLE | KEEP_SIZE); a file system without it keeps the zeros."""
-    import ctypes  # 2 ms, only while baking
-
-    ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(offset), ctypes.c_long(length))
 
 
 def _forget_scheduling(core: Path) -> None:

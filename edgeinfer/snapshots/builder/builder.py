@@ -31,7 +31,6 @@ from edgeinfer.errors import (
     DumpError,
     EdgeInferError,
     RestoreError,
-    SnapshotError,
     SnapshotStaleError,
     from_fields,
     to_fields,
@@ -82,7 +81,11 @@ class Builder:
         baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._stages.report)
         self._stages.begin("verify")
         manifest = self._manifest(parked)
-        self._compare_canary(manifest, parked.canary)
+        if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != parked.canary:
+            raise RestoreError(
+                "the new snapshot computes other tokens than the process it was taken of; it was "
+                "thrown away"
+            )
         self._stages.begin("")
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
@@ -107,7 +110,10 @@ class Builder:
         self._stages.begin("dump")
         order.sendall(b"%d\n" % parked.pid)
         if order.recv(64) != b"dumped":
-            raise self._dump_failed()
+            raise _disk_full(self._folder) or DumpError(
+                "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
+                hint="run `edgeinfer doctor`; launches stay cold until then",
+            )
         os.waitpid(init, 0)
         return parked
 
@@ -159,9 +165,8 @@ class Builder:
             os.umask(0o077)
             null = os.open("/dev/null", os.O_RDONLY)
             log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            high = [
-                fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (null, log, log, link, self._wake_read)
-            ]
+            fds = (null, log, log, link, self._wake_read)
+            high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
             for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
                 os.dup2(fd, target)
             process.close_all_but(format.LINK_FD, format.WAKE_FD)
@@ -184,12 +189,6 @@ class Builder:
             if ended_pid == child:
                 return status
 
-    def _dump_failed(self) -> SnapshotError | DiskFullError:
-        return _disk_full(self._folder) or DumpError(
-            "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
-            hint="run `edgeinfer doctor`; launches stay cold until then",
-        )
-
     # --- trying and publishing
 
     def _manifest(self, parked: Parked) -> format.Manifest:
@@ -205,10 +204,8 @@ class Builder:
         )
         manifest.requested = snapshot_options(inputs.options)
         manifest.actual = parked.actual
-        manifest.keys = fingerprint.machine_keys() | {
-            "sha256": parked.info.sha256,
-            "criu": request.version,
-        }
+        keys = {"sha256": parked.info.sha256, "criu": request.version}
+        manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
         self._refuse_changed(stamps)
@@ -228,13 +225,6 @@ class Builder:
                     key=path,
                     hint="type the command again once the file is whole",
                 )
-
-    def _compare_canary(self, manifest: format.Manifest, expected: bytes) -> None:
-        if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != expected:
-            raise RestoreError(
-                "the new snapshot computes other tokens than the process it was taken of; it was "
-                "thrown away"
-            )
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
         images_bytes = sum(manifest.images.values()) - manifest.images[format.MEMORY]
@@ -265,14 +255,9 @@ class Builder:
     def _sources(self, manifest: format.Manifest) -> dict[str, str]:
         """Return the digests of the manifest's files; of a model in one file that of its pull."""
         files = self._request.inputs.files
-        pulled_digests = (
-            {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
-        )
-        return {
-            path: pulled_digests.get(path) or sha256_of(Path(path))
-            for path in manifest.files
-            if os.path.isfile(path)
-        }
+        pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
+        paths = filter(os.path.isfile, manifest.files)
+        return {path: pulled.get(path) or sha256_of(Path(path)) for path in paths}
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
         """Write all to the disk, then rename the manifest: from there on the snapshot exists."""
@@ -342,9 +327,8 @@ def main() -> None:
     try:
         details = Builder(order, folder, msgspec.json.decode(content, type=BuildRequest)).build()
     except (EdgeInferError, OSError) as error:
-        problem = (
-            error if isinstance(error, EdgeInferError) else _disk_full(folder) or DumpError(f"{error}")
-        )
+        known = error if isinstance(error, EdgeInferError) else None
+        problem = known or _disk_full(folder) or DumpError(f"{error}")
         shutil.rmtree(folder, ignore_errors=True)
         messages.send(order, messages.Failed(error=to_fields(problem)))
         return

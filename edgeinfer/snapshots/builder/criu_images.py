@@ -16,6 +16,7 @@ VARINT = 0
 FIXED64 = 1
 BYTES = 2
 FIXED32 = 5
+_FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
 #: Fields by their message: the address space, one of its areas, a run of pages, an open file, a regular
 #: file, a task, a thread.
@@ -87,11 +88,10 @@ class ImageMessage(list[Field]):
                 if kind == VARINT:
                     value, offset = _varint(data, offset)
                 else:
-                    size, offset = (
-                        _varint(data, offset)
-                        if kind == BYTES
-                        else ({FIXED64: 8, FIXED32: 4}[kind], offset)
-                    )
+                    if kind == BYTES:
+                        size, offset = _varint(data, offset)
+                    else:
+                        size = _FIXED_BYTES[kind]
                     value, offset = data[offset : offset + size], offset + size
                 message.append(Field(key >> 3, kind, value))
         except (IndexError, KeyError) as error:
@@ -117,17 +117,12 @@ class ImageMessage(list[Field]):
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
         """Return the message with these fields, in their places or at the end."""
-        unchanged = (
-            field._replace(value=values[field.number]) if field.number in values else field
-            for field in self
-        )
+        fields = [field._replace(value=values.get(field.number, field.value)) for field in self]
         numbers = {field.number for field in self}
-        added = (
-            Field(number, VARINT if isinstance(value, int) else BYTES, value)
-            for number, value in values.items()
-            if number not in numbers
-        )
-        return ImageMessage([*unchanged, *added])
+        for number, value in values.items():
+            if number not in numbers:
+                fields.append(Field(number, VARINT if isinstance(value, int) else BYTES, value))
+        return ImageMessage(fields)
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
         """Return the message with these messages in a repeated field, which comes last."""

@@ -80,10 +80,9 @@ def _build_in_new_folder(
     root: Path, inputs: SnapshotInputs, probed: criu.Probe, progress: Progress
 ) -> Details:
     """Run a builder in a new folder; if it fails, delete the folder and record the failure."""
+    stamps = inputs.stamps or stamps_of(inputs.files, inputs.options)
     request = BuildRequest(
-        inputs=msgspec.structs.replace(
-            inputs, stamps=inputs.stamps or stamps_of(inputs.files, inputs.options)
-        ),
+        inputs=msgspec.structs.replace(inputs, stamps=stamps),
         depends_on=inputs.depends_on,
         criu=probed.criu,
         version=probed.version,
@@ -234,10 +233,10 @@ def _already_there(inputs: SnapshotInputs) -> Details | None:
     except EdgeInferError:
         return None
     requested = snapshot_options(inputs.as_loaded)
-    is_same = details.depends_on == inputs.depends_on and not differing(
-        requested, details.requested, details.actual
-    )
-    return details if is_same and registry.state_of(Path(folders[0]))[0] else None
+    has_changed = details.depends_on != inputs.depends_on
+    if has_changed or differing(requested, details.requested, details.actual):
+        return None
+    return details if registry.state_of(Path(folders[0]))[0] else None
 
 
 def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:

@@ -26,6 +26,7 @@ import ssl
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -40,6 +41,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
+#: Names a file for the modules imported after a resume, of which the parked process's list has none.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 
@@ -61,7 +63,8 @@ def run_app(
         listeners = _take_over(request, fds, loaded)
         start = _start(request, resumed_ns)
         code = _run_role(link, request, loaded, start, listeners)
-        _trace_imports(modules)
+        if path := os.environ.get(TRACE_IMPORTS):
+            Path(path).write_text("\n".join(sorted(set(sys.modules) - modules)), "utf-8")
         atexit._run_exitfuncs()
         _flush()
     except SystemExit as end:
@@ -122,9 +125,7 @@ def _start(request: LaunchRequest, resumed_ns: int) -> Start:
         how="resumed" if request.how == "resumed" else "cold",
         reason=request.reason,
         snapshot=request.snapshot,
-        stages_ms={
-            name: round((reached_ns - request.exec_ns) / 1e6, 1) for name, reached_ns in stages.items()
-        },
+        stages_ms={name: round((ns - request.exec_ns) / 1e6, 1) for name, ns in stages.items()},
     )
 
 
@@ -164,14 +165,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
-
-
-def _trace_imports(before: set[str]) -> None:
-    """Trace imports after the resume, for the test of the parked process's module list."""
-    path = os.environ.get(TRACE_IMPORTS)
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(sorted(set(sys.modules) - before)))
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
@@ -270,15 +263,8 @@ def new_streams() -> None:
 
 def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
-        terminal = os.isatty(fd)
-        return open(
-            fd,
-            mode,
-            buffering=1 if terminal or fd == 2 else -1,
-            encoding=encoding,
-            errors=errors,
-            closefd=False,
-        )
+        buffering = 1 if os.isatty(fd) or fd == 2 else -1
+        return open(fd, mode, buffering, encoding=encoding, errors=errors, closefd=False)
     except OSError:  # a closed descriptor: None, as a fresh interpreter has it
         return None
 

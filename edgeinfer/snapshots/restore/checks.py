@@ -81,9 +81,8 @@ def _sample(loaded: LoadedModel) -> str:
         ignore_eos=True,
         sampling=Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0),
     )
-    return "".join(
-        event.text for event in loaded.engine.submit(request) if isinstance(event, TextDelta)
-    )
+    events = loaded.engine.submit(request)
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 def ask(

@@ -111,9 +111,8 @@ def _find_pulled(model: str) -> PulledModel:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"
         if pulled is not None:
             hint = f"it is called {pulled.name}: `edgeinfer warm {pulled.name}`"
-        raise SnapshotError(
-            f"{model} is not a name that another machine could know the model by", hint=hint
-        )
+        problem = f"{model} is not a name that another machine could know the model by"
+        raise SnapshotError(problem, hint=hint)
     return pulled
 
 
