@@ -69,7 +69,6 @@ class CommandLine:
         return option in self._values
 
     def values(self, option: str) -> list[str]:
-        """Return every value typed for an option."""
         return self._values.get(option, [])
 
     def value(self, option: str) -> str:

@@ -29,8 +29,6 @@ _HEALTHY_S = 60.0
 
 
 class Launcher:
-    """One launch of one verb."""
-
     def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
         self.argv = argv
         self._main: LaunchedApp | None = None

@@ -54,7 +54,15 @@ def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RE
     def work(tell: Tell) -> NoReturn:
         linux.become_init(flags, user, group)
         log = os.memfd_create("criu")
-        criu_pid = _restore_child(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, log, limit_s)
+        criu_pid = os.fork()
+        if criu_pid == 0:
+            try:
+                os.dup2(log, 2)
+                criu.exec_restore(manifest, f"{folder}/{IMAGES}", link_fd, wake_read, limit_s)
+            finally:
+                os._exit(127)
+        os.close(link_fd)
+        os.close(wake_read)
         _supervise(tell, criu_pid, manifest.pid, log, limit_s)
 
     pid = linux.clone(flags) if flags else os.fork()
@@ -100,21 +108,6 @@ def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...
     except BaseException as error:  # noqa: BLE001  the main of a process
         tell(f"failed {type(error).__name__}: {error}".replace("\n", " "))
     os._exit(125)
-
-
-def _restore_child(
-    manifest: Manifest, images: str, link_fd: int, wake_fd: int, log: int, limit_s: int
-) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(log, 2)
-            criu.exec_restore(manifest, images, link_fd, wake_fd, limit_s)
-        finally:
-            os._exit(127)
-    os.close(link_fd)
-    os.close(wake_fd)
-    return child
 
 
 def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int = 0) -> NoReturn:

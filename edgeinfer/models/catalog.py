@@ -192,7 +192,6 @@ def nearest(name: str, candidates: Any) -> str | None:
 
 
 def shipped_path() -> Path:
-    """Return the shipped catalogue's path."""
     return paths.shipped_file(FILE_NAME)
 
 

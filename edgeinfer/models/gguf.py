@@ -75,10 +75,8 @@ def parse_file_type(name: str, context: str = "") -> int:
     number = file_type(name)
     if number is None:
         where = f" in {context!r}" if context else ""
-        raise UsageError(
-            f"{name!r}{where} is no quantization of llama.cpp's",
-            hint="`edgeinfer quantize --help` lists them",
-        )
+        hint = "`edgeinfer quantize --help` lists them"
+        raise UsageError(f"{name!r}{where} is no quantization of llama.cpp's", hint=hint)
     return number
 
 
@@ -208,7 +206,6 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> Literal["chat", "base", "embedding"]:
-        """The model's purpose by its header."""
         if self.metadata.get(self.own("attention.causal")) is False:
             return "embedding"
         return "chat" if self.chat_template else "base"
@@ -244,10 +241,8 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 return parse(view, str(place), vocabulary=vocabulary)
     except OSError as error:
-        raise InvalidGgufError(
-            f"{place} cannot be read: {error.strerror or error}",
-            hint="check the path, and who may read it",
-        ) from error
+        problem = f"{place} cannot be read: {error.strerror or error}"
+        raise InvalidGgufError(problem, hint="check the path, and who may read it") from error
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:

@@ -68,6 +68,7 @@ def every_model(catalog: Catalog) -> Iterator[Listed]:
 
 
 def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
+    projector = entry.projector if entry else ""
     return ModelSummary(
         name=model.name,
         title=entry.title if entry else model.name,
@@ -79,9 +80,7 @@ def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
-        can_see=bool(
-            (entry and entry.projector) or model.projector or projectors.beside(model.paths[0])
-        ),
+        can_see=bool(projector or model.projector or projectors.beside(model.paths[0])),
     )
 
 

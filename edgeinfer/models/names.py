@@ -40,10 +40,8 @@ class Reference(msgspec.Struct, frozen=True):
 def model_name(text: str) -> str:
     """Check a model's name: 1 to 96 of a-z, digits, `.`, `_`, `-`. Raises UsageError."""
     if not _NAME.fullmatch(text) or ".." in text:
-        raise UsageError(
-            f"{text!r} is no model name",
-            hint="names have lower-case letters, digits, '.', '_' and '-', up to 96 of them",
-        )
+        hint = "names have lower-case letters, digits, '.', '_' and '-', up to 96 of them"
+        raise UsageError(f"{text!r} is no model name", hint=hint)
     return text
 
 

@@ -70,11 +70,9 @@ def pull(
 
 def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
     if type_name and pulled.quantization != type_name.upper():
-        raise UsageError(
-            f"{pulled.name} is here already, in {pulled.quantization}",
-            hint=f"make one of it: `edgeinfer quantize {pulled.name} {type_name}`, or fetch anew: "
-            "--again",
-        )
+        command = f"`edgeinfer quantize {pulled.name} {type_name}`"
+        hint = f"make one of it: {command}, or fetch anew: --again"
+        raise UsageError(f"{pulled.name} is here already, in {pulled.quantization}", hint=hint)
 
 
 def _in_type(todo: PullPlan, type_name: str) -> PullPlan:

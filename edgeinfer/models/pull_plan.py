@@ -103,12 +103,10 @@ def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...],
         if isinstance(part, sources.HubFile | sources.HubQuant)
     ]
     if not repos:
-        raise UsageError(
-            f"the sources of {ref.name} have no other quantization than "
-            f"{entry.quantization or 'their own'}",
-            hint=f"make it here: `edgeinfer pull {ref.name}`, "
-            f"then `edgeinfer quantize {ref.name} {ref.quant}`",
-        )
+        own = entry.quantization or "their own"
+        commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"
+        problem = f"the sources of {ref.name} have no other quantization than {own}"
+        raise UsageError(problem, hint=f"make it here: {commands}")
     return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
 
 

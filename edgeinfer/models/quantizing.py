@@ -199,10 +199,8 @@ def imatrix_spans(path: Path) -> list[Span]:
         if name.endswith(_SUMS)
     ]
     if not spans:
-        raise InvalidGgufError(
-            f"{path} is no importance matrix: it has no tensors called …{_SUMS}",
-            hint="take the one in GGUF form (imatrix.gguf)",
-        )
+        problem = f"{path} is no importance matrix: it has no tensors called …{_SUMS}"
+        raise InvalidGgufError(problem, hint="take the one in GGUF form (imatrix.gguf)")
     return spans
 
 

@@ -75,10 +75,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if stores.is_name(self.text):
             return stores.not_found_error(self.text)
         if self.entry is not None or sources.looks_like_source(self.text):
-            return ModelNotPulledError(
-                f"{self.text} is not on this machine yet",
-                hint=f"pull it first: `edgeinfer pull {self.text}`{_offer()}",
-            )
+            way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
+            return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
         names_here = [*load_catalog().models, *(model.name for model in list_pulled())]
         hint = names.path_hint(self.text) or nearest(self.text.partition(":")[0].lower(), names_here)
         error = UnknownModelError(f"no model is called {self.text!r}", hint=hint)
@@ -194,23 +192,17 @@ def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
     try:
         info = path.stat()
     except OSError as error:
-        raise ModelNotPulledError(
-            f"{path}, a file of {name}, is gone: {error.strerror}",
-            hint=f"fetch it again: `edgeinfer pull {name}`",
-        ) from error
+        problem = f"{path}, a file of {name}, is gone: {error.strerror}"
+        raise ModelNotPulledError(problem, hint=f"fetch it again: `edgeinfer pull {name}`") from error
     if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise InvalidGgufError(
-            f"{path} was changed after {name} was pulled",
-            hint=f"verify it again: `edgeinfer pull {name}`",
-        )
+        hint = f"verify it again: `edgeinfer pull {name}`"
+        raise InvalidGgufError(f"{path} was changed after {name} was pulled", hint=hint)
 
 
 def _files_of_path(path: Path) -> ModelFiles:
     if path.is_dir():
-        raise ModelNotPulledError(
-            f"{path} is a folder: it is converted once, then used by its name",
-            hint=f"`edgeinfer pull {path}`",
-        )
+        problem = f"{path} is a folder: it is converted once, then used by its name"
+        raise ModelNotPulledError(problem, hint=f"`edgeinfer pull {path}`")
     parts = names.split_parts(path)
     first, *_ = [gguf.check(part) for part in parts]
     projector = projectors.fitting(projectors.beside(parts[0]), first)

@@ -39,10 +39,9 @@ def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
     except CatalogError:  # a record that cannot be read is removed like any other
         return _remove(text, None, forget=forget)
     if ref.external is not None:
-        raise UsageError(
-            f"{ref.name} belongs to {ref.external.store}, and nothing there is ever written",
-            hint=f"remove it with {ref.external.store}",
-        )
+        owner = ref.external.store
+        problem = f"{ref.name} belongs to {owner}, and nothing there is ever written"
+        raise UsageError(problem, hint=f"remove it with {owner}")
     if ref.kind == "absent" and sources.looks_like_source(text):
         raise ref.absence()
     key = ""

@@ -42,8 +42,6 @@ _WHEEL = re.compile(
 
 
 class HubFile(msgspec.Struct, frozen=True):
-    """One file of a Hugging Face repository."""
-
     repo: str
     path: str
     revision: str = "main"
@@ -164,10 +162,8 @@ def _oci(text: str) -> OciArtifact:
 def _url(text: str) -> Url:
     parts = urlsplit(text)
     if not parts.hostname or parts.username is not None or parts.fragment:
-        raise UsageError(
-            f"{text!r} is no address of a file",
-            hint="https://HOST/PATH.gguf, without a user or a #fragment",
-        )
+        hint = "https://HOST/PATH.gguf, without a user or a #fragment"
+        raise UsageError(f"{text!r} is no address of a file", hint=hint)
     return Url(text)
 
 

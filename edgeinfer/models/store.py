@@ -53,9 +53,8 @@ def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]
                     work.rmdir()
     except OSError as error:
         location = f"{error.filename}: " if error.filename else ""
-        raise CatalogError(
-            f"{location}{error.strerror or error}", hint="check the permissions of the data directory"
-        ) from error
+        hint = "check the permissions of the data directory"
+        raise CatalogError(f"{location}{error.strerror or error}", hint=hint) from error
 
 
 @contextmanager
@@ -246,8 +245,6 @@ _PINS_SUFFIX = ".lock.json"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of one source."""
-
     source: str
     file_name: str
     sha256: str
@@ -256,8 +253,6 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole of `NAME.lock.json`."""
-
     pins: tuple[Pin, ...] = ()
     version: Literal[1] = 1
 

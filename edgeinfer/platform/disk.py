@@ -215,9 +215,7 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
     hasher = hashlib.sha256()
     done = 0
-    while done < length and (
-        chunk := os.pread(descriptor, min(CHUNK_BYTES, length - done), start + done)
-    ):
+    while chunk := os.pread(descriptor, min(CHUNK_BYTES, length - done), start + done):
         hasher.update(chunk)
         done += len(chunk)
         seen(chunk, done)
@@ -231,7 +229,6 @@ def bytes_below(folder: Path, ending: str = "") -> int:
 
 
 def size_or_zero(path: Path) -> int:
-    """Return the file's size, or 0 if there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -260,7 +257,6 @@ class CacheTable(Generic[T]):
             return {}
 
     def put(self, key: str, value: T) -> None:
-        """Add a value, or replace what was under its key."""
         import msgspec
 
         table = self.read()

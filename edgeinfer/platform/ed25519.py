@@ -51,7 +51,6 @@ def fingerprint(public: bytes) -> str:
 
 @contextmanager
 def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
-    """Yield OpenSSL's key of these bytes."""
     crypto = _libcrypto()
     made = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
     if not made:

@@ -72,9 +72,8 @@ def read_processors(root: Path = _ROOT) -> Processors:
     """Read which CPUs this process may use; `root` is the folder that holds /proc and /sys."""
     everywhere = set(range(os.cpu_count() or 1))
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
-    return Processors(
-        physical_cores=_physical_cores(cpus, root), logical_cpus=len(cpus), quota=_cpu_quota(root)
-    )
+    cores, quota = _physical_cores(cpus, root), _cpu_quota(root)
+    return Processors(physical_cores=cores, logical_cpus=len(cpus), quota=quota)
 
 
 def read_memory(root: Path = _ROOT) -> Memory:

@@ -122,12 +122,10 @@ def models_dir() -> Path:
 
 
 def adapters_dir() -> Path:
-    """Return the folder of LoRA adapters, one GGUF file each."""
     return _path(adapters_path())
 
 
 def snapshots_dir() -> Path:
-    """Return the folder of snapshots, one folder each (0700)."""
     return _path(snapshots_path())
 
 
@@ -137,7 +135,6 @@ def blocks_dir() -> Path:
 
 
 def shipped_file(name: str) -> Path:
-    """Return the path of a data file of the package."""
     return _path(__file__).parents[1] / "data" / name
 
 
@@ -149,8 +146,6 @@ def private_dir(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise SnapshotUnsafeError(
-            f"{path} must be a directory owned by this user with mode 0700, not a symlink",
-            hint=f"chmod 700 {path}",
-        )
+        problem = f"{path} must be a directory owned by this user with mode 0700, not a symlink"
+        raise SnapshotUnsafeError(problem, hint=f"chmod 700 {path}")
     return path

@@ -118,7 +118,6 @@ def adapters_text(adapters: Sequence[Adapter]) -> str:
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    """List the paths of all files that a load reads."""
     return (*files.paths, *unmapped_files(files, options))
 
 

@@ -30,7 +30,7 @@ from edgeinfer.launcher import messages
 from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas, mapped_weights
-from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.snapshot_format.format import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
@@ -126,8 +126,9 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         import_everything()
         _rehearse()
         engine: LlamaEngine = loading.result()
-    if inputs.became is not None:
-        engine = _with_choices(engine, loadable, options, inputs.became)
+    if inputs.became is not None and became(options, engine) != inputs.became:
+        engine.close()  # memory that was free meanwhile has led to other choices
+        engine = load_engine(loadable, inputs.became)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
         engine.use_adapters(inputs.adapters)
     loaded = LoadedModel(engine, describe(engine, inputs))
@@ -153,18 +154,6 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
     return loaded, parked
 
 
-def _with_choices(
-    engine: LlamaEngine, files: ModelFiles, options: LoadOptions, chosen: LoadOptions
-) -> LlamaEngine:
-    """Return the engine, loaded again if free memory has led to other choices than `chosen`."""
-    from edgeinfer.runtime.engine import load_engine  # as in `prepare`
-
-    if became(options, engine) == chosen:
-        return engine
-    engine.close()
-    return load_engine(files, chosen)
-
-
 def _rehearse() -> None:
     """Run the first steps of every launch once, so that their tables are in the dump."""
     from edgeinfer.tui.rehearsal import rehearse  # with everything else that is imported here
@@ -177,7 +166,6 @@ def _rehearse() -> None:
 
 
 def mapped_files() -> tuple[str, ...]:
-    """List the files this process maps."""
     paths = {area.path for area in areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 

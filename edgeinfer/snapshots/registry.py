@@ -141,8 +141,12 @@ def last_used_s(folder: Path) -> float:
 
 def list_snapshots() -> list[Listed]:
     """List every snapshot by name: the newest generation of each name and program."""
+    newest: dict[tuple[str, str], str] = {}
+    for name, folders in format.generations(str(paths.snapshots_dir())).items():
+        for generation in folders:
+            newest.setdefault((name, format.program_of(generation)), generation)
     rows = []
-    for folder in map(Path, _newest_of_each()):
+    for folder in map(Path, newest.values()):
         try:
             details = read_details(folder)
         except EdgeInferError:
@@ -160,30 +164,19 @@ def own() -> list[Path]:
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
-def _newest_of_each() -> list[str]:
-    newest: dict[tuple[str, str], str] = {}
-    for name, folders in format.generations(str(paths.snapshots_dir())).items():
-        for folder in folders:
-            newest.setdefault((name, format.program_of(folder)), folder)
-    return list(newest.values())
-
-
 def find(name: str) -> Path:
     """Find a snapshot by name, whole or given, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    matching = format.matching_names(all_of, name) or [
-        key for key in all_of if format.model_part(key) == format.part_of(name)
-    ]
+    of_model = [key for key in all_of if format.model_part(key) == format.part_of(name)]
+    matching = format.matching_names(all_of, name) or of_model
     if len(matching) == 1:
         return Path(all_of[matching[0]][0])
     if matching:
         hint = f"name one: {', '.join(sorted(matching))}"
         raise SnapshotMissingError(f"{name} names several snapshots", hint=hint)
-    raise SnapshotMissingError(
-        f"there is no snapshot called {name}",
-        hint="`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one",
-    )
+    hint = "`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one"
+    raise SnapshotMissingError(f"there is no snapshot called {name}", hint=hint)
 
 
 _GIB = 1 << 30

@@ -67,10 +67,8 @@ class Safetensors:
         self.tensors = {tensor.name: tensor for tensor in self._read()}
 
     def _bad(self, problem: str) -> NoReturn:
-        raise ConversionError(
-            f"{self.path} is not a valid safetensors file: {problem}",
-            hint="fetch it again: it is cut off, or something else by that name",
-        )
+        hint = "fetch it again: it is cut off, or something else by that name"
+        raise ConversionError(f"{self.path} is not a valid safetensors file: {problem}", hint=hint)
 
     def _read(self) -> list[Tensor]:
         size = len(self._map)
@@ -118,7 +116,6 @@ class Safetensors:
 
 
 def to_float32(values: Array, dtype: str) -> npt.NDArray[np.float32]:
-    """Convert stored values of the format's `dtype` to float32."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)

@@ -40,10 +40,9 @@ def weight_files(names: list[str]) -> list[str]:
     assert match is not None
     expected = [f"model-{index + 1:05}-of-{match[2]}.safetensors" for index in range(int(match[2]))]
     if missing := [name for name in expected if name not in shards]:
-        raise SourceNotFoundError(
-            f"{len(missing)} of {len(expected)} shards are missing: {', '.join(missing[:4])}",
-            hint="a file ending in .part or .incomplete is half of one: fetch it again",
-        )
+        hint = "a file ending in .part or .incomplete is half of one: fetch it again"
+        problem = f"{len(missing)} of {len(expected)} shards are missing"
+        raise SourceNotFoundError(f"{problem}: {', '.join(missing[:4])}", hint=hint)
     return expected
 
 

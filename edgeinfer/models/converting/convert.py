@@ -62,10 +62,8 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
             continue
         name = table.get_name(plain_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise ConversionError(
-                f"{source} has no place in llama.cpp's {family.arch}",
-                hint="the checkpoint has parts that a model of this family does not have",
-            )
+            hint = "the checkpoint has parts that a model of this family does not have"
+            raise ConversionError(f"{source} has no place in llama.cpp's {family.arch}", hint=hint)
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(Planned(name, shape, source, transform_of(family, name), exact))
@@ -191,10 +189,9 @@ class Conversion:
         n_tokens = required_number(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
         rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
         if n_tokens != rows:
-            raise ConversionError(
-                f"config.json says {n_tokens} tokens, the embedding has {rows} rows",
-                hint="the model was resized (`resize_token_embeddings`) without its config.json",
-            )
+            problem = f"config.json says {n_tokens} tokens, the embedding has {rows} rows"
+            hint = "the model was resized (`resize_token_embeddings`) without its config.json"
+            raise ConversionError(problem, hint=hint)
         return n_tokens
 
     def _data(self, writer: gguf.GGUFWriter, job: Job) -> None:

@@ -79,9 +79,8 @@ def count_heads(config: Values) -> Heads:
     n_kv = config.get("num_key_value_heads")
     n_head_kv = n_head if n_kv is None else int(n_kv)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
-        raise ConversionError(
-            f"config.json: {n_head} heads, {n_head_kv} of them for keys and values, of {head_dim} each"
-        )
+        counts = f"{n_head} heads, {n_head_kv} of them for keys and values"
+        raise ConversionError(f"config.json: {counts}, of {head_dim} each")
     return Heads(n_head, n_head_kv, head_dim)
 
 
@@ -214,9 +213,8 @@ def _mrope(config: Values) -> Values:
     """Set how many pairs of a head turn with time, height and width."""
     sections = [int(count) for count in rope_parameters(config)["mrope_section"]]
     deep = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
-    return {"rope.dimension_sections": [*sections, 0]} | (
-        {"n_deepstack_layers": len(deep)} if deep is not None else {}
-    )
+    keys: Values = {} if deep is None else {"n_deepstack_layers": len(deep)}
+    return keys | {"rope.dimension_sections": [*sections, 0]}
 
 
 _SMOLVLM = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")

@@ -21,10 +21,9 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     DiskFullError, InterruptedByUser; what was fetched is kept.
     """
     if any(file.file_name == ADAPTER_CONFIG for file in fetched):
-        raise UsageError(
-            "the repository holds a LoRA adapter, which is made for one model",
-            hint="say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`",
-        )
+        problem = "the repository holds a LoRA adapter, which is made for one model"
+        hint = "say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`"
+        raise UsageError(problem, hint=hint)
     first = fetched[0]
     folder = first.path if first.path.is_dir() else link_files(fetched, work / "checkpoint")
     target = work / f"{first.file_name if first.path.is_dir() else 'model'}.gguf.part"

@@ -99,9 +99,8 @@ def _family_of(base: GgufHeader) -> Family:
         if family.arch == base.architecture:
             return family
     supported = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-    raise ConversionError(
-        f"adapters of the architecture {base.architecture!r} are not converted; known: {supported}"
-    )
+    problem = f"adapters of the architecture {base.architecture!r} are not converted"
+    raise ConversionError(f"{problem}; known: {supported}")
 
 
 def _heads(base: GgufHeader) -> Heads:

@@ -111,9 +111,8 @@ class Vocabulary:
     def put(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
         """Name a token. Raises ConversionError if the model has no row for it."""
         if not 0 <= index < len(self.tokens):
-            raise ConversionError(
-                f"tokenizer.json has {token!r} at {index}, config.json says {len(self.tokens)} tokens"
-            )
+            bound = f"config.json says {len(self.tokens)} tokens"
+            raise ConversionError(f"tokenizer.json has {token!r} at {index}, {bound}")
         self.tokens[index] = token
         self.types[index] = kind
         self.scores[index] = score
@@ -123,10 +122,8 @@ def metadata(folder: Path, n_vocab: int) -> Values:
     """Return the keys under `tokenizer.` for the checkpoint in `folder`. Raises ConversionError."""
     tokenizer = read_json(folder / "tokenizer.json")
     if not isinstance(tokenizer.get("model"), dict):
-        raise ConversionError(
-            f"{folder} has no tokenizer.json",
-            hint="make it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-        )
+        hint = "make it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise ConversionError(f"{folder} has no tokenizer.json", hint=hint)
     vocabulary = Vocabulary(n_vocab)
     keys = _model(tokenizer, vocabulary)
     _added_tokens(tokenizer, vocabulary)

@@ -101,10 +101,8 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
         raise UnusableError(f"its manifest {manifest} can't be understood: {error}") from error
     kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
-        raise UnusableError(
-            f"its manifest names {kinds.count('model')} GGUF files, not one",
-            hint="only models that Ollama keeps as one GGUF can be used",
-        )
+        problem = f"its manifest names {kinds.count('model')} GGUF files, not one"
+        raise UnusableError(problem, hint="only models that Ollama keeps as one GGUF can be used")
     return dict(zip(kinds, layers, strict=True))
 
 
@@ -121,10 +119,8 @@ def _blob(root: Path, layer: _Layer) -> ExternalFile:
 def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     if "adapter" in files:
         paths = files["model"].path, files["adapter"].path
-        raise UnusableError(
-            f"it is {paths[0]} with the adapter {paths[1]}",
-            hint=f"name both: `edgeinfer chat {paths[0]} --lora {paths[1]}`",
-        )
+        hint = f"name both: `edgeinfer chat {paths[0]} --lora {paths[1]}`"
+        raise UnusableError(f"it is {paths[0]} with the adapter {paths[1]}", hint=hint)
     return files["model"]
 
 

@@ -171,17 +171,14 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
         reason = "is gone" if gone else f"can't be read: {_reason(error)}"
         raise UnusableError(f"its file {real} {reason}") from error
     if not real.startswith(f"{store}{os.sep}"):
-        raise UnusableError(
-            f"{path} is a link to {real}, which is outside {store}",
-            hint=f"if you trust that file, use it by its path: {real}",
-        )
+        hint = f"if you trust that file, use it by its path: {real}"
+        raise UnusableError(f"{path} is a link to {real}, which is outside {store}", hint)
     if not stat.S_ISREG(info.st_mode):
         kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no ordinary file"
         raise UnusableError(f"{real} is {kind}, not a file")
     if not os.access(real, os.R_OK):
-        raise UnusableError(
-            f"{real} may not be read by this user", hint="let its owner or an administrator allow it"
-        )
+        hint = "let its owner or an administrator allow it"
+        raise UnusableError(f"{real} may not be read by this user", hint)
     return real, info
 
 

@@ -91,8 +91,6 @@ def _found_file(path: Path, root: Path) -> ExternalFile:
 
 
 class HuggingFaceCache(_RepositoryStore):
-    """The cache of Hugging Face's own tools."""
-
     name = "Hugging Face"
     prefix = paths.FOUND[1]
     fix = "`edgeinfer pull {}` fetches a copy of our own"

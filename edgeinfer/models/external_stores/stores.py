@@ -137,19 +137,17 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
     Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
     """
     files = describe_files(model)
-    report = progress or (lambda stage, fraction: None)
+    report, hint = progress or (lambda stage, fraction: None), f"fetch it again with {model.store}"
     encoder = [file for file in model.projectors if file.path == files.projector]
     for file in (*model.files, *encoder):
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
             verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
         except ChecksumError as error:
-            raise ChecksumError(error.message, hint=f"fetch it again with {model.store}") from error
+            raise ChecksumError(error.message, hint=hint) from error
         except OSError as error:
-            raise ModelNotPulledError(
-                f"{file.path}, a file of {model.name}, can't be read: {error.strerror}",
-                hint=f"fetch it again with {model.store}",
-            ) from error
+            problem = f"{file.path}, a file of {model.name}, can't be read: {error.strerror}"
+            raise ModelNotPulledError(problem, hint=hint) from error
     return files
 
 
@@ -183,6 +181,5 @@ def not_found_error(text: str) -> ModelNotPulledError:
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]
     fetch = f"`ollama pull {typed}` fetches it; " if store is _OLLAMA else ""
-    return ModelNotPulledError(
-        f"{store.name} has no {typed} in {roots}", hint=f"{fetch}`edgeinfer list` shows what is here"
-    )
+    hint = f"{fetch}`edgeinfer list` shows what is here"
+    return ModelNotPulledError(f"{store.name} has no {typed} in {roots}", hint=hint)

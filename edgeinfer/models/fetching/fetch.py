@@ -150,10 +150,9 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
-        raise UsageError(
-            f"{path.name} is only weights, without the configuration and tokenizer next to them",
-            hint=f"pull the folder it is in: `edgeinfer pull {path.parent}`",
-        )
+        problem = "is only weights, without the configuration and tokenizer next to them"
+        hint = f"pull the folder it is in: `edgeinfer pull {path.parent}`"
+        raise UsageError(f"{path.name} {problem}", hint=hint)
     parts = names.split_parts(path)
     for part in parts:
         if not part.is_file():

@@ -156,7 +156,6 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 
 def describe_transport_error(error: Exception) -> str:
-    """Describe a broken connection briefly."""
     descriptions: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
         httpx2.ConnectTimeout: "no answer to the connection",

@@ -31,10 +31,8 @@ def resolve(source: StoredObject) -> list[Remote]:
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """
     if importlib.util.find_spec("botocore") is None:
-        raise UsageError(
-            f"{source} needs botocore, which is not installed",
-            hint="`pip install 'edgeinfer[s3]'`, or give a signed https: address",
-        )
+        hint = "`pip install 'edgeinfer[s3]'`, or give a signed https: address"
+        raise UsageError(f"{source} needs botocore, which is not installed", hint=hint)
     with _botocore_errors(source):
         client = _client(source, "")
         return [_remote(source, client, *pair) for pair in _keys(source, client)]
@@ -49,10 +47,8 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
     files = checkpoint_files([key.removeprefix(source.key) for key in keys])
     if not files:
-        raise SourceNotFoundError(
-            f"{source} has no config.json with safetensors next to it",
-            hint="name a GGUF by its whole key",
-        )
+        problem = f"{source} has no config.json with safetensors next to it"
+        raise SourceNotFoundError(problem, hint="name a GGUF by its whole key")
     return [(source.key + path, names.file_name(path)) for path in files]
 
 

@@ -133,16 +133,12 @@ def _error(source: WheelFile, output: str) -> Exception:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     last = (errors or lines or ["pip printed nothing"])[-1]
+    hint = "check pip's configuration and its index: `pip config list`"
     if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
-        return DiskFullError(
-            f"no room left for {source.package} {source.version}; the wheels before it are kept"
-        )
+        package = f"{source.package} {source.version}"
+        return DiskFullError(f"no room left for {package}; the wheels before it are kept")
     if re.search(r"\b40[13]\b", output):
-        return AuthenticationError(
-            f"{source}: the index refuses: {last}", hint="check pip's configuration: `pip config list`"
-        )
+        return AuthenticationError(f"{source}: the index refuses: {last}", hint=hint)
     if re.search(r"No matching distribution|404|HTTP error 410", output):
-        return SourceNotFoundError(
-            f"{source}: pip finds no such package: {last}", hint="check pip's index: `pip config list`"
-        )
+        return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=hint)
     return DownloadError(f"{source}: pip failed: {last}")

@@ -51,7 +51,6 @@ class Run(NamedTuple):
         return self.start + self.length
 
     def cut(self, start: int, end: int) -> Run:
-        """Return the part between two addresses inside it."""
         return Run(start, end - start, self.offset + start - self.start, self.flags)
 
 
@@ -169,14 +168,8 @@ class _Baker:
                 criu_images.REG_MODE: _MODE,
             }
         )
-        entry = ImageMessage.of(
-            {
-                criu_images.FILE_TYPE: criu_images.REGULAR_FILE,
-                criu_images.FILE_ID: self._file_id,
-                criu_images.FILE_REG: regular.encode(),
-            }
-        )
-        image.messages.insert(0, entry)
+        entry = {criu_images.FILE_TYPE: criu_images.REGULAR_FILE, criu_images.FILE_ID: self._file_id}
+        image.messages.insert(0, ImageMessage.of({**entry, criu_images.FILE_REG: regular.encode()}))
         criu_images.write(path, image)
 
     def _write_areas(self) -> None:
@@ -257,13 +250,8 @@ def _piece(area: ImageMessage, start: int, end: int) -> ImageMessage:
 
 
 def _pagemap_entry(run: Run) -> ImageMessage:
-    return ImageMessage.of(
-        {
-            criu_images.RUN_ADDRESS: run.start,
-            criu_images.RUN_PAGES32: run.length // PAGE,
-            criu_images.RUN_FLAGS: run.flags,
-        }
-    )
+    address, pages, flags = criu_images.RUN_ADDRESS, criu_images.RUN_PAGES32, criu_images.RUN_FLAGS
+    return ImageMessage.of({address: run.start, pages: run.length // PAGE, flags: run.flags})
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:

@@ -128,10 +128,8 @@ class Builder:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process to be snapshot")
-            raise DumpError(
-                "the process to be snapshot died while it loaded",
-                hint=_tail(self._folder / format.PARK_LOG),
-            )
+            hint = _tail(self._folder / format.PARK_LOG)
+            raise DumpError("the process to be snapshot died while it loaded", hint=hint)
         return msgspec.json.decode(content, type=Parked)
 
     def _init(
@@ -300,9 +298,8 @@ def _disk_full(folder: Path) -> DiskFullError | None:
     free = free_bytes(folder)
     if free > _NEAR_FULL_BYTES:
         return None
-    return DiskFullError(
-        f"no room left on the disk of {folder}: {free >> 20} MiB free; nothing of the snapshot is kept"
-    )
+    problem = f"no room left on the disk of {folder}: {free >> 20} MiB free"
+    return DiskFullError(f"{problem}; nothing of the snapshot is kept")
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:

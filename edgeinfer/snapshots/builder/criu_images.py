@@ -71,7 +71,6 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def of(cls, values: Mapping[int, int | bytes]) -> ImageMessage:
-        """Make a message of these fields."""
         return cls().with_values(values)
 
     @classmethod

@@ -115,10 +115,8 @@ class AppHost(Host):
             self.record_drift(self._loaded.engine, self._loaded.description.files, options)
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
-            raise UsageError(
-                f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}",
-                hint="leave the model out, or name a snapshot of it",
-            )
+            problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}"
+            raise UsageError(problem, hint="leave the model out, or name a snapshot of it")
         else:  # the launcher chose another model: report the start of the worker
             engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}

@@ -41,7 +41,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
-#: Names a file for the modules imported after a resume, of which the parked process's list has none.
+#: Names the file to which a test has the modules written that were imported after the resume.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 
@@ -223,21 +223,15 @@ def adopt(request: LaunchRequest) -> None:
     with contextlib.suppress(OSError):  # gone: then we are where the parked process was, at /
         os.chdir(request.cwd)
     os.umask(request.umask)
-    _take_processors(set(map(int, request.affinity)))
+    processors = set(map(int, request.affinity))
+    for thread in os.listdir("/proc/self/task") if processors else ():  # the engine's, too
+        with contextlib.suppress(OSError):  # a thread that ended, a processor taken offline
+            os.sched_setaffinity(int(thread), processors)
     for name, value in request.limits.items():
         if name in LIMITS:
             _limit(getattr(resource, name), int(value))
     if os.environ.get("EDGEINFER_DEBUG") != "1":  # prompts would be in a core file
         _limit(resource.RLIMIT_CORE, 0)
-
-
-def _take_processors(numbers: set[int]) -> None:
-    """Set the affinity of every thread: the engine's have that of the builder."""
-    if not numbers:
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # a thread that ended, a processor taken offline
-            os.sched_setaffinity(int(thread), numbers)
 
 
 def _limit(which: int, soft: int) -> None:

@@ -93,8 +93,6 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Descriptor(msgspec.Struct, rename="camel"):
-    """A blob in a manifest."""
-
     media_type: str
     digest: str
     size: int
@@ -175,10 +173,9 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
     except msgspec.MsgspecError as error:
         raise corrupt(f"this image is not a snapshot of edgeinfer: {error}") from error
     if description.format != FORMAT:
-        raise SnapshotCorruptError(
-            f"the snapshot was exported in format {description.format}, this edgeinfer reads {FORMAT}",
-            hint="use the edgeinfer that exported it",
-        )
+        exported = f"the snapshot was exported in format {description.format}"
+        hint = "use the edgeinfer that exported it"
+        raise SnapshotCorruptError(f"{exported}, this edgeinfer reads {FORMAT}", hint=hint)
     return description, public
 
 
@@ -193,12 +190,9 @@ def _signer(annotations: dict[str, str], config: bytes) -> bytes:
         public = base64.b64decode(annotations[SIGNER], validate=True)
         signature = base64.b64decode(annotations[SIGNATURE], validate=True)
     except (KeyError, binascii.Error, ValueError) as error:
-        raise SnapshotUntrustedError(
-            "the snapshot is not signed", hint="export it again: `edgeinfer snapshots export`"
-        ) from error
+        hint = "export it again: `edgeinfer snapshots export`"
+        raise SnapshotUntrustedError("the snapshot is not signed", hint=hint) from error
     if not is_signed_by(public, signature, config):
-        raise SnapshotUntrustedError(
-            "the signature does not fit the snapshot: it was altered after it was signed",
-            hint="fetch or export it again",
-        )
+        problem = "the signature does not fit the snapshot: it was altered after it was signed"
+        raise SnapshotUntrustedError(problem, hint="fetch or export it again")
     return public

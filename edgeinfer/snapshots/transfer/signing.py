@@ -33,10 +33,8 @@ def own_key(*, make: bool) -> SigningKey | None:
         _write_private(PRIVATE_KEY, text)
     key = parse_key(text)
     if key is None:
-        raise SnapshotUntrustedError(
-            f"{paths.data_dir() / PRIVATE_KEY} is not an Ed25519 key",
-            hint="move it aside; the next export makes another",
-        )
+        problem = f"{paths.data_dir() / PRIVATE_KEY} is not an Ed25519 key"
+        raise SnapshotUntrustedError(problem, hint="move it aside; the next export makes another")
     return key
 
 
@@ -58,9 +56,8 @@ def _write_private(name: str, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode(), 0o600)
     except PermissionError as error:
-        raise SnapshotError(
-            f"{path} cannot be written: {error.strerror}", hint="run `edgeinfer doctor`"
-        ) from error
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise SnapshotError(problem, hint="run `edgeinfer doctor`") from error
 
 
 def trusted_keys() -> dict[str, str]:
@@ -72,10 +69,8 @@ def trusted_keys() -> dict[str, str]:
 def trust(fingerprint: str) -> None:
     """Trust the signatures of this key. Raises UsageError for what is not a fingerprint."""
     if not re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", fingerprint):
-        raise UsageError(
-            f"{fingerprint!r} is not a fingerprint of a key",
-            hint="`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters",
-        )
+        hint = "`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters"
+        raise UsageError(f"{fingerprint!r} is not a fingerprint of a key", hint=hint)
     _write_signers({fingerprint: datetime.now(UTC).date().isoformat()} | trusted_keys())
 
 
@@ -83,10 +78,8 @@ def distrust(fingerprint: str) -> None:
     """Stop trusting this key. Raises UsageError if it was not trusted."""
     signers = trusted_keys()
     if signers.pop(fingerprint, None) is None:
-        raise UsageError(
-            f"{fingerprint} is not among the trusted keys",
-            hint="`edgeinfer snapshots trust` lists them",
-        )
+        problem = f"{fingerprint} is not among the trusted keys"
+        raise UsageError(problem, hint="`edgeinfer snapshots trust` lists them")
     _write_signers(signers)
 
 
