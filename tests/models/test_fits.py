@@ -37,7 +37,7 @@ def test_memory_rate_is_measured_on_this_machine() -> None:
 
 
 def test_memory_rate_is_the_fastest_measured_so_far(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(fits, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     measured = iter([MemoryRate(3e9, 2, True), MemoryRate(1e9, 2, True), MemoryRate(5e9, 2, False)])
     monkeypatch.setattr(fits, "read_memory_rate", lambda: next(measured))
     rates = [fits.memory_rate.__wrapped__().bytes_per_s for _process in range(5)]
