@@ -250,8 +250,8 @@ def _piece(area: ImageMessage, start: int, end: int) -> ImageMessage:
 
 
 def _pagemap_entry(run: Run) -> ImageMessage:
-    address, pages, flags = criu_images.RUN_ADDRESS, criu_images.RUN_PAGES32, criu_images.RUN_FLAGS
-    return ImageMessage.of({address: run.start, pages: run.length // PAGE, flags: run.flags})
+    pages = {criu_images.RUN_ADDRESS: run.start, criu_images.RUN_PAGES32: run.length // PAGE}
+    return ImageMessage.of({**pages, criu_images.RUN_FLAGS: run.flags})
 
 
 def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
