@@ -99,6 +99,7 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     ]
     command += ["--phases", phases, "--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
     command += ["--suppress-health-check", "all", "--generation-database", "none"]
+    command += ["--request-timeout", "60"]  # s; the default is 10, which a busy machine exceeds
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))
