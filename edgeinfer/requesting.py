@@ -41,10 +41,7 @@ def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
 
 
 def system_prompt(typed: str, config: Config) -> str:
-    """Resolve `--system`, alike in `chat`, `run` and `warm`: `@FILE`, a saved prompt's name, or a text.
-
-    Raises UsageError for a file that cannot be read.
-    """
+    """Resolve `--system`: `@FILE`, a saved prompt's name, or a text. Raises UsageError for a file."""
     if typed.startswith("@"):
         return _file_text(typed[1:], "--system")
     return config.chat.system_prompts.get(typed, typed)

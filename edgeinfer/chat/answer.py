@@ -16,10 +16,7 @@ from edgeinfer.tools.uses import ToolUse, uses_of
 
 
 class Answer:
-    """The turn that grows, and the generation that it grows from.
-
-    `turn` is the stored turn at the start, `done` the ended one; `cache_report` counts cached tokens.
-    """
+    """The turn that grows by a generation: `turn` as stored at first, `done` once it has ended."""
 
     def __init__(
         self,

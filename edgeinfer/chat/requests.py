@@ -28,10 +28,7 @@ class PromptContext:
     tools: ChatTools | None
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Return the messages of a branch: system prompt with the summary of what was cut, turns.
-
-        Raises InvalidRequestError for a picture that cannot be decoded.
-        """
+        """Return a branch's messages. Raises InvalidRequestError for an undecodable picture."""
         summary, sent = sent_part(list(turns))
         of_model = self.engine.info.system_prompt if self.engine else ""
         told = f"Summary of the conversation so far:\n{summary}" if summary else ""

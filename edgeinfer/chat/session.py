@@ -253,10 +253,7 @@ class ChatSession:
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
-        """Answer the question, or the results of calls, at the end of the branch.
-
-        Raises what `Engine.submit` raises; a failed turn with the reason is stored then.
-        """
+        """Answer the end of the branch. Raises as `Engine.submit`, once a failed turn is stored."""
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
@@ -469,10 +466,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request that sending `text` now would make, None if there is nothing to send.
-
-        `editing` is the question that it would replace.
-        """
+        """Return the request of sending `text` now, or None; `editing`: the question it replaces."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

@@ -64,10 +64,7 @@ def _damage_error(message: str) -> ChecksumError:
 
 
 def bring_out(shipped: Shipped, job: Job) -> PulledModel:
-    """Store the bundled model unless it is in the store, and mark it as done.
-
-    Raises ChecksumError (nothing is stored then), DiskFullError, ModelBusyError.
-    """
+    """Store the bundled model if need be. Raises ChecksumError, DiskFullError, ModelBusyError."""
     bundled = read(shipped)
     with changing(bundled.reference) as work:
         record = store.read_record(bundled.folder)

@@ -24,10 +24,7 @@ _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """These files of `folder`, and the folder's permissions, as they are when this is made.
-
-    `looks_below` False: only those at the top of the folder.
-    """
+    """These files of `folder` and its mode, as they are now; `looks_below` False: only at its top."""
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder

@@ -153,10 +153,7 @@ class Toolbox:
         )
 
     def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
-        """Return the session of a server, started if need be.
-
-        Raises ToolServerError, and StoppedError if `stop` is set meanwhile or the toolbox closed.
-        """
+        """Return a server's session, started if need be. Raises ToolServerError, StoppedError."""
         if name in self.builtin:
             return self.builtin[name]
         if name not in self._specs:

@@ -209,10 +209,7 @@ def _copy(app: App[Any], text: str) -> None:
 
 
 def _edit(app: App[Any], text: str) -> str:
-    """Edit `text` in $VISUAL, $EDITOR or vi, and return it.
-
-    Raises UsageError if the editor cannot be run or fails, or if the app cannot leave the terminal.
-    """
+    """Edit `text` in $VISUAL, $EDITOR or vi. Raises UsageError if that cannot be run, or fails."""
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
     path = Path(name)

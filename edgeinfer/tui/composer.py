@@ -271,10 +271,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Files and pastes for the next question: counts their tokens, shows them in `line`.
-
-    `unnamed` are the attachments that the composer's text does not name.
-    """
+    """Files and pastes for the next question, shown in `line`; the text names no `unnamed` one."""
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
         self._session = session

@@ -38,10 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of one answer: tokens, time to first token (ms), steady decode rate (tokens/s).
-
-    `seconds` in all, and as in `Timings` the seconds saved.
-    """
+    """An answer's cost: tokens, time to the first (ms), rate (tokens/s), seconds in all and saved."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -337,10 +337,7 @@ def _append_choice(text: str, choice: str) -> str:
 
 
 def run(options: argparse.Namespace, host: Host) -> EvalResult:
-    """Answer what has no answer yet, check all, and store the report.
-
-    Raises UsageError for a wrong set or options, and what resolving and loading the models raise.
-    """
+    """Answer, check and store the report. Raises UsageError, and what resolving and loading raise."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name a model that judges: `--judge MODEL`")

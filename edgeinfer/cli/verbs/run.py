@@ -100,10 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
-    """Answer one prompt: the text streams to stdout, timings go to stderr.
-
-    Raises UsageError without a prompt, and what resolving, loading and generating raise.
-    """
+    """Answer one prompt. Raises UsageError, and what resolving, loading and generating raise."""
     model, ref, prompt = _split_words(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
