@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -129,11 +130,7 @@ class Model(_Table, frozen=True, kw_only=True):
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
     projector: Annotated[
-        str,
-        key_doc(
-            "The GGUF file that encodes pictures for it: a path, or a source that is pulled with the "
-            "model."
-        ),
+        str, key_doc("The GGUF file that encodes pictures: a path, or a source pulled with the model.")
     ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
 
@@ -252,11 +249,8 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 
 def _check(model: Model) -> None:
-    if any(
-        isinstance(part, places.Url) and part.url.startswith("http:")
-        for parts in (*model.parsed_sources(), (model.projector_source,))
-        for part in parts
-    ):
+    every_source = (model.projector_source, *chain(*model.parsed_sources()))
+    if any(isinstance(one, places.Url) and one.url.startswith("http:") for one in every_source):
         raise UsageError("a source: http: is not encrypted; give the https: address")
     if model.sha256:
         names.digest(model.sha256)
@@ -276,7 +270,5 @@ def _check(model: Model) -> None:
         value = getattr(model, key)
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
-            raise UsageError(
-                f'key "{key}": {value!r} is no type of llama.cpp'
-                + (f'; did you mean "{near[0]}"?' if near else "")
-            )
+            suggestion = f'; did you mean "{near[0]}"?' if near else ""
+            raise UsageError(f'key "{key}": {value!r} is no type of llama.cpp{suggestion}')

@@ -254,10 +254,8 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
     """Read the header of a model that llama.cpp can be given. Raises InvalidGgufError."""
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:
-        raise InvalidGgufError(
-            f"{header.path} aligns its tensors to {header.alignment} bytes; "
-            f"llama.cpp needs {DEFAULT_ALIGNMENT} at least"
-        )
+        problem = f"{header.path} aligns its tensors to {header.alignment} bytes"
+        raise InvalidGgufError(f"{problem}; llama.cpp needs {DEFAULT_ALIGNMENT} at least")
     for key, value in header.metadata.items():
         if isinstance(value, float) and key.startswith(f"{header.architecture}."):
             least = 0.0 if key.endswith("epsilon") else -math.inf
@@ -280,10 +278,8 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
 def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
     """Raise InvalidGgufError if a split file is not the `index`-th part (from 0) of `count`."""
     if header.split[1] > 1 and header.split != (index, count):
-        raise InvalidGgufError(
-            f"{name} is part {header.split[0] + 1} of {header.split[1]} by its header, "
-            f"{index + 1} of {count} by its name"
-        )
+        stated = f"part {header.split[0] + 1} of {header.split[1]} by its header"
+        raise InvalidGgufError(f"{name} is {stated}, {index + 1} of {count} by its name")
 
 
 class _Walker:
@@ -442,10 +438,8 @@ class _Walker:
         if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
             self.bad(f"tensor {name} claims {elements} elements")
         if (shape[0] if shape else 1) % tensor_type.block:
-            self.bad(
-                f"tensor {name} has rows of {shape[:1]} elements, no multiple of {tensor_type.name}'s "
-                f"{tensor_type.block}"
-            )
+            block = f"{tensor_type.name}'s {tensor_type.block}"
+            self.bad(f"tensor {name} has rows of {shape[:1]} elements, no multiple of {block}")
         size = elements // tensor_type.block * tensor_type.bytes
         return TensorInfo(name, tensor_type.name, shape, self._u64(f"the offset of {name}"), size)
 

@@ -167,10 +167,8 @@ def _verify(
         size = one.size_bytes
         job.begin("verifying", one.file_name, total=size, index=index, n_files=n_files)
         if whole and whole.size_bytes and size != whole.size_bytes:
-            raise ChecksumError(
-                f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}; "
-                f"{_set_aside(one, work)}"
-            )
+            problem = f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}"
+            raise ChecksumError(f"{problem}; {_set_aside(one, work)}")
         one.found_sha256 = sha256_of(one.path, job.at)
         pin = store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
         promises = (
@@ -180,10 +178,9 @@ def _verify(
         )
         for expected, origin in promises:
             if expected and one.found_sha256 != expected:
-                raise ChecksumError(
-                    f"{one.file_name} of {source} has SHA-256 {one.found_sha256}, not {expected} as "
-                    f"{origin} says; {_set_aside(one, work)}"
-                )
+                problem = f"{one.file_name} of {source} has SHA-256 {one.found_sha256}"
+                outcome = _set_aside(one, work)
+                raise ChecksumError(f"{problem}, not {expected} as {origin} says; {outcome}")
         try:
             if one.is_projector:
                 projectors.check_fits(one.path, gguf.read_header(fetched[0].path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -64,10 +65,8 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     given_ref = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
-        return PullPlan(
-            ref=given_ref or _named_after(path.name if path.is_dir() else path.stem, catalog),
-            candidates=((sources.LocalFile(str(path)),),),
-        )
+        ref = given_ref or _named_after(path.name if path.is_dir() else path.stem, catalog)
+        return PullPlan(ref=ref, candidates=((sources.LocalFile(str(path)),),))
     if sources.looks_like_source(text):
         source = sources.parse(text)
         return PullPlan(ref=given_ref or _named_after(_stem(source), catalog), candidates=((source,),))
@@ -96,12 +95,8 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
     """Return the same repositories in another quantization; only Hugging Face has several."""
-    repos = [
-        part
-        for parts in entry.parsed_sources()
-        for part in parts
-        if isinstance(part, sources.HubFile | sources.HubQuant)
-    ]
+    parts = chain(*entry.parsed_sources())
+    repos = [part for part in parts if isinstance(part, sources.HubFile | sources.HubQuant)]
     if not repos:
         own = entry.quantization or "their own"
         commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"

@@ -37,10 +37,8 @@ def _libcrypto() -> ctypes.CDLL:
             for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
                 getattr(library, maker).restype = ctypes.c_void_p
             return library
-    raise EdgeInferError(
-        "this Python has an OpenSSL of its own inside, which cannot sign for others",
-        hint="use the shipped file, or your distribution's Python",
-    )
+    problem = "this Python has an OpenSSL of its own inside, which cannot sign for others"
+    raise EdgeInferError(problem, hint="use the shipped file, or your distribution's Python")
 
 
 def fingerprint(public: bytes) -> str:

@@ -180,10 +180,8 @@ def _cpu_quota(root: Path) -> float | None:
     """Return the smallest CPU quota of our control groups, in cores; None without a limit."""
     quotas = []
     for folder in _groups(root, "cpu"):
-        fields = _text(folder / "cpu.max").split() or [
-            _text(folder / "cpu.cfs_quota_us"),
-            _text(folder / "cpu.cfs_period_us"),
-        ]
+        older = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        fields = _text(folder / "cpu.max").split() or older
         if len(fields) == 2 and all(word.isdecimal() for word in fields):  # "max" and -1 are no limit
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
     return min(quotas, default=None)

@@ -207,20 +207,17 @@ def _refuse_packed(config: Config) -> None:
     packed = config.get("quantization_config")
     if isinstance(packed, dict):
         method = str(packed.get("quant_method", "an unknown method"))
-        raise ConversionError(
-            f"the checkpoint is quantized with {method}, which is not read here",
-            hint="pull the repository it was made from and quantize that (`edgeinfer pull OWNER/REPO "
-            "--quantize Q4_K_M`), or one that has GGUF files",
-        )
+        command = "`edgeinfer pull OWNER/REPO --quantize Q4_K_M`"
+        hint = f"pull the repository it was made from ({command}), or one that has GGUF files"
+        problem = f"the checkpoint is quantized with {method}, which is not read here"
+        raise ConversionError(problem, hint=hint)
 
 
 def _no_weights(folder: Path, file_names: list[str]) -> ConversionError:
     pickles = [name for name in file_names if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
-        return ConversionError(
-            f"{folder} has its weights in {pickles[0]}: Python's pickles can run any program when they "
-            "are read, so they are not",
-            hint="take a revision with .safetensors, or make them: AutoModelForCausalLM"
-            ".from_pretrained(FOLDER).save_pretrained(NEW)",
-        )
+        problem = "Python's pickles can run any program when they are read, so they are not"
+        code = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+        hint = f"take a revision with .safetensors, or make them: {code}"
+        return ConversionError(f"{folder} has its weights in {pickles[0]}: {problem}", hint=hint)
     return ConversionError(f"{folder} has no .safetensors file: there are no weights")

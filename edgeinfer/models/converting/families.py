@@ -121,10 +121,8 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
     """
     rope = rope_parameters(config)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    keys: Values = {
-        "rope.freq_base": float(rope["rope_theta"]),
-        "rope.dimension_count": int(head_dim * share),
-    }
+    base = float(rope["rope_theta"])
+    keys: Values = {"rope.freq_base": base, "rope.dimension_count": int(head_dim * share)}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "dynamic", "llama3", "mrope"):
         return keys
@@ -152,10 +150,8 @@ def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
     if kind == "llama3":
         return {"rope_freqs.weight": _llama3(rope, head_dim)}
     if kind in ("longrope", "su"):
-        return {
-            f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
-            for name in ("long", "short")
-        }
+        factors = {name: np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        return {f"rope_factors_{name}.weight": values for name, values in factors.items()}
     return {}
 
 
@@ -298,10 +294,8 @@ def check(family: Family, config: Values) -> None:
     spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
     activations = [config[word] for word in spellings if config.get(word)]
     if activations and activations[-1] not in family.activations:
-        raise ConversionError(
-            f"config.json: a {family.arch} with the activation {activations[-1]!r}; llama.cpp computes "
-            f"{family.activations[0]}"
-        )
+        problem = f"config.json: a {family.arch} with the activation {activations[-1]!r}"
+        raise ConversionError(f"{problem}; llama.cpp computes {family.activations[0]}")
     for key, allowed in family.needs.items():
         value = config.get(key)
         if value is not None and value not in allowed:

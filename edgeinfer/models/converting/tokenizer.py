@@ -154,11 +154,8 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
         vocabulary.put(index, token, TokenType.NORMAL)
     # a space inside a token is written Ġ, so one space separates the two
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
-    keys: Values = {
-        "ggml.model": "gpt2",
-        "ggml.pre": pre_tokenizer_name(tokenizer),
-        "ggml.merges": merges,
-    }
+    pre = pre_tokenizer_name(tokenizer)
+    keys: Values = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.merges": merges}
     normalizer = (tokenizer.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
         keys[_FORM] = NFC

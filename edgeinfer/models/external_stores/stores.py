@@ -59,12 +59,8 @@ def _in_store(store: ExternalStore) -> Iterator[ExternalModel]:
         try:
             yield from map(_printable, store.search(Path(real)))
         except (UnusableError, OSError) as error:
-            yield ExternalModel(
-                name=f"{store.prefix}*",
-                store=store.name,
-                problem=str(error),
-                fix=f"let this user read {root}, or leave it",
-            )
+            name, fix = f"{store.prefix}*", f"let this user read {root}, or leave it"
+            yield ExternalModel(name=name, store=store.name, problem=str(error), fix=fix)
 
 
 def _printable(model: ExternalModel) -> ExternalModel:

@@ -69,10 +69,8 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 n_kept = size_or_zero(part)
                 failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
-                    raise DownloadError(
-                        f"{remote.origin}: {again}; gave up after {failures} attempts, "
-                        f"{format_bytes(n_kept)} are kept"
-                    ) from again
+                    outcome = f"gave up after {failures} attempts, {format_bytes(n_kept)} are kept"
+                    raise DownloadError(f"{remote.origin}: {again}; {outcome}") from again
                 pause = retry_policy.pause(failures, again.wait_s)
                 job.note(f"{again}; trying again in {pause:.0f} s")
                 job.wait(pause)
@@ -91,10 +89,9 @@ def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job) -> No
             _receive(remote, response, part, state, job)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         if http_client.is_untrusted(error):
-            raise DownloadError(
-                f"{remote.origin}: {http_client.describe_transport_error(error)}",
-                hint="behind a company's proxy, set SSL_CERT_FILE to the file of its certificates",
-            ) from error
+            hint = "behind a company's proxy, set SSL_CERT_FILE to the file of its certificates"
+            problem = http_client.describe_transport_error(error)
+            raise DownloadError(f"{remote.origin}: {problem}", hint=hint) from error
         if isinstance(error, httpx2.ConnectError) and http_client.is_loopback(error.request.url.host):
             raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error
         raise RetryableError(http_client.describe_transport_error(error)) from error
@@ -123,10 +120,8 @@ def _receive(
 ) -> None:
     offset, total = http_client.placement(response, size_or_zero(part))
     if remote.size_bytes and total is not None and total != remote.size_bytes:
-        raise ChecksumError(
-            f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}; nothing was "
-            f"fetched"
-        )
+        problem = f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}"
+        raise ChecksumError(f"{problem}; nothing was fetched")
     if total is not None:
         need_room(part.parent, total - size_or_zero(part), remote.file_name)
     validator = http_client.validator(response)
@@ -147,10 +142,8 @@ def _receive(
         for chunk in response.iter_raw():
             if 0 < remote.size_bytes < offset + len(chunk):
                 part.unlink()
-                raise ChecksumError(
-                    f"{remote.origin} has more than the promised {remote.size_bytes} bytes; nothing "
-                    f"was kept"
-                )
+                problem = f"{remote.origin} has more than the promised {remote.size_bytes} bytes"
+                raise ChecksumError(f"{problem}; nothing was kept")
             view = memoryview(chunk)
             while view:
                 view = view[file.write(view) :]

@@ -67,10 +67,8 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
     for chunk in response.iter_bytes():
         content += chunk
         if len(content) > SMALL_BYTES:
-            raise DownloadError(
-                f"{origin}: {response.url.host} answers with more than {SMALL_BYTES >> 20} MiB where "
-                f"a few KiB are usual"
-            )
+            problem = f"{response.url.host} answers with more than {SMALL_BYTES >> 20} MiB"
+            raise DownloadError(f"{origin}: {problem} where a few KiB are usual")
     return bytes(content)
 
 

