@@ -174,8 +174,8 @@ async def serve(engine: Engine) -> None:
 
 
 def main() -> None:
-    here = Path(__file__).parent
-    sys.path += [str(here.parent / "made"), str(here)]
+    live_server = Path(__file__).parent
+    sys.path += [str(live_server.parent / "made"), str(live_server)]
     from install import build_cache
 
     folder = Path(sys.argv[1])

@@ -28,10 +28,10 @@ def _open(kind: str, smollm2: Path) -> Engine:
     fake = FakeEngine([[item for i in range(900) for item in (f"word{i} ", Delay(0.002))]])
     if kind == "fake":
         return fake
-    here, there = socket.socketpair()
+    live_server, there = socket.socketpair()
     serving = (there, Start(), lambda progress: fake)
     threading.Thread(target=serve_engine, args=serving, daemon=True).start()
-    return RemoteEngine(here)
+    return RemoteEngine(live_server)
 
 
 @pytest.fixture(scope="module", params=["fake", "remote", "real"])

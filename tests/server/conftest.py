@@ -114,10 +114,10 @@ def served(
     """
     engine = engine or FakeEngine()
     limits, options = limits or Limits(), options or RunOptions()
-    here = names or [engine.info.model]
+    live_server = names or [engine.info.model]
     sources = ModelSources(
         load=load or (lambda name, progress: LoadedEngine(engine=engine)),
-        pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in here]),
+        pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in live_server]),
         available_bytes=available_bytes,
     )
     log = io.StringIO()
@@ -126,7 +126,7 @@ def served(
 
     async def main() -> ServeOutcome:
         models = ModelPool(
-            sources, default=here[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
+            sources, default=live_server[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
         )
         responses = ResponseStore(limits) if store_responses else None
         endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)
@@ -185,7 +185,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture(scope="module")
-def here(serve_module: Callable[..., Served], engine: FakeEngine) -> Served:
+def live_server(serve_module: Callable[..., Served], engine: FakeEngine) -> Served:
     """An endpoint for all tests of a file."""
     return serve_module(engine)
 
@@ -269,8 +269,8 @@ def load_model() -> Callable[..., Engine]:
 def real(smollm2: Path) -> Iterator[Served]:
     """The real small model, served once for all tests that only ask it things."""
     engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
-    with served(engine, aliases={"*": ""}, keep_alive_s=-1) as here:  # it cannot be loaded again
-        yield here
+    with served(engine, aliases={"*": ""}, keep_alive_s=-1) as live_server:  # it cannot be loaded again
+        yield live_server
 
 
 @pytest.fixture
@@ -303,8 +303,8 @@ def hub(gguf, monkeypatch):
     thread.join()
 
 
-def with_page(here, keys=()):
+def with_page(live_server, keys=()):
     """Switch the page of an endpoint on."""
     admin = ModelAdmin()
-    here.endpoint.web = Web(Access(here.port, Keys(keys)), here.endpoint, admin)
-    return here
+    live_server.endpoint.web = Web(Access(live_server.port, Keys(keys)), live_server.endpoint, admin)
+    return live_server

@@ -64,7 +64,7 @@ def test_a_code_of_another_version_gives_the_root():
 
 
 def test_from_a_worker_to_its_engine_s_stand_in():
-    here, there = socket.socketpair()
+    live_server, there = socket.socketpair()
 
     def load(_progress):
         raise raised_here()
@@ -72,7 +72,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
     worker = threading.Thread(target=serve_engine, args=(there, Start(), load))
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
-        RemoteEngine(here)
+        RemoteEngine(live_server)
     worker.join(10)
     assert survives(raised.value)
 

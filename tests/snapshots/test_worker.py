@@ -20,7 +20,7 @@ from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 @contextlib.contextmanager
 def remote(engine, progress=None):
-    here, there = socket.socketpair()
+    live_server, there = socket.socketpair()
 
     def load(report):
         report("load", 0.5)
@@ -30,7 +30,7 @@ def remote(engine, progress=None):
         target=serve_engine, args=(there, Start(how="resumed", snapshot="fake"), load)
     )
     worker.start()
-    made = RemoteEngine(here, progress)
+    made = RemoteEngine(live_server, progress)
     try:
         yield made, there
     finally:
@@ -99,11 +99,11 @@ def test_closing_waits_until_the_worker_has_closed_its_engine():
 
 
 def test_a_worker_that_dies_before_it_is_ready():
-    here, there = socket.socketpair()
+    live_server, there = socket.socketpair()
     there.close()
     with pytest.raises(EngineClosedError):
-        RemoteEngine(here)
-    assert here.fileno() == -1
+        RemoteEngine(live_server)
+    assert live_server.fileno() == -1
 
 
 def test_adapters_are_the_workers_and_known_here():

@@ -84,7 +84,7 @@ class Shop:
         engine = FakeEngine([self.script], info=self.info)
         engine.n_threads = n_threads
         self.engines.append(engine)
-        here, there = socket.socketpair()
+        live_server, there = socket.socketpair()
         self.sockets.append(there)
         worker = threading.Thread(
             target=serve_engine,
@@ -93,7 +93,7 @@ class Shop:
         )
         worker.start()
         self.workers.append(worker)
-        return Replica(RemoteEngine(here), "resumed", n_threads)
+        return Replica(RemoteEngine(live_server), "resumed", n_threads)
 
     def kill(self, at: int) -> None:
         self.sockets[at].shutdown(socket.SHUT_RDWR)
@@ -191,10 +191,10 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
         def health(self) -> str:
             return "the decode loop failed: MemoryError: no more"
 
-    here, there = socket.socketpair()
+    live_server, there = socket.socketpair()
     thread = threading.Thread(target=serve_engine, args=(there, Start(), lambda progress: Dead()))
     thread.start()
-    engine = RemoteEngine(here)
+    engine = RemoteEngine(live_server)
     assert engine.health() == ""
     with contextlib.suppress(EngineClosedError):
         list(engine.submit(GenerateRequest(prompt="x", max_tokens=1)))

@@ -116,13 +116,13 @@ def decoded(text: str) -> Any:
 
 
 def test_openai_session_goes_on(serve, model):
-    here = serve(FakeEngine(model))
+    live_server = serve(FakeEngine(model))
     tools = [
         {"type": "function", "function": {"name": "odd", "parameters": ODD}},
         {"type": "function", "function": {"name": "write_file", "parameters": PARAMETERS}},
     ]
     messages: list[Any] = [{"role": "user", "content": "Write the files."}]
-    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0) as client:
         for turn in range(N_TURNS):
             raw = client.chat.completions.with_raw_response.create(
                 model="fake", messages=messages, tools=tools, stream=True
@@ -144,10 +144,10 @@ def test_openai_session_goes_on(serve, model):
 
 
 def test_responses_session_goes_on(serve, model):
-    here = serve(FakeEngine(model))
+    live_server = serve(FakeEngine(model))
     tool = {"type": "function", "name": "write_file", "parameters": PARAMETERS, "strict": False}
     items: list[Any] = [{"role": "user", "content": "Write the files."}]
-    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0) as client:
         for turn in range(N_TURNS):
             with client.responses.stream(model="fake", input=items, tools=[tool]) as stream:
                 done = [event.item for event in stream if event.type == "response.output_item.done"]
@@ -159,10 +159,10 @@ def test_responses_session_goes_on(serve, model):
 
 
 def test_anthropic_session_goes_on(serve, model):
-    here = serve(FakeEngine(model))
+    live_server = serve(FakeEngine(model))
     tool = {"name": "write_file", "input_schema": PARAMETERS}
     messages: list[Any] = [{"role": "user", "content": "Write the files."}]
-    with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=live_server.url, api_key="none", max_retries=0) as client:
         for turn in range(N_TURNS):
             answer = client.messages.create(
                 model="fake", max_tokens=500, messages=messages, tools=[tool], stream=False

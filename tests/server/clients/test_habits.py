@@ -35,30 +35,30 @@ def test_a_path_is_found_however_its_base_url_was_written(path, known):
     assert operation.path == known
 
 
-def test_other_paths_are_nobodys(here):
+def test_other_paths_are_nobodys(live_server):
     for path in ("/v1", "/v1/v1/v1/models", "/v2/models", "/v1chat/completions"):
         assert not match_route(path).methods, path
-    assert here.client.post("/chat/completions/", json={"messages": HI}).status_code == 200
+    assert live_server.client.post("/chat/completions/", json={"messages": HI}).status_code == 200
 
 
 def test_a_spelling_opens_no_route_that_wants_a_key(serve):
-    here = serve(FakeEngine(), keys=["k" * 20])
-    assert here.client.get("/v1/health").status_code == 200
+    live_server = serve(FakeEngine(), keys=["k" * 20])
+    assert live_server.client.get("/v1/health").status_code == 200
     for path in ("//v1/models", "/models/", "/v1/metrics", "/health/../metrics"):
-        assert here.client.get(path).status_code in (401, 404), path
-    assert here.client.post("/completions/", json={"prompt": "x"}).status_code == 401
+        assert live_server.client.get(path).status_code in (401, 404), path
+    assert live_server.client.post("/completions/", json={"prompt": "x"}).status_code == 401
 
 
-def test_as_many_texts_are_embedded_as_openai_takes(here):
+def test_as_many_texts_are_embedded_as_openai_takes(live_server):
     texts = [f"text {i}" for i in range(2048)]
-    answer = here.client.post("/v1/embeddings", json={"input": texts})
+    answer = live_server.client.post("/v1/embeddings", json={"input": texts})
     assert len(answer.json()["data"]) == 2048
-    answer = here.client.post("/v1/embeddings", json={"input": [*texts, "one more"]})
+    answer = live_server.client.post("/v1/embeddings", json={"input": [*texts, "one more"]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
-def test_a_card_tells_the_context_in_every_name(here):
-    listed = here.client.get("/v1/models").json()
+def test_a_card_tells_the_context_in_every_name(live_server):
+    listed = live_server.client.get("/v1/models").json()
     (card,) = listed["data"]
     assert (listed["has_more"], listed["first_id"]) == (False, "fake")
     names = ("n_ctx", "max_model_len", "context_length", "max_input_tokens")
@@ -69,13 +69,13 @@ def test_a_card_tells_the_context_in_every_name(here):
 
 def test_completion_in_llama_cpps_shape(serve):
     engine = FakeEngine([["Hel", "lo"]])
-    here = serve(engine)
+    live_server = serve(engine)
     ask = {"prompt": "p", "n_predict": 7, "stop": ["x"], "temperature": 0, "id_slot": 0, "n_probs": 0}
-    whole = here.client.post("/completion", json=ask).json()
+    whole = live_server.client.post("/completion", json=ask).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == ("Hello", True, "eos")
     assert (whole["prompt"], whole["tokens_predicted"]) == ("p", 2)
     assert (engine.requests[0].max_tokens, engine.requests[0].prompt) == (7, "p")
-    events = [data for _, data in here.events("/completion", ask | {"n_predict": -1})]
+    events = [data for _, data in live_server.events("/completion", ask | {"n_predict": -1})]
     assert [e["content"] for e in events] == ["Hel", "lo", ""]
     assert [e["stop"] for e in events] == [False, False, True]
     assert events[-1]["timings"]["predicted_n"] == 2
@@ -87,43 +87,43 @@ LIKELY = TokenLogprobs(Logprob(72, b"H", -0.5), (Logprob(72, b"H", -0.5), Logpro
 
 def test_completion_tells_tokens_and_probabilities_if_asked_for(serve):
     engine = FakeEngine([[TextDelta("H", (LIKELY,))]] * 3)
-    here = serve(engine)
+    live_server = serve(engine)
     ask = {"prompt": [1, 2], "return_tokens": True, "n_probs": 2}
-    whole = here.client.post("/completion", json=ask).json()
+    whole = live_server.client.post("/completion", json=ask).json()
     assert whole["tokens"] == [72]
     (token,) = whole["completion_probabilities"]
     assert (token["id"], token["bytes"], token["logprob"]) == (72, [72], -0.5)
     assert [other["token"] for other in token["top_logprobs"]] == ["H", "J"]
     assert engine.requests[0].logprobs == 2
     assert "prompt" not in whole
-    (_, first), (_, last) = here.events("/completion", ask)
+    (_, first), (_, last) = live_server.events("/completion", ask)
     assert (first["tokens"], last["tokens_predicted"]) == ([72], 1)
     assert "tokens_predicted" not in first
-    plain = here.client.post("/completion", json={"prompt": "p"}).json()
+    plain = live_server.client.post("/completion", json={"prompt": "p"}).json()
     assert not {"tokens", "completion_probabilities"} & set(plain)
-    refused = here.client.post("/completion", json=ask | {"post_sampling_probs": True}).json()
+    refused = live_server.client.post("/completion", json=ask | {"post_sampling_probs": True}).json()
     assert refused["error"]["param"] == "post_sampling_probs"
 
 
 def test_completion_tells_its_settings(serve):
-    here = serve(FakeEngine([["a"]]))
+    live_server = serve(FakeEngine([["a"]]))
     ask = {"prompt": "p", "n_predict": 5, "top_k": 7, "stop": ["x"]}
-    settings = here.client.post("/completion", json=ask).json()["generation_settings"]
+    settings = live_server.client.post("/completion", json=ask).json()["generation_settings"]
     assert (settings["top_k"], settings["n_predict"], settings["stop"]) == (7, 5, ["x"])
 
 
 def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):
     engine = FakeEngine(lambda request: [f"<{request.prompt}>"])
-    here = serve(engine)
-    several = here.client.post("/completion", json={"prompt": ["a", "b"]}).json()
+    live_server = serve(engine)
+    several = live_server.client.post("/completion", json={"prompt": ["a", "b"]}).json()
     assert [(one["index"], one["prompt"], one["content"]) for one in several] == [
         (0, "a", "<a>"),
         (1, "b", "<b>"),
     ]
-    events = here.events("/completion", {"prompt": ["a", "b"]})
+    events = live_server.events("/completion", {"prompt": ["a", "b"]})
     assert sorted(event["index"] for _, event in events if event["stop"]) == [0, 1]
     biased = {"prompt": {"prompt_string": "p"}, "logit_bias": [[15, False], [16, -0.5], [17, 2]]}
-    assert here.client.post("/completion", json=biased).json()["content"] == "<p>"
+    assert live_server.client.post("/completion", json=biased).json()["content"] == "<p>"
     assert engine.requests[-1].sampling.logit_bias == {15: -math.inf, 16: -0.5, 17: 2.0}
     for wrong, param in (
         ({"prompt": [1, "a"]}, "prompt"),
@@ -131,26 +131,28 @@ def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):
         ({"prompt": "p", "logit_bias": [[15, True]]}, "logit_bias"),
         ({"prompt": "p", "logit_bias": [["word", 1]]}, "logit_bias"),
     ):
-        answer = here.client.post("/completion", json=wrong)
+        answer = live_server.client.post("/completion", json=wrong)
         assert (answer.status_code, answer.json()["error"]["param"].partition("[")[0]) == (400, param)
 
 
-def test_props_has_llama_cpps_fields(here):
-    props = here.client.get("/props").json()
+def test_props_has_llama_cpps_fields(live_server):
+    props = live_server.client.get("/props").json()
     assert (props["total_slots"], props["default_generation_settings"]["n_ctx"]) == (4, 4096)
     assert props["default_generation_settings"]["params"]["top_k"] == 40
 
 
 def test_a_cold_model_tells_nothing_of_a_context_it_has_not(serve):
-    here = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("a", "b"))
-    cold = here.client.get("/v1/models/b").json()
+    live_server = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("a", "b"))
+    cold = live_server.client.get("/v1/models/b").json()
     assert (cold["state"], cold["n_ctx"], cold["max_model_len"]) == ("cold", 0, 0)
 
 
-def test_bodies_that_are_not_plain_json_are_told_what_to_send(here):
-    form = here.client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+def test_bodies_that_are_not_plain_json_are_told_what_to_send(live_server):
+    form = live_server.client.post(
+        "/v1/completions", content=b"{}", headers={"content-type": "text/plain"}
+    )
     assert (form.status_code, "content-type: application/json" in form.text) == (415, True)
-    packed = here.client.post(
+    packed = live_server.client.post(
         "/v1/completions",
         content=b"x",
         headers={"content-type": "application/json", "content-encoding": "gzip"},

@@ -18,7 +18,7 @@ SEARCHED = [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": 
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["lenient", "strict"])
-def here(serve_module, engine, request):
+def live_server(serve_module, engine, request):
     return serve_module(engine, refuse_unknown=request.param)
 
 
@@ -57,9 +57,9 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
-def test_a_hint_is_taken_and_named(here, until, path, sent, named):
-    assert _ignored(here.client.post(path, json=STREAMING[path] | sent)) == [named]
-    until(lambda: f'"ignored":"{named}"' in here.log.getvalue(), "the log to name it")
+def test_a_hint_is_taken_and_named(live_server, until, path, sent, named):
+    assert _ignored(live_server.client.post(path, json=STREAMING[path] | sent)) == [named]
+    until(lambda: f'"ignored":"{named}"' in live_server.log.getvalue(), "the log to name it")
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_hint_is_taken_and_named(here, until, path, sent, named):
         (MESSAGES, {"container": None, "mcp_servers": [], "stream": None, "context_management": None}),
     ],
 )
-def test_nulls_and_empty_lists_of_known_fields_are_nothing(here, path, sent):
-    assert _ignored(here.client.post(path, json=STREAMING[path] | sent)) == [""]
+def test_nulls_and_empty_lists_of_known_fields_are_nothing(live_server, path, sent):
+    assert _ignored(live_server.client.post(path, json=STREAMING[path] | sent)) == [""]
 
 
 def test_an_unknown_field_follows_the_configuration(serve):
@@ -86,13 +86,13 @@ def test_an_unknown_field_follows_the_configuration(serve):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
 
 
-def test_a_large_body_is_read_alike(here, engine):
+def test_a_large_body_is_read_alike(live_server, engine):
     turns = [{"role": "user", "content": "word " * 40_000, "name": "x"}]
-    assert _ignored(here.client.post(CHAT, json={"messages": turns, "user": "u"})) == ["user"]
+    assert _ignored(live_server.client.post(CHAT, json={"messages": turns, "user": "u"})) == ["user"]
     assert len(engine.requests[-1].messages[0].content) == 200_000
 
 
-def test_what_the_official_clients_echo_is_taken(here, engine):
+def test_what_the_official_clients_echo_is_taken(live_server, engine):
     call = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
     echoed = {
         "role": "assistant",
@@ -102,22 +102,22 @@ def test_what_the_official_clients_echo_is_taken(here, engine):
         "tool_calls": [{"id": "c", "type": "function", "index": 0, "function": call}],
     }
     tool = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "done"}
-    answer = here.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
+    answer = live_server.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
     assert "messages[].tool_calls[].function.parsed_arguments" in _ignored(answer)
     assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
     part = {"type": "output_text", "text": "x", "annotations": [], "parsed": None, "logprobs": []}
     item = {"type": "message", "role": "assistant", "content": [part], "phase": None}
-    assert _ignored(here.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
+    assert _ignored(live_server.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
 
 
 def test_tools_of_a_namespace_come_back_under_it(serve):
     engine = FakeEngine([[ToolCallDelta(index=0, id="c", name="mcp.look", arguments="{}")]])
-    here = serve(engine)
+    live_server = serve(engine)
     tools = [{"type": "namespace", "name": "mcp", "tools": [{"type": "function", "name": "look"}]}]
     item = {"type": "function_call", "call_id": "b", "namespace": "mcp", "name": "look"}
     item["arguments"] = "{}"
     sent = {"input": [*HI, item], "tools": tools, "tool_choice": {"type": "function", "name": "look"}}
-    (call,) = here.client.post(RESPONSES, json=sent).json()["output"]
+    (call,) = live_server.client.post(RESPONSES, json=sent).json()["output"]
     assert (call["namespace"], call["name"]) == ("mcp", "look")
     (request,) = engine.requests
     assert [tool.name for tool in request.tools] == ["mcp.look"]
@@ -127,9 +127,9 @@ def test_tools_of_a_namespace_come_back_under_it(serve):
     )
 
 
-def test_a_stream_that_may_be_calls_alone_begins_without_text(here):
+def test_a_stream_that_may_be_calls_alone_begins_without_text(live_server):
     def begins(**sent):
-        first = here.chat(stream=True, **sent).text.partition("data: ")[2].partition("\n")[0]
+        first = live_server.chat(stream=True, **sent).text.partition("data: ")[2].partition("\n")[0]
         return json.loads(first)["choices"][0]["delta"]["content"]
 
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -138,12 +138,12 @@ def test_a_stream_that_may_be_calls_alone_begins_without_text(here):
     assert begins(tools=tools, tool_choice="none") == ""
 
 
-def test_vllms_name_of_the_repeat_penalty_is_honoured(here, engine):
-    assert here.chat(repetition_penalty=1.3).status_code == 200
+def test_vllms_name_of_the_repeat_penalty_is_honoured(live_server, engine):
+    assert live_server.chat(repetition_penalty=1.3).status_code == 200
     assert engine.requests[-1].sampling.repeat_penalty == 1.3
 
 
-def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
+def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
     tools = [
         {"name": "ToolSearch", "input_schema": SCHEMA},
         {"name": "paint", "input_schema": SCHEMA, "defer_loading": True},
@@ -151,7 +151,7 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
 
     def offered(messages):
         sent = {"messages": messages, "max_tokens": 8, "tools": tools}
-        assert here.client.post(MESSAGES, json=sent).status_code == 200
+        assert live_server.client.post(MESSAGES, json=sent).status_code == 200
         return [tool.name for tool in engine.requests[-1].tools]
 
     assert offered(HI) == ["ToolSearch"]
@@ -164,16 +164,18 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(here, engine):
     assert offered(HI) == ["paint"], "nothing could find it"
 
 
-def test_beta_header_is_taken_and_named(here):
+def test_beta_header_is_taken_and_named(live_server):
     """The bodies that agents send are in tests/clients/recorded; their header says what they may expect."""
     sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
-    assert _ignored(here.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)) == [
-        "anthropic-beta"
-    ]
+    assert _ignored(
+        live_server.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)
+    ) == ["anthropic-beta"]
 
 
-def test_a_tool_loop_of_threads_is_told_to_go_on_without(here):
-    refused = here.client.post(MESSAGES, json=STREAMING[MESSAGES] | {"thread": {"type": "create"}})
+def test_a_tool_loop_of_threads_is_told_to_go_on_without(live_server):
+    refused = live_server.client.post(
+        MESSAGES, json=STREAMING[MESSAGES] | {"thread": {"type": "create"}}
+    )
     assert refused.json()["error"]["details"] == {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],

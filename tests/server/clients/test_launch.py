@@ -66,8 +66,8 @@ def test_agent_gets_the_endpoint_and_its_model(serve, aider, configured, capfd):
             recalled.put(agent)
             return []
 
-    here = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
-    configured(here.port)
+    live_server = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
+    configured(live_server.port)
     assert main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
     assert recalled.get(timeout=60) == "aider"
     said = json.loads(aider.read_text())
@@ -75,7 +75,7 @@ def test_agent_gets_the_endpoint_and_its_model(serve, aider, configured, capfd):
     assert (said["model"], said["ids"]) == ("openai/fake", ["fake"])
     assert said["sizes"]["openai/fake"]["max_input_tokens"] == 32768
     assert not Path(said["file"]).exists()
-    assert f"aider asks fake at {here.url}" in capfd.readouterr().err
+    assert f"aider asks fake at {live_server.url}" in capfd.readouterr().err
 
 
 def test_foreign_listener_is_sent_nothing(stranger):

@@ -59,13 +59,13 @@ def _compared(ours: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[st
     seen.add((ours, theirs))
     facts = facts_of(ours)
     for name, kind in get_type_hints(theirs).items():
-        here = f"{where}.{name}"
+        live_server = f"{where}.{name}"
         field = facts.fields.get(name)
         if field is not None:
             for inner in _objects(kind):
-                yield from _placed(field.plan, inner, here, seen)
+                yield from _placed(field.plan, inner, live_server, seen)
         elif name != facts.tag_field and name not in facts.hints and name not in facts.refused:
-            yield here
+            yield live_server
 
 
 def _placed(plan: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:

@@ -74,12 +74,12 @@ def test_format_is_followed(client):
 def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
     from fake_engine import FakeEngine
 
-    here = serve(FakeEngine(), keys=["test-key-0123456789abcdef"])
-    with ollama.Client(here.url) as client, pytest.raises(ollama.ResponseError) as refused:
+    live_server = serve(FakeEngine(), keys=["test-key-0123456789abcdef"])
+    with ollama.Client(live_server.url) as client, pytest.raises(ollama.ResponseError) as refused:
         client.list()
     assert refused.value.status_code == 401
     monkeypatch.setenv("OLLAMA_API_KEY", "test-key-0123456789abcdef")
-    with ollama.Client(here.url) as client:
+    with ollama.Client(live_server.url) as client:
         assert client.list().models
 
 

@@ -195,13 +195,13 @@ def test_emptied_system_turn_is_dropped():
 )
 def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
     engine = FakeEngine()
-    here = serve(engine)
-    here.endpoint.normalizer = PromptNormalizer(rules)
+    live_server = serve(engine)
+    live_server.endpoint.normalizer = PromptNormalizer(rules)
     body = _claude("0e0", "hello") | {"model": "fake"}
-    answer = here.client.post("/v1/messages", json=body, headers={"user-agent": user_agent})
+    answer = live_server.client.post("/v1/messages", json=body, headers={"user-agent": user_agent})
     assert engine.requests[0].messages[0].content.startswith("x-anthropic-billing-header")
     assert "x-edgeinfer-normalized" not in answer.headers
-    reported = here.client.get("/props").json()["prompt_normalization"]
+    reported = live_server.client.get("/props").json()["prompt_normalization"]
     assert (reported["rules"], "claude" in reported["agents"]) == (list(rules), True)
 
 
@@ -249,12 +249,12 @@ def test_reminder_is_put_back_nowhere_else(turns, owner):
 
 def test_restored_reminders_are_named_in_the_header(serve):
     engine = FakeEngine()
-    here = serve(engine)
+    live_server = serve(engine)
     sent = {"user-agent": "opencode/1.18.33"}
 
     def ask(*said, **fields):
         turns = [{"role": turn.role, "content": turn.content} for turn in _modes(*said)]
-        return here.client.post(
+        return live_server.client.post(
             "/v1/chat/completions", json={"messages": turns, **fields}, headers=sent
         )
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def here(smollm2, serve_module, load_model, tmp_path_factory):
+def live_server(smollm2, serve_module, load_model, tmp_path_factory):
     """An endpoint that reads thousands of tokens a second, as SmolLM2 tokenizes them."""
     path = make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 65_536)
     return serve_module(load_model(path, "reader", n_ctx=65_536))
@@ -38,7 +38,7 @@ def _session(agent: str) -> list[dict[str, Any]]:
     return [one for one in found if len(one["body"].get("tools") or ()) == most]
 
 
-def _prefill(here, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int]:
+def _prefill(live_server, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int]:
     """Send a recorded request for no answer: tokens of the prompt, and how many were cached."""
     user_agent = one["user_agent"] if agent != "pi" else "pi/launched"  # recorded without `launch`
     limits = {"/v1/responses": "max_output_tokens"}
@@ -47,32 +47,32 @@ def _prefill(here, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int
     body.pop("stream_options", None)
     body.pop("max_completion_tokens", None)
     headers = {"user-agent": user_agent}
-    answer = here.client.post(one["path"], json=body, headers=headers, timeout=120)
+    answer = live_server.client.post(one["path"], json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
-    (slot,) = here.client.get("/slots").json()["slots"][:1]
+    (slot,) = live_server.client.get("/slots").json()["slots"][:1]
     return slot["n_prompt_tokens"], slot["cache_n"]
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_session_prefills_only_new_tokens(here, agent):
+def test_session_prefills_only_new_tokens(live_server, agent):
     session = _session(agent)
     assert len(session) >= 2
     before = 0
     for number, one in enumerate(session):
-        n_prompt, n_cached = _prefill(here, agent, one, agent)
+        n_prompt, n_cached = _prefill(live_server, agent, one, agent)
         resumed = number == len(session) - 1 and agent in REWRITES_ITS_PAST
         if number and not resumed:
             assert n_prompt - n_cached <= n_prompt - before + MORE_THAN_NEW + NOTE.get(agent, 0)
         before = n_prompt
 
 
-def test_second_session_of_claude_code_finds_the_cached_prefix(here):
+def test_second_session_of_claude_code_finds_the_cached_prefix(live_server):
     """With the line that Claude Code writes unless `edgeinfer launch` tells it not to."""
     first, *_ = _session("claude")
     read = []
     for billing in ("0e0", "f8c"):
         line = {"type": "text", "text": BILLING.format(billing)}
         body = first["body"] | {"system": [line, *first["body"]["system"]]}
-        read.append(_prefill(here, "claude", {**first, "body": body}, "billing"))
+        read.append(_prefill(live_server, "claude", {**first, "body": body}, "billing"))
     n_prompt, n_cached = read[1]
     assert n_prompt - n_cached <= MORE_THAN_NEW

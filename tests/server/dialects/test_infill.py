@@ -23,13 +23,13 @@ VSCODE = {
 
 
 @pytest.fixture(scope="module")
-def here(serve_module, load_model, tmp_path_factory):
+def live_server(serve_module, load_model, tmp_path_factory):
     path = make_llama(tmp_path_factory.mktemp("fim") / "made.gguf", 512, fim=tuple(FIM))
     return serve_module(load_model(path, "made", n_ctx=512))
 
 
-def test_an_editors_request_is_answered_in_llama_cpps_shape(here):
-    answer = here.client.post("/infill", json=VSCODE | {"ignore_eos": True})  # it samples
+def test_an_editors_request_is_answered_in_llama_cpps_shape(live_server):
+    answer = live_server.client.post("/infill", json=VSCODE | {"ignore_eos": True})  # it samples
     said = answer.json()
     assert answer.status_code == 200, said
     assert (said["stop"], said["stop_type"], said["tokens_predicted"]) == (True, "limit", 8)
@@ -37,7 +37,7 @@ def test_an_editors_request_is_answered_in_llama_cpps_shape(here):
     assert "t_max_predict_ms" in answer.headers["x-edgeinfer-ignored"]
 
 
-def test_extra_context_is_read_ahead_without_an_answer(here):
+def test_extra_context_is_read_ahead_without_an_answer(live_server):
     read = VSCODE | {
         "n_predict": 0,
         "input_prefix": "",
@@ -45,24 +45,24 @@ def test_extra_context_is_read_ahead_without_an_answer(here):
         "prompt": "",
         "samplers": [],
     }
-    said = here.client.post("/infill", json=read).json()
+    said = live_server.client.post("/infill", json=read).json()
     assert (said["content"], said["tokens_predicted"]) == ("", 0)
     assert said["tokens_evaluated"] > 0
 
 
-def test_a_stream_ends_with_its_statistics(here):
+def test_a_stream_ends_with_its_statistics(live_server):
     ask = VSCODE | {"seed": 3, "temperature": 0}
-    events = [data for _, data in here.events("/infill", ask)]
+    events = [data for _, data in live_server.events("/infill", ask)]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    whole = here.client.post("/infill", json=ask).json()
+    whole = live_server.client.post("/infill", json=ask).json()
     assert "".join(event["content"] for event in events) == whole["content"]
 
 
-def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(here):
-    openai = here.client.post(
+def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(live_server):
+    openai = live_server.client.post(
         "/v1/completions", json={"prompt": "a = ", "suffix": "\nb", "max_tokens": 6, "temperature": 0}
     ).json()
-    ollama = here.client.post(
+    ollama = live_server.client.post(
         "/api/generate",
         json={
             "model": "made",
@@ -90,8 +90,8 @@ def test_a_model_without_the_tokens_says_so(serve, path, body, param):
     assert "no tokens for fill-in-the-middle" in error["message"]
 
 
-def test_token_ids_have_no_suffix_and_adapters_must_be_there(here):
-    answer = here.client.post("/v1/completions", json={"prompt": [1, 2], "suffix": "y"})
+def test_token_ids_have_no_suffix_and_adapters_must_be_there(live_server):
+    answer = live_server.client.post("/v1/completions", json={"prompt": [1, 2], "suffix": "y"})
     assert answer.json()["error"]["param"] == "suffix"
-    answer = here.client.post("/infill", json=VSCODE | {"lora": [{"id": 0, "scale": 0.5}]})
+    answer = live_server.client.post("/infill", json=VSCODE | {"lora": [{"id": 0, "scale": 0.5}]})
     assert answer.json()["error"]["param"] == "lora[0].id"

@@ -33,16 +33,16 @@ def _lines(answer) -> list[dict]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def _chat(here, **body):
-    return here.client.post("/api/chat", json={"model": "fake", "messages": HI} | body)
+def _chat(live_server, **body):
+    return live_server.client.post("/api/chat", json={"model": "fake", "messages": HI} | body)
 
 
-def _generate(here, **body):
-    return here.client.post("/api/generate", json={"model": "fake", "prompt": "hi"} | body)
+def _generate(live_server, **body):
+    return live_server.client.post("/api/generate", json={"model": "fake", "prompt": "hi"} | body)
 
 
-def test_a_chat_streams_lines_unless_told_otherwise(here):
-    *pieces, last = _lines(_chat(here))
+def test_a_chat_streams_lines_unless_told_otherwise(live_server):
+    *pieces, last = _lines(_chat(live_server))
     assert [piece["message"]["content"] for piece in pieces] == ["Hello", " world"]
     assert all(piece["message"]["role"] == "assistant" and not piece["done"] for piece in pieces)
     assert (last["done"], last["done_reason"], last["message"]["content"]) == (True, "stop", "")
@@ -52,9 +52,9 @@ def test_a_chat_streams_lines_unless_told_otherwise(here):
     assert last["model"] == "fake"
 
 
-def test_fields_of_the_prefix_cache_reach_the_engine(here, engine):
+def test_fields_of_the_prefix_cache_reach_the_engine(live_server, engine):
     for ask in (_chat, _generate):
-        ask(here, cache_prompt=False, cache_salt="mine", prompt_cache_key="talk")
+        ask(live_server, cache_prompt=False, cache_salt="mine", prompt_cache_key="talk")
         asked = engine.requests[-1]
         assert (asked.cache_prompt, asked.cache_salt, asked.conversation) == (False, "mine", "talk")
 
@@ -78,24 +78,24 @@ def test_thinking_and_whole_tool_calls_have_their_own_fields(serve):
         ToolCallDelta(1, id="call_2", name="noise", arguments="{}"),
     ]
     script = [ReasoningDelta("hm"), TextDelta("so"), *call]
-    here = serve(FakeEngine([script], info=INFO))
+    live_server = serve(FakeEngine([script], info=INFO))
     first = {"id": "call_1", "function": {"index": 0, "name": "light", "arguments": {"on": True}}}
     second = {"id": "call_2", "function": {"index": 1, "name": "noise", "arguments": {}}}
-    messages = [line["message"] for line in _lines(_chat(here))]
+    messages = [line["message"] for line in _lines(_chat(live_server))]
     assert messages[0] == {"role": "assistant", "content": "", "thinking": "hm"}
     assert messages[1] == {"role": "assistant", "content": "so"}
     assert [m["tool_calls"] for m in messages if "tool_calls" in m] == [[first], [second]]
-    whole = _chat(here, stream=False).json()["message"]
+    whole = _chat(live_server, stream=False).json()["message"]
     assert (whole["thinking"], whole["tool_calls"]) == ("hm", [first, second])
 
 
 def test_a_call_that_was_cut_short_is_no_call(serve):
-    here = serve(FakeEngine([[ToolCallDelta(0, id="call_1", name="light", arguments='{"on":')]]))
-    assert "tool_calls" not in _chat(here, stream=False).json()["message"]
-    assert all("tool_calls" not in line["message"] for line in _lines(_chat(here)))
+    live_server = serve(FakeEngine([[ToolCallDelta(0, id="call_1", name="light", arguments='{"on":')]]))
+    assert "tool_calls" not in _chat(live_server, stream=False).json()["message"]
+    assert all("tool_calls" not in line["message"] for line in _lines(_chat(live_server)))
 
 
-def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(here, engine):
+def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(live_server, engine):
     function = {"type": "function", "function": {"name": "light", "parameters": {"type": "object"}}}
     called = [
         {"function": {"name": "light", "arguments": {"on": True}}},
@@ -107,7 +107,7 @@ def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(here, engine)
         {"role": "tool", "tool_name": "noise", "content": "loud"},
         {"role": "tool", "content": "on"},
     ]
-    assert _chat(here, messages=turns, tools=[function]).status_code == 200
+    assert _chat(live_server, messages=turns, tools=[function]).status_code == 200
     asked = engine.requests[-1]
     first, second = asked.messages[1].tool_calls
     assert (first.arguments, second.arguments) == ('{"on":true}', '{"loud": 1}')
@@ -116,7 +116,7 @@ def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(here, engine)
     assert asked.tools[0].name == "light"
 
 
-def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(here, engine):
+def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(live_server, engine):
     options = {
         "num_predict": 5,
         "temperature": 0,
@@ -129,7 +129,7 @@ def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(here, engine
         "stop": ["x"],
         "num_ctx": 2048.0,
     }
-    answer = _chat(here, options=options)
+    answer = _chat(live_server, options=options)
     assert "x-edgeinfer-ignored" not in answer.headers
     asked = engine.requests[-1]
     s = asked.sampling
@@ -138,8 +138,8 @@ def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(here, engine
     assert (asked.max_tokens, asked.stop, asked.overflow) == (5, ("x",), "shift")
 
 
-def test_what_is_of_load_time_is_named_and_changes_nothing(here):
-    answer = _chat(here, options={"num_ctx": 100_000, "num_gpu": 1, "use_mmap": True})
+def test_what_is_of_load_time_is_named_and_changes_nothing(live_server):
+    answer = _chat(live_server, options={"num_ctx": 100_000, "num_gpu": 1, "use_mmap": True})
     assert answer.status_code == 200
     ignored = answer.headers["x-edgeinfer-ignored"]
     assert "options.num_gpu" in ignored
@@ -148,8 +148,8 @@ def test_what_is_of_load_time_is_named_and_changes_nothing(here):
 
 
 @pytest.mark.parametrize("predict", [-1, -2, 0, None])
-def test_no_limit_is_no_limit(here, engine, predict):
-    _chat(here, options={"num_predict": predict})
+def test_no_limit_is_no_limit(live_server, engine, predict):
+    _chat(live_server, options={"num_predict": predict})
     assert engine.requests[-1].max_tokens is None
 
 
@@ -162,8 +162,8 @@ def test_no_limit_is_no_limit(here, engine, predict):
         (None, None),
     ],
 )
-def test_format_is_json_or_a_schema(here, engine, wanted, constraint):
-    _chat(here, format=wanted)
+def test_format_is_json_or_a_schema(live_server, engine, wanted, constraint):
+    _chat(live_server, format=wanted)
     assert engine.requests[-1].constraint == constraint
 
 
@@ -176,38 +176,38 @@ def test_format_is_json_or_a_schema(here, engine, wanted, constraint):
         ("high", {"enable_thinking": True, "reasoning_effort": "high"}, None),
     ],
 )
-def test_think_reaches_the_template(here, engine, think, options, budget):
-    _chat(here, think=think)
+def test_think_reaches_the_template(live_server, engine, think, options, budget):
+    _chat(live_server, think=think)
     asked = engine.requests[-1]
     assert (asked.template_options, asked.reasoning_budget) == (options, budget)
-    assert _generate(here, raw=True, think=think).status_code == 200
+    assert _generate(live_server, raw=True, think=think).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("asked", "lacks"), [({"think": True}, "thinking"), ({"suffix": "x"}, "insert")]
 )
 def test_what_the_model_cannot_do_is_refused(serve, asked, lacks):
-    here = serve(FakeEngine())
-    assert _generate(here, think=False).status_code == 200
-    refused = _generate(here, **asked, stream=False)
+    live_server = serve(FakeEngine())
+    assert _generate(live_server, think=False).status_code == 200
+    refused = _generate(live_server, **asked, stream=False)
     assert (refused.status_code, refused.json()) == (400, {"error": f"fake does not support {lacks}"})
 
 
-def test_generate_makes_a_conversation_of_its_prompt(here, engine):
-    *pieces, last = _lines(_generate(here, system="be brief"))
+def test_generate_makes_a_conversation_of_its_prompt(live_server, engine):
+    *pieces, last = _lines(_generate(live_server, system="be brief"))
     assert "".join(piece["response"] for piece in pieces) == "Hello world"
     assert (last["done_reason"], last["response"]) == ("stop", "")
     assert [turn.content for turn in engine.requests[-1].messages] == ["be brief", "hi"]
 
 
 @pytest.mark.parametrize("body", [{"raw": True}, {"template": "{{ .Prompt }}"}])
-def test_a_raw_prompt_is_taken_as_it_is(here, engine, body):
-    assert _generate(here, **body).status_code == 200
+def test_a_raw_prompt_is_taken_as_it_is(live_server, engine, body):
+    assert _generate(live_server, **body).status_code == 200
     assert engine.requests[-1].prompt == "hi"
 
 
-def test_a_suffix_asks_for_what_is_between(here, engine):
-    assert _generate(here, prompt="a = ", suffix="\nb = 2").status_code == 200
+def test_a_suffix_asks_for_what_is_between(live_server, engine):
+    assert _generate(live_server, prompt="a = ", suffix="\nb = 2").status_code == 200
     assert engine.requests[-1].infill == Infill(prefix="a = ", suffix="\nb = 2")
 
 
@@ -236,46 +236,46 @@ def test_logprobs_come_with_their_tokens(real):
         ("/api/chat", {"think": "very"}, "think"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(here, path, body, said):
-    answer = (_chat if path == "/api/chat" else _generate)(here, **body)
+def test_what_cannot_be_honoured_is_refused_by_name(live_server, path, body, said):
+    answer = (_chat if path == "/api/chat" else _generate)(live_server, **body)
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
     assert said in answer.json()["error"]
 
 
 @pytest.mark.parametrize("body", [{"images": []}, {"context": []}, {"template": ""}, {"suffix": ""}])
-def test_an_empty_list_or_text_asks_for_nothing(here, body):
-    assert _generate(here, **body).status_code == 200
+def test_an_empty_list_or_text_asks_for_nothing(live_server, body):
+    assert _generate(live_server, **body).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
-def test_an_unknown_model_is_a_404_that_says_not_found(here, path):
+def test_an_unknown_model_is_a_404_that_says_not_found(live_server, path):
     body = {"model": "nobody", "messages": HI, "prompt": "x", "input": "x"}
-    answer = here.client.post(path, json=body)  # a field of another route is ignored
+    answer = live_server.client.post(path, json=body)  # a field of another route is ignored
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
 
 
-def test_curl_without_a_header_is_understood(here):
+def test_curl_without_a_header_is_understood(live_server):
     form = {"content-type": "application/x-www-form-urlencoded"}
     body = b'{"model": "fake", "prompt": "hi", "stream": false}'
-    answer = here.client.post("/api/generate", content=body, headers=form)
+    answer = live_server.client.post("/api/generate", content=body, headers=form)
     assert answer.json()["response"] == "Hello world"
-    page = here.client.post(
+    page = live_server.client.post(
         "/api/generate", content=body, headers=form | {"origin": "https://evil.example"}
     )
     assert page.status_code == 403
 
 
-def test_paths_that_do_not_exist_are_refused_as_ollama_does(here):
-    assert here.client.get("/api/nothing").json() == {"error": "No such route."}
-    assert here.client.get("/api/chat").status_code == 405
+def test_paths_that_do_not_exist_are_refused_as_ollama_does(live_server):
+    assert live_server.client.get("/api/nothing").json() == {"error": "No such route."}
+    assert live_server.client.get("/api/chat").status_code == 405
 
 
 @pytest.mark.parametrize("name", ["fake", "fake:latest"])
-def test_a_name_may_have_its_tag(here, name):
-    assert _chat(here, model=name, stream=False).json()["model"] == name
-    assert here.client.post("/api/show", json={"name": name}).status_code == 200
+def test_a_name_may_have_its_tag(live_server, name):
+    assert _chat(live_server, model=name, stream=False).json()["model"] == name
+    assert live_server.client.post("/api/show", json={"name": name}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -306,59 +306,65 @@ def test_keep_alive_refuses_other_words(given):
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_asking_nothing_loads_and_unloads(serve, path):
-    here = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other"))
+    live_server = serve(
+        load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other")
+    )
     ask = {"model": "other:latest"}
-    loaded = here.client.post(path, json=ask | {"keep_alive": "10m"}).json()
+    loaded = live_server.client.post(path, json=ask | {"keep_alive": "10m"}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")
-    names = [model["name"] for model in here.client.get("/api/ps").json()["models"]]
+    names = [model["name"] for model in live_server.client.get("/api/ps").json()["models"]]
     assert "other:latest" in names
-    unloaded = here.client.post(path, json=ask | {"keep_alive": 0}).json()
+    unloaded = live_server.client.post(path, json=ask | {"keep_alive": 0}).json()
     assert (unloaded["done"], unloaded["done_reason"]) == (True, "unload")
-    names = [model["name"] for model in here.client.get("/api/ps").json()["models"]]
+    names = [model["name"] for model in live_server.client.get("/api/ps").json()["models"]]
     assert "other:latest" not in names
 
 
-def test_show_says_what_a_loaded_model_can_do(here):
-    shown = here.client.post("/api/show", json={"model": "fake"}).json()
+def test_show_says_what_a_loaded_model_can_do(live_server):
+    shown = live_server.client.post("/api/show", json={"model": "fake"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
     assert shown["model_info"]["general.architecture"] == "llama"
     assert shown["model_info"]["llama.context_length"] == 4096
     assert shown["details"]["parameter_size"] == "134.5M"
-    assert here.client.post("/api/show", json={}).status_code == 400
+    assert live_server.client.post("/api/show", json={}).status_code == 400
 
 
-def test_embeddings_have_two_routes(here):
-    one = here.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
-    many = here.client.post("/api/embed", json={"model": "fake", "input": ["river", "sea"]}).json()
-    old = here.client.post("/api/embeddings", json={"model": "fake", "prompt": "river"}).json()
+def test_embeddings_have_two_routes(live_server):
+    one = live_server.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
+    many = live_server.client.post(
+        "/api/embed", json={"model": "fake", "input": ["river", "sea"]}
+    ).json()
+    old = live_server.client.post("/api/embeddings", json={"model": "fake", "prompt": "river"}).json()
     assert one["embeddings"][0] == many["embeddings"][0] == old["embedding"]
     assert (one["prompt_eval_count"], len(many["embeddings"])) == (5, 2)
-    short = here.client.post("/api/embed", json={"model": "fake", "input": "river", "dimensions": 2})
+    short = live_server.client.post(
+        "/api/embed", json={"model": "fake", "input": "river", "dimensions": 2}
+    )
     (vector,) = short.json()["embeddings"]
     assert len(vector) == 2
     assert abs(sum(x * x for x in vector) - 1) < 1e-6
-    nothing = here.client.post("/api/embed", json={"model": "fake", "input": []}).json()
+    nothing = live_server.client.post("/api/embed", json={"model": "fake", "input": []}).json()
     assert nothing["embeddings"] == []
 
 
 def test_a_stream_that_fails_ends_with_an_error_line(serve):
     from edgeinfer.errors import DecodeError
 
-    here = serve(FakeEngine([["one", DecodeError("broken")]]))
-    *_, last = _lines(_chat(here))
+    live_server = serve(FakeEngine([["one", DecodeError("broken")]]))
+    *_, last = _lines(_chat(live_server))
     assert list(last) == ["error"]
 
 
 def test_a_long_text_loses_its_beginning_unless_that_is_forbidden(serve, chatterer):
-    here = serve(chatterer())
+    live_server = serve(chatterer())
     ask = {"model": "chatterer", "messages": [{"role": "user", "content": "x" * 400}], "stream": False}
     ask |= {"options": {"num_predict": 2}}
-    assert here.client.post("/api/chat", json=ask).json()["prompt_eval_count"] < 256
+    assert live_server.client.post("/api/chat", json=ask).json()["prompt_eval_count"] < 256
     for never in ("truncate", "shift"):
-        refused = here.client.post("/api/chat", json=ask | {never: False})
+        refused = live_server.client.post("/api/chat", json=ask | {never: False})
         assert refused.status_code == 400
         assert refused.json()["error"].startswith("the input length exceeds the context length")
     embed = {"model": "chatterer", "input": "x" * 400}
-    assert here.client.post("/api/embed", json=embed).json()["prompt_eval_count"] == 256
-    refused = here.client.post("/api/embed", json=embed | {"truncate": False})
+    assert live_server.client.post("/api/embed", json=embed).json()["prompt_eval_count"] == 256
+    refused = live_server.client.post("/api/embed", json=embed | {"truncate": False})
     assert refused.json()["error"].startswith("the input length exceeds the context length")

@@ -27,36 +27,36 @@ def _load(name, progress):
 
 
 @pytest.fixture
-def here(serve):
+def live_server(serve):
     admin = ModelAdmin()
     return serve(load=_load, pulled=pulled_models(), model_admin=admin)
 
 
-def _names(here) -> list[str]:
-    return [model["name"] for model in here.client.get("/api/tags").json()["models"]]
+def _names(live_server) -> list[str]:
+    return [model["name"] for model in live_server.client.get("/api/tags").json()["models"]]
 
 
-def _post(here, path, **body):
-    return here.client.post(path, json=body)
+def _post(live_server, path, **body):
+    return live_server.client.post(path, json=body)
 
 
 @pytest.fixture
-def mine(here, gguf):
+def mine(live_server, gguf):
     pull.pull(str(gguf), options=pull.PullOptions(name="mine", in_place=True))
 
 
-def test_a_pulled_model_is_listed_asked_and_removed(here, gguf, mine):
-    assert "mine:latest" in _names(here)
-    asked = _post(here, "/api/generate", model="mine", prompt="x", raw=True, stream=False)
+def test_a_pulled_model_is_listed_asked_and_removed(live_server, gguf, mine):
+    assert "mine:latest" in _names(live_server)
+    asked = _post(live_server, "/api/generate", model="mine", prompt="x", raw=True, stream=False)
     assert asked.json()["done"], asked.json()
-    removed = here.client.request("DELETE", "/api/delete", json={"name": "mine:latest"})
+    removed = live_server.client.request("DELETE", "/api/delete", json={"name": "mine:latest"})
     assert removed.json() == {"status": "success"}
-    assert _names(here) == ["fake:latest"]
+    assert _names(live_server) == ["fake:latest"]
     assert gguf.exists()
 
 
-def test_show_of_a_cold_model_reads_its_file(here, gguf, mine):
-    shown = _post(here, "/api/show", model="mine").json()
+def test_show_of_a_cold_model_reads_its_file(live_server, gguf, mine):
+    shown = _post(live_server, "/api/show", model="mine").json()
     assert shown["capabilities"] == ["completion", "tools", "insert"]
     assert shown["model_info"]["llama.context_length"] == 256
     assert shown["model_info"]["tokenizer.ggml.tokens"] is None
@@ -64,20 +64,20 @@ def test_show_of_a_cold_model_reads_its_file(here, gguf, mine):
     assert shown["details"]["family"] == "llama"
 
 
-def test_a_pull_says_how_far_it_is(here, hub):
-    answer = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0")
+def test_a_pull_says_how_far_it_is(live_server, hub):
+    answer = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0")
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert lines[-1] == {"status": "success"}
     loads = [line for line in lines if "digest" in line]
     assert loads[-1]["completed"] == loads[-1]["total"] > 0
     assert "verifying sha256 digest" in [line["status"] for line in lines]
-    assert "someone.tiny-gguf-q8_0:latest" in _names(here)
+    assert "someone.tiny-gguf-q8_0:latest" in _names(live_server)
 
 
-def test_a_client_that_leaves_ends_its_pull(here, hub, until):
+def test_a_client_that_leaves_ends_its_pull(live_server, hub, until):
     hub.always = Fault(pace=4096)
-    with here.client.stream("POST", "/api/pull", json={"model": f"hf.co/{REPO}:Q8_0"}) as answer:
+    with live_server.client.stream("POST", "/api/pull", json={"model": f"hf.co/{REPO}:Q8_0"}) as answer:
         lines = answer.iter_lines()
         assert next(lines)
         hub.wait_served(1)
@@ -85,20 +85,20 @@ def test_a_client_that_leaves_ends_its_pull(here, hub, until):
     assert store.list_pulled() == []
 
 
-def test_an_unknown_model_is_a_404_before_anything_is_streamed(here):
-    answer = _post(here, "/api/pull", model="no-such-model")
+def test_an_unknown_model_is_a_404_before_anything_is_streamed(live_server):
+    answer = _post(live_server, "/api/pull", model="no-such-model")
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
-    ollamas = _post(here, "/api/pull", model="llama3.2:3b")
+    ollamas = _post(live_server, "/api/pull", model="llama3.2:3b")
     assert ollamas.status_code == 404
     assert "did you mean llama-3.2-3b" in ollamas.json()["error"]
 
 
-def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch):
+def test_a_pull_that_fails_later_says_so_in_its_last_line(live_server, hub, monkeypatch):
     hub.lies["Tiny-Q8_0.gguf"] = "0" * 64
-    *_, last = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0").text.splitlines()
+    *_, last = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0").text.splitlines()
     assert "SHA-256" in json.loads(last)["error"]
-    whole = _post(here, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False)
+    whole = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False)
     assert whole.status_code >= 400
     assert "SHA-256" in whole.json()["error"]
 
@@ -120,14 +120,14 @@ def test_a_pull_that_fails_later_says_so_in_its_last_line(here, hub, monkeypatch
         "~/x.gguf",
     ],
 )
-def test_a_pull_reads_no_files_and_asks_no_other_servers(here, name):
-    answer = _post(here, "/api/pull", model=name)
+def test_a_pull_reads_no_files_and_asks_no_other_servers(live_server, name):
+    answer = _post(live_server, "/api/pull", model=name)
     assert answer.status_code == 400
     assert "edgeinfer pull" in answer.json()["error"]
 
 
-def test_what_is_not_here_is_not_removed(here):
-    answer = here.client.request("DELETE", "/api/delete", json={"model": "nobody"})
+def test_what_is_not_here_is_not_removed(live_server):
+    answer = live_server.client.request("DELETE", "/api/delete", json={"model": "nobody"})
     assert answer.status_code == 404
 
 
@@ -141,10 +141,10 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
     assert "serve --ollama" in answer.json()["error"]
 
 
-def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf, until):
+def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(live_server, gguf, until):
     kept = OllamaStore(Path.home(), gguf.read_bytes())
-    until(lambda: "tiny:1b" in _names(here), "the cached list to expire")
-    assert "insert" in _post(here, "/api/show", model="tiny:1b").json()["capabilities"]
+    until(lambda: "tiny:1b" in _names(live_server), "the cached list to expire")
+    assert "insert" in _post(live_server, "/api/show", model="tiny:1b").json()["capabilities"]
     ask = {
         "model": "tiny:1b",
         "prompt": "x",
@@ -152,17 +152,22 @@ def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(here, gguf, unt
         "stream": False,
         "options": {"num_predict": 2},
     }
-    said = _post(here, "/api/generate", **ask).json()
+    said = _post(live_server, "/api/generate", **ask).json()
     assert (said["model"], said["done"]) == ("tiny:1b", True)
-    assert _post(here, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code == 200
-    assert [model["name"] for model in here.client.get("/api/ps").json()["models"]][-1] == "tiny:1b"
-    refused = here.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
+    assert (
+        _post(live_server, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code
+        == 200
+    )
+    assert [model["name"] for model in live_server.client.get("/api/ps").json()["models"]][
+        -1
+    ] == "tiny:1b"
+    refused = live_server.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
     assert refused.status_code == 400
     assert "belongs to Ollama" in refused.json()["error"]
     assert kept.file.exists()
 
 
-def test_the_root_says_who_is_here(here, serve):
-    assert here.client.get("/").text == "Ollama is running"
-    assert here.client.head("/").status_code == 200
+def test_the_root_says_who_is_here(live_server, serve):
+    assert live_server.client.get("/").text == "Ollama is running"
+    assert live_server.client.head("/").status_code == 200
     assert serve(FakeEngine()).client.get("/").text == "edgeinfer is running"

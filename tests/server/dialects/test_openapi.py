@@ -83,7 +83,7 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     serve, tmp_path, chatterer, engine, phases, examples, at_least
 ):
     make = chatterer if engine == "real" else lambda: FakeEngine([["a", "b"]])
-    here = serve(
+    live_server = serve(
         load=lambda name, progress: LoadedEngine(engine=make()),
         limits=Limits(max_requests=1000),
         refuse_unknown=True,
@@ -93,7 +93,7 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
         "-m",
         "schemathesis.cli",
         "run",
-        f"{here.url}/openapi.json",
+        f"{live_server.url}/openapi.json",
         "--max-examples",
         str(examples),
     ]
@@ -105,4 +105,4 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))
     print(f"{cases} cases")
     assert cases >= at_least
-    assert '"event":"internal"' not in here.log.getvalue()
+    assert '"event":"internal"' not in live_server.log.getvalue()

@@ -103,8 +103,8 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_pictures_stand_where_the_message_has_them(here, engine, path, stream):
-    answer = here.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
+def test_pictures_stand_where_the_message_has_them(live_server, engine, path, stream):
+    answer = live_server.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
     assert answer.status_code == 200, answer.text
     assert seen(engine) == [
         ("user", f"a{HERE}b{HERE}", [file(1), file(2)]),
@@ -113,21 +113,23 @@ def test_pictures_stand_where_the_message_has_them(here, engine, path, stream):
     ]
 
 
-def test_ollama_has_pictures_before_the_text(here, engine):
+def test_ollama_has_pictures_before_the_text(live_server, engine):
     turns = [{"role": "user", "content": "what?", "images": [RED, BLUE]}]
-    answer = here.client.post("/api/chat", json={"model": "fake", "messages": turns, "stream": False})
+    answer = live_server.client.post(
+        "/api/chat", json={"model": "fake", "messages": turns, "stream": False}
+    )
     assert answer.status_code == 200, answer.text
     assert seen(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
     assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
-    assert here.client.post("/api/generate", json=body).status_code == 200
+    assert live_server.client.post("/api/generate", json=body).status_code == 200
     assert seen(engine) == [("user", f"{HERE}what?", [file(2)])]
-    assert here.client.post("/api/generate", json=body | {"raw": True}).status_code == 200
+    assert live_server.client.post("/api/generate", json=body | {"raw": True}).status_code == 200
     assert engine.requests[-1].prompt == f"{HERE}what?"
     assert engine.requests[-1].pictures == (file(2),)
 
 
-def test_a_result_that_is_an_error_keeps_its_picture(here, engine):
+def test_a_result_that_is_an_error_keeps_its_picture(live_server, engine):
     result = {
         "type": "tool_result",
         "tool_use_id": "c",
@@ -136,20 +138,20 @@ def test_a_result_that_is_an_error_keeps_its_picture(here, engine):
     }
     turns = [{"role": "user", "content": [result]}]
     body = {"model": "fake", "max_tokens": 8, "messages": turns}
-    assert here.client.post("/v1/messages", json=body).status_code == 200
+    assert live_server.client.post("/v1/messages", json=body).status_code == 200
     assert seen(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
-def test_a_mark_in_the_text_is_no_picture(here, engine):
+def test_a_mark_in_the_text_is_no_picture(live_server, engine):
     turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
-    assert here.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
+    assert live_server.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
     assert seen(engine) == [("user", f"xy{HERE}", [file(1)])]
 
 
-def test_counting_tokens_takes_pictures(here, blind):
+def test_counting_tokens_takes_pictures(live_server, blind):
     path = "/v1/messages/count_tokens"
     body = {"model": "fake", "messages": [{"role": "user", "content": [anthropic_block(RED)]}]}
-    assert here.client.post(path, json=body).status_code == 200
+    assert live_server.client.post(path, json=body).status_code == 200
     refused = blind.client.post(path, json=body)
     assert refused.status_code == 400
     assert "fake cannot read pictures" in refused.text
@@ -199,26 +201,28 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
         ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "stored files are no pictures"),
     ],
 )  # fmt: skip
-def test_what_is_no_picture_in_base64_is_refused_with_the_reason(here, path, content, reason):
+def test_what_is_no_picture_in_base64_is_refused_with_the_reason(live_server, path, content, reason):
     turns = [{"role": "user", "content": [content]}]
     body = {"input": turns} if path.endswith("responses") else {"messages": turns, "max_tokens": 8}
-    answer = here.client.post(path, json=body | {"model": "fake"})
+    answer = live_server.client.post(path, json=body | {"model": "fake"})
     assert answer.status_code == 400
     assert reason in answer.text
 
 
-def test_a_model_tells_whether_it_sees(here, blind):
-    assert here.client.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+def test_a_model_tells_whether_it_sees(live_server, blind):
+    assert live_server.client.get("/props").json()["modalities"] == {"vision": True, "audio": False}
     assert blind.client.get("/props").json()["modalities"] == {"vision": False, "audio": False}
-    card = here.client.get("/v1/models/fake").json()
+    card = live_server.client.get("/v1/models/fake").json()
     assert card["architecture"] == {
         "input_modalities": ["text", "image"],
         "output_modalities": ["text"],
     }
     card = blind.client.get("/v1/models/fake").json()
     assert card["architecture"]["input_modalities"] == ["text"]
-    assert here.client.get("/models").json()["models"][0]["capabilities"] == [
+    assert live_server.client.get("/models").json()["models"][0]["capabilities"] == [
         "completion",
         "multimodal",
     ]
-    assert "vision" in here.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
+    assert (
+        "vision" in live_server.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
+    )

@@ -10,13 +10,13 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def here(serve_module, engine):
+def live_server(serve_module, engine):
     return serve_module(engine, refuse_unknown=True)
 
 
-def _post(here, path, body):
+def _post(live_server, path, body):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return here.client.post(path, content=raw, headers={"content-type": "application/json"})
+    return live_server.client.post(path, content=raw, headers={"content-type": "application/json"})
 
 
 #: (fields beside or instead of the least, the first that is refused, why)
@@ -83,9 +83,9 @@ CHAT = [
 @pytest.mark.parametrize(
     ("body", "param", "code"), CHAT, ids=[f"{param}-{code}" for _, param, code in CHAT]
 )
-def test_a_chat_field_is_refused_by_name(here, engine, body, param, code):
+def test_a_chat_field_is_refused_by_name(live_server, engine, body, param, code):
     before = len(engine.requests)
-    answer = here.chat(**body)
+    answer = live_server.chat(**body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert (error["param"], error["code"]) == (param, code)
@@ -110,8 +110,8 @@ NO_REQUEST = {
 
 
 @pytest.mark.parametrize(("raw", "said"), NO_REQUEST.values(), ids=NO_REQUEST)
-def test_a_body_that_is_no_request_is_a_400(here, raw, said):
-    answer = _post(here, "/v1/chat/completions", raw)
+def test_a_body_that_is_no_request_is_a_400(live_server, raw, said):
+    answer = _post(live_server, "/v1/chat/completions", raw)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
 
@@ -125,14 +125,14 @@ def test_a_body_that_is_no_request_is_a_400(here, raw, said):
     ],
     ids=["float", "integer", "inner"],
 )
-def test_number_out_of_range_names_its_field(here, raw, param):
-    error = _post(here, "/v1/chat/completions", raw).json()["error"]
+def test_number_out_of_range_names_its_field(live_server, raw, param):
+    error = _post(live_server, "/v1/chat/completions", raw).json()["error"]
     assert (error["param"], error["code"]) == (param, "invalid_value")
     assert error["message"].startswith(f"Invalid '{param}': ")
     assert error["message"].endswith("out of range.")
 
 
-def test_every_field_that_is_wrong_is_named_at_once(here):
+def test_every_field_that_is_wrong_is_named_at_once(live_server):
     body = {
         "messages": [{"role": "robot"}, {"role": "user", "content": [{"type": "input_audio"}]}],
         "temperature": "hot",
@@ -140,53 +140,57 @@ def test_every_field_that_is_wrong_is_named_at_once(here):
         "audio": {"voice": "x"},
         "mood": 1,
     }
-    error = _post(here, "/v1/chat/completions", body).json()["error"]
+    error = _post(live_server, "/v1/chat/completions", body).json()["error"]
     assert error["param"] == "messages[0].role"
     for said in ("'robot'", "sound cannot be heard", "'temperature'", "'n'", "'audio'", "'mood'"):
         assert said in error["message"]
 
 
-def test_routes_and_methods_that_do_not_exist_have_the_envelope(here):
-    assert here.client.get("/v3/x").json()["error"]["code"] == "not_found"
-    wrong = here.client.put("/v1/chat/completions")
+def test_routes_and_methods_that_do_not_exist_have_the_envelope(live_server):
+    assert live_server.client.get("/v3/x").json()["error"]["code"] == "not_found"
+    wrong = live_server.client.put("/v1/chat/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
-def test_anthropic_errors_have_anthropics_envelope(here):
-    answer = _post(here, "/v1/messages", {"max_tokens": 1, "messages": HI, "container": "x"})
+def test_anthropic_errors_have_anthropics_envelope(live_server):
+    answer = _post(live_server, "/v1/messages", {"max_tokens": 1, "messages": HI, "container": "x"})
     body = answer.json()
     assert (answer.status_code, body["type"]) == (400, "error")
     assert body["error"]["type"] == "invalid_request_error"
     assert body["request_id"] == answer.headers["request-id"]
 
 
-def test_responses_items_are_checked_one_by_one(here):
+def test_responses_items_are_checked_one_by_one(live_server):
     wrong = _post(
-        here,
+        live_server,
         "/v1/responses",
         {"input": [{"role": "user", "content": "x"}, {"type": "image_generation_call"}]},
     )
     assert wrong.json()["error"]["param"] == "input[1].type"
-    wrong = _post(here, "/v1/responses", {"input": [{"role": "user", "content": 1}]})
+    wrong = _post(live_server, "/v1/responses", {"input": [{"role": "user", "content": 1}]})
     assert wrong.json()["error"]["param"] == "input[0].content"
-    stored = _post(here, "/v1/responses", {"input": "x", "previous_response_id": "resp_1"})
+    stored = _post(live_server, "/v1/responses", {"input": "x", "previous_response_id": "resp_1"})
     assert stored.json()["error"]["param"] == "previous_response_id"
 
 
-def test_query_fields_are_refused_like_body_fields(here):
-    assert here.client.get("/infer").json()["error"]["param"] == "prompt"
-    assert here.client.get("/infer?prompt=a&prompt=b").json()["error"]["param"] == "prompt"
-    assert here.client.get("/infer?prompt=a&mood=1").json()["error"]["code"] == "unknown_parameter"
-    assert here.client.get("/infer?prompt=a&max_tokens=x").json()["error"]["param"] == "max_tokens"
-    assert here.client.get("/infer?prompt=a&max_tokens=1").json()["result"] == "Hello"
+def test_query_fields_are_refused_like_body_fields(live_server):
+    assert live_server.client.get("/infer").json()["error"]["param"] == "prompt"
+    assert live_server.client.get("/infer?prompt=a&prompt=b").json()["error"]["param"] == "prompt"
+    assert (
+        live_server.client.get("/infer?prompt=a&mood=1").json()["error"]["code"] == "unknown_parameter"
+    )
+    assert (
+        live_server.client.get("/infer?prompt=a&max_tokens=x").json()["error"]["param"] == "max_tokens"
+    )
+    assert live_server.client.get("/infer?prompt=a&max_tokens=1").json()["result"] == "Hello"
 
 
-def test_lists_of_mixed_prompts_are_refused(here):
+def test_lists_of_mixed_prompts_are_refused(live_server):
     for mixed in (["a", 1], [1, [2]], ["a", [1]]):
-        answer = _post(here, "/v1/completions", {"prompt": mixed})
+        answer = _post(live_server, "/v1/completions", {"prompt": mixed})
         assert answer.json()["error"]["param"] == "prompt"
-    assert _post(here, "/v1/completions", {"prompt": []}).status_code == 400
-    many = _post(here, "/v1/completions", {"prompt": ["a"] * 64, "n": 2})
+    assert _post(live_server, "/v1/completions", {"prompt": []}).status_code == 400
+    many = _post(live_server, "/v1/completions", {"prompt": ["a"] * 64, "n": 2})
     assert many.json()["error"]["param"] == "n"
 
 
@@ -200,31 +204,31 @@ def test_lists_of_mixed_prompts_are_refused(here):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_refuses_has_a_status_even_when_streaming(
-    here, engine, error, status, code, stream, monkeypatch
+    live_server, engine, error, status, code, stream, monkeypatch
 ):
     def refuse(request):
         raise error
 
     monkeypatch.setattr(engine, "submit", refuse)
-    answer = here.chat(stream=stream)
+    answer = live_server.chat(stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     if status == 503:
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_internal_error_is_a_500_without_details(here, engine, monkeypatch):
+def test_internal_error_is_a_500_without_details(live_server, engine, monkeypatch):
     def broken(request):
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(engine, "submit", broken)
-    answer = here.chat()
+    answer = live_server.chat()
     assert answer.status_code == 500
     assert "secret detail" not in answer.text
     assert answer.headers["x-request-id"] in answer.text
-    assert "secret detail" in here.log.getvalue()
+    assert "secret detail" in live_server.log.getvalue()
 
 
 @pytest.mark.parametrize(("name", "flag"), [("n_ctx", "--ctx"), ("kv_type", "--kv-type")])
-def test_an_option_of_load_time_is_refused_with_its_place(here, name, flag):
-    error = _post(here, "/v1/chat/completions", {"messages": HI, name: 512}).json()["error"]
+def test_an_option_of_load_time_is_refused_with_its_place(live_server, name, flag):
+    error = _post(live_server, "/v1/chat/completions", {"messages": HI, name: 512}).json()["error"]
     assert error["message"].endswith(f"'{name}'; it is a load option: start the endpoint with {flag}.")

@@ -58,9 +58,9 @@ def test_chat_reasoning_and_parallel_calls_whole(serve):
 
 
 def test_chat_calls_stream_with_id_and_name_first(serve):
-    here = serve(FakeEngine([CALLS]))
-    assert here.chat(tools=TOOLS, stream=True).text.endswith("data: [DONE]\n\n")
-    chunks = here.events(CHAT, {"messages": HI, "tools": TOOLS})
+    live_server = serve(FakeEngine([CALLS]))
+    assert live_server.chat(tools=TOOLS, stream=True).text.endswith("data: [DONE]\n\n")
+    chunks = live_server.events(CHAT, {"messages": HI, "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks]
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     assert calls[0] == {
@@ -91,30 +91,30 @@ def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
 
 def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(serve):
     engine = FakeEngine()
-    here = serve(engine)
-    assert here.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
-    assert here.chat(max_tokens=-1, seed=3.0).status_code == 200
-    endless = here.client.post("/v1/completions", json={"prompt": "p", "max_tokens": -1})
+    live_server = serve(engine)
+    assert live_server.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
+    assert live_server.chat(max_tokens=-1, seed=3.0).status_code == 200
+    endless = live_server.client.post("/v1/completions", json={"prompt": "p", "max_tokens": -1})
     assert endless.status_code == 200
     assert [request.max_tokens for request in engine.requests] == [7, None, None]
     assert engine.requests[1].sampling.seed == 3
-    assert here.chat(max_tokens=2.5).json()["error"]["param"] == "max_tokens"
+    assert live_server.chat(max_tokens=2.5).json()["error"]["param"] == "max_tokens"
 
 
 def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
     engine = FakeEngine()
-    here = serve(engine)
+    live_server = serve(engine)
     stops = [f"<{number}>" for number in range(128)]
-    assert here.chat(stop=stops).status_code == 200
+    assert live_server.chat(stop=stops).status_code == 200
     generate = {"model": "fake", "prompt": "p", "stream": False, "options": {"stop": stops}}
-    assert here.client.post("/api/generate", json=generate).status_code == 200
+    assert live_server.client.post("/api/generate", json=generate).status_code == 200
     assert [request.stop for request in engine.requests] == [tuple(stops)] * 2
 
 
 def test_several_streams_are_told_apart_and_usage_comes_last(serve):
-    here = serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
+    live_server = serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
     ask = {"messages": HI, "n": 3, "stream_options": {"include_usage": True}}
-    chunks = [chunk for _, chunk in here.events(CHAT, ask)]
+    chunks = [chunk for _, chunk in live_server.events(CHAT, ask)]
     said = {0: "", 1: "", 2: ""}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -150,9 +150,9 @@ def test_completions_logprobs_have_offsets(serve):
         TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),))
         for t in ("ab", "c")
     ]
-    here = serve(FakeEngine([tokens]))
+    live_server = serve(FakeEngine([tokens]))
     ask = {"prompt": "p", "logprobs": 1}
-    (whole,) = here.client.post("/v1/completions", json=ask).json()["choices"]
+    (whole,) = live_server.client.post("/v1/completions", json=ask).json()["choices"]
     assert whole["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-1.0, -1.0],
@@ -160,15 +160,15 @@ def test_completions_logprobs_have_offsets(serve):
         "text_offset": [0, 2],
     }
     streamed = [
-        chunk["choices"][0]["logprobs"] or {} for _, chunk in here.events("/v1/completions", ask)
+        chunk["choices"][0]["logprobs"] or {} for _, chunk in live_server.events("/v1/completions", ask)
     ]
     assert [offset for part in streamed for offset in part.get("text_offset", [])] == [0, 2]
 
 
 def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same(serve):
-    here = serve(FakeEngine([CALLS]))
+    live_server = serve(FakeEngine([CALLS]))
     body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
-    events = here.events("/v1/messages", body)
+    events = live_server.events("/v1/messages", body)
     names = [name for name, _ in events if name != "ping"]
     assert names[0] == "message_start"
     assert names[-2:] == ["message_delta", "message_stop"]
@@ -187,7 +187,7 @@ def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     assert events[-2][1]["usage"]["cache_read_input_tokens"] == 4
-    message = here.client.post("/v1/messages", json=body).json()
+    message = live_server.client.post("/v1/messages", json=body).json()
     assert [b["type"] for b in message["content"]] == kinds
     assert message["content"][2]["input"] == {"x": 1}
     assert message["usage"] == message["usage"] | {
@@ -203,15 +203,15 @@ def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same
 )
 def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by, reason, told):
     end = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
-    here = serve(FakeEngine([["x", end]]))
+    live_server = serve(FakeEngine([["x", end]]))
     body = {"max_tokens": 9, "messages": HI, "stop_sequences": ["END"]}
-    message = here.client.post("/v1/messages", json=body).json()
+    message = live_server.client.post("/v1/messages", json=body).json()
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, told)
 
 
 def test_anthropic_tool_results_become_turns(serve):
     engine = FakeEngine()
-    here = serve(engine)
+    live_server = serve(engine)
     turns = [
         {"role": "user", "content": "weather?"},
         {
@@ -233,7 +233,7 @@ def test_anthropic_tool_results_become_turns(serve):
             ],
         },
     ]
-    here.client.post(
+    live_server.client.post(
         "/v1/messages",
         json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]},
     )
@@ -250,9 +250,9 @@ def test_anthropic_tool_results_become_turns(serve):
 
 
 def test_a_response_stream_announces_and_closes_every_item(serve):
-    here = serve(FakeEngine([CALLS]))
+    live_server = serve(FakeEngine([CALLS]))
     body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
-    events = here.events("/v1/responses", body)
+    events = live_server.events("/v1/responses", body)
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     added = [data["item"]["type"] for name, data in events if name == "response.output_item.added"]
     done = [data["item"]["type"] for name, data in events if name == "response.output_item.done"]
@@ -264,12 +264,12 @@ def test_a_response_stream_announces_and_closes_every_item(serve):
 
 
 def test_a_response_cut_short_is_incomplete(serve):
-    here = serve(FakeEngine([["a", "b", "c"]]))
+    live_server = serve(FakeEngine([["a", "b", "c"]]))
     body = {"input": "hi", "max_output_tokens": 2}
-    reply = here.client.post("/v1/responses", json=body).json()
+    reply = live_server.client.post("/v1/responses", json=body).json()
     assert reply["status"] == "incomplete"
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
-    events = here.events("/v1/responses", body)
+    events = live_server.events("/v1/responses", body)
     assert events[-1][0] == "response.incomplete"
     done = [data["item"] for name, data in events if name == "response.output_item.done"]
     assert done == events[-1][1]["response"]["output"]
@@ -315,11 +315,11 @@ def test_response_items_join_into_turns(serve):
 )
 def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, sign):
     body = STREAMING[path]
-    here = serve(FakeEngine([["part", DecodeError("boom")], ["fine"]]))
-    text = here.client.post(path, json=body | {"stream": True}).text
+    live_server = serve(FakeEngine([["part", DecodeError("boom")], ["fine"]]))
+    text = live_server.client.post(path, json=body | {"stream": True}).text
     assert "part" in text
     assert sign in text
-    assert here.client.post(path, json=body).status_code == 200
+    assert live_server.client.post(path, json=body).status_code == 200
 
 
 def test_a_failure_of_a_whole_answer_is_a_500(serve):
@@ -356,9 +356,9 @@ def test_samplers_that_are_not_here_are_left_out_and_named(serve, path, nest):
     body = {"model": "fake", "prompt": "hi"}
     if path != "/completion":
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": False}
-    here = serve(FakeEngine(), refuse_unknown=True)
+    live_server = serve(FakeEngine(), refuse_unknown=True)
     fields = {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 0.9}
-    answer = here.client.post(path, json=body | nest(fields))
+    answer = live_server.client.post(path, json=body | nest(fields))
     assert answer.status_code == 200, answer.text
     for name in fields:
         assert name in answer.headers["x-edgeinfer-ignored"]
@@ -388,10 +388,10 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
 
 
 def test_infer_answers_in_one_line(serve):
-    here = serve(FakeEngine([["forty-two"]]))
-    assert here.client.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
-    assert here.client.post("/infer?prompt=6*7").json()["result"] == "forty-two"
-    assert here.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
+    live_server = serve(FakeEngine([["forty-two"]]))
+    assert live_server.client.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
+    assert live_server.client.post("/infer?prompt=6*7").json()["result"] == "forty-two"
+    assert live_server.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
 
 
 def test_tokens_and_counts(serve):

@@ -73,16 +73,16 @@ def engine(answer):
     return FakeEngine(answer.play, info=INFO)
 
 
-def post(here, path, **body):
-    return here.client.post(path, json={"model": "fake", **body})
+def post(live_server, path, **body):
+    return live_server.client.post(path, json={"model": "fake", **body})
 
 
-def read_chat(here):
+def read_chat(live_server):
     tools = [{"type": "function", "function": {"name": "f"}}]
-    message = post(here, "/v1/chat/completions", messages=HI, tools=tools).json()["choices"][0][
+    message = post(live_server, "/v1/chat/completions", messages=HI, tools=tools).json()["choices"][0][
         "message"
     ]
-    chunks = here.events("/v1/chat/completions", {"messages": HI, "tools": tools})
+    chunks = live_server.events("/v1/chat/completions", {"messages": HI, "tools": tools})
     deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks if chunk["choices"]]
     calls = {}
     for delta in deltas:
@@ -110,10 +110,10 @@ def of_items(items):
     return texts["reasoning"], texts["message"], calls
 
 
-def read_responses(here):
+def read_responses(live_server):
     body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
-    yield of_items(post(here, "/v1/responses", **body).json()["output"])
-    events = here.events("/v1/responses", body)
+    yield of_items(post(live_server, "/v1/responses", **body).json()["output"])
+    events = live_server.events("/v1/responses", body)
     yield of_items(events[-1][1]["response"]["output"])
     deltas = {"reasoning_text": "", "output_text": ""}
     calls = {}
@@ -135,13 +135,13 @@ def of_blocks(blocks):
     return texts["thinking"], texts["text"], calls
 
 
-def read_anthropic(here):
+def read_anthropic(live_server):
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     body = {"messages": HI, "max_tokens": 100_000, "tools": tools}
     body["thinking"] = {"type": "enabled", "budget_tokens": 50_000}
-    yield of_blocks(post(here, "/v1/messages", **body).json()["content"])
+    yield of_blocks(post(live_server, "/v1/messages", **body).json()["content"])
     blocks = {}
-    for name, data in here.events("/v1/messages", {"model": "fake", **body}):
+    for name, data in live_server.events("/v1/messages", {"model": "fake", **body}):
         if name == "content_block_start":
             blocks[data["index"]] = {**data["content_block"], "json": ""}
         if name == "content_block_delta":
@@ -162,18 +162,18 @@ def of_messages(messages):
     )
 
 
-def read_ollama(here):
+def read_ollama(live_server):
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": HI, "tools": tools, "think": True}
-    yield of_messages([post(here, "/api/chat", stream=False, **body).json()["message"]])
-    lines = post(here, "/api/chat", **body).text.splitlines()
+    yield of_messages([post(live_server, "/api/chat", stream=False, **body).json()["message"]])
+    lines = post(live_server, "/api/chat", **body).text.splitlines()
     yield of_messages([json.loads(line)["message"] for line in lines])
 
 
 @pytest.mark.parametrize("read", [read_chat, read_responses, read_anthropic, read_ollama])
-def test_a_split_answer_is_the_whole_one(here, answer, read, repeats):
+def test_a_split_answer_is_the_whole_one(live_server, answer, read, repeats):
     for seed in range(repeats(SPLITS)):
         answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
-        for got in read(here):
+        for got in read(live_server):
             assert got == answer.expected(), seed
-    assert '"level":"error"' not in here.log.getvalue()
+    assert '"level":"error"' not in live_server.log.getvalue()

@@ -20,9 +20,9 @@ def client(serve):
     with contextlib.ExitStack() as stack:
 
         def make(engine: FakeEngine | None = None, **fields):
-            here = serve(engine or FakeEngine(), store_responses=True, **fields)
-            made = openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0)
-            return here, stack.enter_context(made)
+            live_server = serve(engine or FakeEngine(), store_responses=True, **fields)
+            made = openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0)
+            return live_server, stack.enter_context(made)
 
         yield make
 
@@ -72,7 +72,7 @@ def test_a_tools_output_alone_goes_on(client) -> None:
 
 
 def test_what_is_not_to_be_stored_is_not(client) -> None:
-    here, openai_client = client()
+    live_server, openai_client = client()
     done = openai_client.responses.create(model="fake", input="x", store=False)
     assert done.model_dump()["store"] is False
     with pytest.raises(openai.NotFoundError):
@@ -80,82 +80,82 @@ def test_what_is_not_to_be_stored_is_not(client) -> None:
     with pytest.raises(openai.BadRequestError, match="not found") as caught:
         openai_client.responses.create(model="fake", input="x", previous_response_id=done.id)
     assert caught.value.code == "previous_response_not_found"
-    assert here.client.post(URL, json={"input": "x"}).json()["store"] is True
+    assert live_server.client.post(URL, json={"input": "x"}).json()["store"] is True
 
 
 def test_off_as_it_is_by_default(serve) -> None:
-    here = serve(FakeEngine())
-    reply = here.client.post(URL, json={"input": "x", "store": True})
+    live_server = serve(FakeEngine())
+    reply = live_server.client.post(URL, json={"input": "x", "store": True})
     assert reply.json()["store"] is False
     assert "store" in reply.headers["x-edgeinfer-ignored"]
-    refused = here.client.post(URL, json={"input": "x", "previous_response_id": "resp_1"})
+    refused = live_server.client.post(URL, json={"input": "x", "previous_response_id": "resp_1"})
     assert "store-responses" in refused.json()["error"]["message"]
-    assert here.client.get(f"{URL}/resp_1").status_code == 404
+    assert live_server.client.get(f"{URL}/resp_1").status_code == 404
 
 
 def test_deleted_and_anothers(client) -> None:
-    here, _ = client(keys=["alpha-key", "beta-key"])
+    live_server, _ = client(keys=["alpha-key", "beta-key"])
     alpha, beta = ({"x-api-key": key} for key in ("alpha-key", "beta-key"))
-    name = here.client.post(URL, json={"input": "x"}, headers=alpha).json()["id"]
+    name = live_server.client.post(URL, json={"input": "x"}, headers=alpha).json()["id"]
     for method in ("GET", "DELETE"):
-        assert here.client.request(method, f"{URL}/{name}", headers=beta).status_code == 404
-    assert here.client.get(f"{URL}/{name}", headers=alpha).json()["status"] == "completed"
-    gone = here.client.delete(f"{URL}/{name}", headers=alpha).json()
+        assert live_server.client.request(method, f"{URL}/{name}", headers=beta).status_code == 404
+    assert live_server.client.get(f"{URL}/{name}", headers=alpha).json()["status"] == "completed"
+    gone = live_server.client.delete(f"{URL}/{name}", headers=alpha).json()
     assert gone == {"id": name, "object": "response", "deleted": True}
-    assert here.client.get(f"{URL}/{name}", headers=alpha).status_code == 404
+    assert live_server.client.get(f"{URL}/{name}", headers=alpha).status_code == 404
 
 
 def test_streams_are_not_stored(client) -> None:
-    here, _ = client()
-    name = here.client.post(URL, json={"input": "x", "stream": True}).text
+    live_server, _ = client()
+    name = live_server.client.post(URL, json={"input": "x", "stream": True}).text
     name = name.partition('"id":"')[2].partition('"')[0]
-    assert here.client.get(f"{URL}/{name}?stream=false").json()["status"] == "completed"
-    reply = here.client.get(f"{URL}/{name}?stream=true&starting_after=1")
+    assert live_server.client.get(f"{URL}/{name}?stream=false").json()["status"] == "completed"
+    reply = live_server.client.get(f"{URL}/{name}?stream=true&starting_after=1")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
 
 
 def test_an_answer_whose_client_left_is_not_stored(client, until) -> None:
     engine = FakeEngine([["one ", StepGate(), "two"]])
-    here, openai_client = client(engine)
+    live_server, openai_client = client(engine)
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
         name = next(iter(stream)).response.id
-    until(lambda: not here.endpoint.in_flight, "the answer to be cancelled")
+    until(lambda: not live_server.endpoint.in_flight, "the answer to be cancelled")
     with pytest.raises(openai.NotFoundError):
         openai_client.responses.retrieve(name)
 
 
 def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client) -> None:
-    here, _ = client(FakeEngine([["word "] * 200]), limits=Limits(stored_bytes=2000))
-    reply = here.client.post(URL, json={"input": "x", "stream": True})
+    live_server, _ = client(FakeEngine([["word "] * 200]), limits=Limits(stored_bytes=2000))
+    reply = live_server.client.post(URL, json={"input": "x", "stream": True})
     assert reply.text.count('"delta":"word ') == 200
     name = reply.text.partition('"id":"')[2].partition('"')[0]
-    assert here.client.get(f"{URL}/{name}").status_code == 404
+    assert live_server.client.get(f"{URL}/{name}").status_code == 404
 
 
 def test_the_oldest_go_first(client) -> None:
-    here, _ = client(limits=Limits(stored_responses=2))
-    names = [here.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
-    found = [here.client.get(f"{URL}/{name}").status_code for name in names]
+    live_server, _ = client(limits=Limits(stored_responses=2))
+    names = [live_server.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
+    found = [live_server.client.get(f"{URL}/{name}").status_code for name in names]
     assert found == [404, 200, 200]
 
 
 def test_answers_that_are_never_read_are_evicted(client) -> None:
-    here, _ = client(limits=Limits(stored_responses=8, stored_bytes=100_000))
+    live_server, _ = client(limits=Limits(stored_responses=8, stored_bytes=100_000))
     for number in range(20):
         text = "x" * (30_000 if number > 15 else 10)
-        assert here.client.post(URL, json={"input": text}).status_code == 200
-        kept = here.endpoint.responses._responses.values()
+        assert live_server.client.post(URL, json={"input": text}).status_code == 200
+        kept = live_server.endpoint.responses._responses.values()
         assert len(kept) <= 8
         assert sum(answer.size_bytes for answer in kept) <= 100_000
     assert len(kept) == 3
 
 
 def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
-    here, _ = client()
+    live_server, _ = client()
     for _ in range(3):
-        here.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
-    answers = list(here.endpoint.responses._responses.values())
-    del here
+        live_server.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
+    answers = list(live_server.endpoint.responses._responses.values())
+    del live_server
     contexts = [one for one in gc.get_objects() if isinstance(one, RequestContext)]
     assert len(answers) == 3
     assert not any(context.body for context in contexts)
@@ -180,8 +180,8 @@ def test_reference_to_an_item_of_a_stored_response_is_resolved(client, streamed:
 
 
 def test_reference_where_nothing_is_stored_names_the_way_out(serve) -> None:
-    here = serve(FakeEngine())
+    live_server = serve(FakeEngine())
     body = {"model": "fake", "input": [{"type": "item_reference", "id": "msg_1_0"}]}
-    reply = here.client.post(URL, json=body)
+    reply = live_server.client.post(URL, json=body)
     assert reply.status_code == 400
     assert "store-responses" in reply.text

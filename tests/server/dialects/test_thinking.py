@@ -20,7 +20,7 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def here(serve_module, engine):
+def live_server(serve_module, engine):
     return serve_module(engine, refuse_unknown=True)
 
 
@@ -50,13 +50,13 @@ def here(serve_module, engine):
         ),
     ],
 )
-def test_what_is_asked_reaches_template_and_engine(here, engine, path, sent, options, budget):
-    assert here.client.post(path, json=STREAMING[path] | sent).status_code == 200
+def test_what_is_asked_reaches_template_and_engine(live_server, engine, path, sent, options, budget):
+    assert live_server.client.post(path, json=STREAMING[path] | sent).status_code == 200
     assert engine.requests[-1].template_options == options
     assert engine.requests[-1].reasoning_budget == budget
 
 
-def test_the_budget_closes_the_reasoning(here):
+def test_the_budget_closes_the_reasoning(live_server):
     sent = {"thinking": {"type": "enabled", "budget_tokens": 2}}
-    thought, said = here.client.post(MESSAGES, json=STREAMING[MESSAGES] | sent).json()["content"]
+    thought, said = live_server.client.post(MESSAGES, json=STREAMING[MESSAGES] | sent).json()["content"]
     assert (thought["thinking"], said["text"]) == ("0 1 ", "done")

@@ -15,35 +15,35 @@ from edgeinfer.server.request_fields import seed_of
 CALL = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
 
 
-def test_arguments_of_a_call_may_be_an_object(here, engine):
+def test_arguments_of_a_call_may_be_an_object(live_server, engine):
     turns = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "call_a", "content": None},
     ]
-    assert here.chat(messages=turns).status_code == 200
+    assert live_server.chat(messages=turns).status_code == 200
     _, assistant, result = engine.requests[-1].messages
     assert json.loads(assistant.tool_calls[0].arguments) == {"x": [1, "é"]}
     assert result.content == ""
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text"])
-def test_text_has_either_name_in_either_api(here, engine, kind):
+def test_text_has_either_name_in_either_api(live_server, engine, kind):
     content = [{"type": kind, "text": "hello"}]
     turns = [{"role": "user", "content": content}]
-    assert here.chat(messages=turns).status_code == 200
+    assert live_server.chat(messages=turns).status_code == 200
     assert engine.requests[-1].messages[0].content == "hello"
-    assert here.client.post("/v1/responses", json={"input": turns}).status_code == 200
+    assert live_server.client.post("/v1/responses", json={"input": turns}).status_code == 200
     assert engine.requests[-1].messages[0].content == "hello"
 
 
-def test_output_of_a_function_may_be_an_object(here, engine):
+def test_output_of_a_function_may_be_an_object(live_server, engine):
     items = [
         {"role": "user", "content": "hi"},
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": {"ok": True}},
     ]
-    assert here.client.post("/v1/responses", json={"input": items}).status_code == 200
+    assert live_server.client.post("/v1/responses", json={"input": items}).status_code == 200
     assert json.loads(engine.requests[-1].messages[-1].content) == {"ok": True}
 
 
@@ -55,12 +55,12 @@ def test_output_of_a_function_may_be_an_object(here, engine):
         ("/completion", {"prompt": "a", "messages": None}),
     ],
 )
-def test_top_k_of_minus_one_keeps_all(here, engine, path, body):
+def test_top_k_of_minus_one_keeps_all(live_server, engine, path, body):
     body = {"messages": [{"role": "user", "content": "a"}], "top_k": -1} | body
     body = {name: value for name, value in body.items() if value is not None}
-    assert here.client.post(path, json=body).status_code == 200
+    assert live_server.client.post(path, json=body).status_code == 200
     assert engine.requests[-1].sampling.top_k == 0
-    assert here.client.post(path, json=body | {"top_k": -2}).status_code == 400
+    assert live_server.client.post(path, json=body | {"top_k": -2}).status_code == 400
 
 
 def test_base64_is_read_as_clients_spell_it():
@@ -84,8 +84,8 @@ def test_seeds_of_64_bits_differ_and_none_is_random():
     assert all(0 <= seed < 0xFFFF_FFFF for seed in found)
 
 
-def test_seeds_of_several_answers_stay_in_range(here, engine):
-    here.chat(seed=0xFFFF_FFFE, n=3, temperature=1)
+def test_seeds_of_several_answers_stay_in_range(live_server, engine):
+    live_server.chat(seed=0xFFFF_FFFE, n=3, temperature=1)
     seeds = [request.sampling.seed for request in engine.requests[-3:]]
     assert len(set(seeds)) == 3
     assert all(0 <= seed < 0xFFFF_FFFF for seed in seeds)
@@ -97,14 +97,14 @@ def test_usage_of_a_reranking_counts_special_tokens(serve, eos, n_special):
         def tokenize(self, text, *, add_special=False, parse_special=False):
             return [1] * (len(text.split()) + 2 * add_special)
 
-    here = serve(Counting(info=replace(DEFAULT_INFO, eos_token=eos)))
+    live_server = serve(Counting(info=replace(DEFAULT_INFO, eos_token=eos)))
     body = {"query": "two words", "documents": ["a", "b c d"]}
-    usage = here.client.post("/v1/rerank", json=body).json()["usage"]
+    usage = live_server.client.post("/v1/rerank", json=body).json()["usage"]
     assert usage["prompt_tokens"] == 2 * 2 + 1 + 3 + 2 * n_special
 
 
-def test_version_of_ollama_is_one_that_codex_takes(here):
-    version = here.client.get("/api/version").json()["version"]
+def test_version_of_ollama_is_one_that_codex_takes(live_server):
+    version = live_server.client.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)
 
 

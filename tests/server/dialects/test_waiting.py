@@ -34,8 +34,8 @@ def _events(lines, n):
 @pytest.mark.parametrize("path", STREAMING)
 def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
     gate = StepGate()
-    here = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
-    with here.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
+    live_server = serve(FakeEngine([[Progress(2, 9), gate, "x"]]), limits=Limits(comment_s=0.02))
+    with live_server.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()
         waiting = _events(lines, 5)[-1]
         gate.opened.set()
@@ -58,8 +58,8 @@ def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
 def test_pause_between_tokens_is_bridged_and_called_by_its_name(serve, path):
     gate = StepGate()
     engine = FakeEngine([[Progress(9, 9), "first", gate, "last"]])
-    here = serve(engine, limits=Limits(comment_s=0.02))
-    with here.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
+    live_server = serve(engine, limits=Limits(comment_s=0.02))
+    with live_server.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()
         begun = list(itertools.takewhile(lambda line: "first" not in line, lines))
         comments = [line for line in itertools.islice(lines, 20) if line.startswith(":")]

@@ -14,7 +14,7 @@ ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 1
 
 
 @pytest.fixture
-def here(serve, load_model, smollm2):
+def live_server(serve, load_model, smollm2):
     """The real small model, which is loaded again when it was unloaded, and an adapter that was pulled."""
     paths.adapters_dir().mkdir(parents=True)
     make_adapter(paths.adapters_dir() / "red.gguf", 1, strength=0.5)
@@ -25,35 +25,35 @@ def here(serve, load_model, smollm2):
     return serve(load=load, names=("smol",), aliases={"*": ""})
 
 
-def said(here, **fields) -> str:
-    answer = here.client.post("/v1/completions", json=ASK | fields)
+def said(live_server, **fields) -> str:
+    answer = live_server.client.post("/v1/completions", json=ASK | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
 
-def change(here, what: str, **fields):
-    return here.client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "red"} | fields)
+def change(live_server, what: str, **fields):
+    return live_server.client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "red"} | fields)
 
 
 @pytest.mark.model
-def test_an_adapter_comes_and_goes(here):
-    plain = said(here)
-    assert change(here, "load").text == "Success: LoRA adapter 'red' added successfully."
-    assert said(here) == plain  # no other request is concerned
-    red = said(here, lora=[{"name": "red"}])
+def test_an_adapter_comes_and_goes(live_server):
+    plain = said(live_server)
+    assert change(live_server, "load").text == "Success: LoRA adapter 'red' added successfully."
+    assert said(live_server) == plain  # no other request is concerned
+    red = said(live_server, lora=[{"name": "red"}])
     assert red != plain
-    assert said(here, model="red") == red  # as vLLM's clients name it
-    assert "red" in [model["id"] for model in here.client.get("/v1/models").json()["data"]]
+    assert said(live_server, model="red") == red  # as vLLM's clients name it
+    assert "red" in [model["id"] for model in live_server.client.get("/v1/models").json()["data"]]
 
-    assert change(here, "load", scale=1.0).status_code == 200
-    assert said(here) == red
-    assert here.client.post("/v1/models/smol/unload").json()["state"] == "unloaded"
-    assert said(here) == red  # loaded again, with what it had
+    assert change(live_server, "load", scale=1.0).status_code == 200
+    assert said(live_server) == red
+    assert live_server.client.post("/v1/models/smol/unload").json()["state"] == "unloaded"
+    assert said(live_server) == red  # loaded again, with what it had
 
-    assert change(here, "unload").status_code == 200
-    assert said(here) == plain
-    assert here.client.post("/v1/completions", json=ASK | {"model": "red"}).status_code == 404
-    gone = change(here, "unload")
+    assert change(live_server, "unload").status_code == 200
+    assert said(live_server) == plain
+    assert live_server.client.post("/v1/completions", json=ASK | {"model": "red"}).status_code == 404
+    gone = change(live_server, "unload")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_not_found")
 
 
@@ -80,9 +80,9 @@ def test_clients_name_adapters_and_no_files(fake, path):
 
 def test_a_file_where_clients_may_name_files(serve, tmp_path):
     engine = FakeEngine()
-    here = serve(engine, model_admin=object())
+    live_server = serve(engine, model_admin=object())
     path = make_llama(tmp_path / "any.gguf")
-    assert change(here, "load", lora_path=str(path), scale=0.5).status_code == 200
+    assert change(live_server, "load", lora_path=str(path), scale=0.5).status_code == 200
     assert [(a.name, a.scale) for a in engine.info.lora] == [("red", 0.5)]
-    missing = change(here, "load", lora_path=str(tmp_path / "none.gguf"))
+    missing = change(live_server, "load", lora_path=str(tmp_path / "none.gguf"))
     assert (missing.status_code, "no adapter" in missing.json()["error"]["message"]) == (400, True)

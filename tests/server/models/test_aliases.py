@@ -20,7 +20,7 @@ ALIASES = {
 
 
 @pytest.fixture(scope="module")
-def here(serve_module):
+def live_server(serve_module):
     return serve_module(
         load=lambda name, _progress: LoadedEngine(engine=FakeEngine()),
         names=("main", SLASHED),
@@ -36,25 +36,25 @@ ROUTES = GENERATING | {"/tokenize": {"content": "hi"}}
     ("name", "meant"),
     [("gpt-4o", SLASHED), ("small", "main"), ("claude-haiku-9", "main"), ("claude-opus-5", SLASHED)],
 )
-def test_an_alias_is_honoured_on_every_dialect(here, route: str, name: str, meant: str) -> None:
-    reply = here.client.post(route, json=ROUTES[route] | {"model": name})
+def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, meant: str) -> None:
+    reply = live_server.client.post(route, json=ROUTES[route] | {"model": name})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-edgeinfer-model"] == meant
     assert reply.json().get("model", meant) == meant
 
 
-def test_a_models_own_name_needs_no_header(here) -> None:
-    assert "x-edgeinfer-model" not in here.chat(model="main").headers
-    assert "x-edgeinfer-model" not in here.chat().headers
+def test_a_models_own_name_needs_no_header(live_server) -> None:
+    assert "x-edgeinfer-model" not in live_server.chat(model="main").headers
+    assert "x-edgeinfer-model" not in live_server.chat().headers
 
 
 def test_lone_model_answers_to_any_name_and_is_named(serve) -> None:
-    here = serve(FakeEngine())
+    live_server = serve(FakeEngine())
     for route, body in ROUTES.items():
-        reply = here.client.post(route, json=body | {"model": "gpt-9"})
+        reply = live_server.client.post(route, json=body | {"model": "gpt-9"})
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-edgeinfer-model"] == "fake"
-    assert here.client.get("/v1/models/gpt-9").status_code == 404
+    assert live_server.client.get("/v1/models/gpt-9").status_code == 404
 
 
 @pytest.mark.parametrize("setup", [{"aliases": {"*": ""}}, {"names": ("fake", "other")}])
@@ -64,8 +64,8 @@ def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, 
 
 
 @pytest.mark.parametrize(("name", "meant"), [("gone", "not-here"), ("gpt-5", "not-here")])
-def test_an_alias_of_nothing_says_what_it_means(here, name: str, meant: str) -> None:
-    reply = here.chat(model=name)
+def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, meant: str) -> None:
+    reply = live_server.chat(model=name)
     assert reply.status_code == 404
     assert f"'{meant}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
 
@@ -78,14 +78,16 @@ def test_an_alias_of_nothing_says_what_it_means(here, name: str, meant: str) -> 
         ("o3-mini", "`[serve.aliases]`"),
     ],
 )
-def test_a_model_that_is_not_here_is_pulled_only_where_that_can_be(here, name: str, hint: str) -> None:
-    reply = here.chat(model=name)
+def test_a_model_that_is_not_here_is_pulled_only_where_that_can_be(
+    live_server, name: str, hint: str
+) -> None:
+    reply = live_server.chat(model=name)
     assert reply.status_code == 404
     assert hint in reply.json()["error"]["message"]
 
 
-def test_aliases_are_listed_as_such(here) -> None:
-    cards = {card["id"]: card for card in here.client.get("/v1/models").json()["data"]}
+def test_aliases_are_listed_as_such(live_server) -> None:
+    cards = {card["id"]: card for card in live_server.client.get("/v1/models").json()["data"]}
     assert {name: card["alias_of"] for name, card in cards.items()} == {
         "main": "",
         SLASHED: "",
@@ -95,16 +97,16 @@ def test_aliases_are_listed_as_such(here) -> None:
 
 
 @pytest.mark.parametrize("name", [SLASHED, quote(SLASHED, safe=""), "gpt-4o", "claude-opus-5"])
-def test_one_model_by_its_name_with_slashes_or_an_alias(here, name: str) -> None:
-    here.chat(model=SLASHED)
-    card = here.client.get(f"/v1/models/{name}").json()
+def test_one_model_by_its_name_with_slashes_or_an_alias(live_server, name: str) -> None:
+    live_server.chat(model=SLASHED)
+    card = live_server.client.get(f"/v1/models/{name}").json()
     assert card["state"] == "loaded"
     assert SLASHED in (card["id"], card["alias_of"])
 
 
-def test_a_model_with_slashes_is_unloaded(here, until) -> None:
-    here.chat(model=SLASHED)
-    reply = here.client.post(f"/v1/models/{SLASHED}/unload").json()
+def test_a_model_with_slashes_is_unloaded(live_server, until) -> None:
+    live_server.chat(model=SLASHED)
+    reply = live_server.client.post(f"/v1/models/{SLASHED}/unload").json()
     assert (reply["id"], reply["state"]) == (SLASHED, "unloaded")
-    assert here.client.get("/v1/models/no/such/model").status_code == 404
-    assert here.client.post("/v1/models/no/such/unload").status_code == 404
+    assert live_server.client.get("/v1/models/no/such/model").status_code == 404
+    assert live_server.client.post("/v1/models/no/such/unload").status_code == 404

@@ -59,10 +59,10 @@ def serve_reader(serve, load_model, reader, tmp_path):
     return start
 
 
-def _completed(here, prompt=STORY, key="", **fields) -> dict:
+def _completed(live_server, prompt=STORY, key="", **fields) -> dict:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | fields
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = here.client.post("/v1/completions", json=body, headers=headers)
+    answer = live_server.client.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -77,10 +77,10 @@ def test_every_route_takes_the_fields_of_the_cache(serve, path):
     body = GENERATING[path]
     bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     engine = FakeEngine()
-    here = serve(engine)
+    live_server = serve(engine)
     named = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
     for fields in (named, {bound: 0}):
-        answer = here.client.post(path, json=body | fields)
+        answer = live_server.client.post(path, json=body | fields)
         assert answer.status_code == 200, answer.text
     (request,), (read,) = engine.requests, engine.read
     assert (request.cache_prompt, request.cache_salt, request.conversation) == (False, "mine", "talk")
@@ -90,9 +90,11 @@ def test_every_route_takes_the_fields_of_the_cache(serve, path):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_store_none_keeps_nothing_and_store_false_is_about_the_answer_alone(serve, path):
     engine = FakeEngine()
-    here = serve(engine)
+    live_server = serve(engine)
     for store in ("none", False):
-        assert here.client.post(path, json=GENERATING[path] | {"store": store}).status_code == 200
+        assert (
+            live_server.client.post(path, json=GENERATING[path] | {"store": store}).status_code == 200
+        )
     assert [request.cache_prompt for request in engine.requests] == [False, True]
 
 
@@ -112,14 +114,14 @@ def test_usage_and_timings_tell_memory_from_disk(serve, path):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream):
-    here = serve_reader()
+    live_server = serve_reader()
     if stream:
         body = {"prompt": STORY, "max_tokens": 0, "stream": True}
-        text = here.client.post("/v1/completions", json=body).text
+        text = live_server.client.post("/v1/completions", json=body).text
         assert '"finish_reason":"length"' in text
         assert '"predicted_n":0' in text
     else:
-        read = _completed(here, max_tokens=0)
+        read = _completed(live_server, max_tokens=0)
         assert read["choices"][0] | {"logprobs": None} == {
             "index": 0,
             "text": "",
@@ -128,7 +130,7 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
         }
         assert read["usage"]["completion_tokens"] == 0
         assert read["timings"]["prompt_ms"] > 0
-    asked = _completed(here, STORY + " and then")
+    asked = _completed(live_server, STORY + " and then")
     n = asked["usage"]["prompt_tokens"]
     assert _cached(asked)[0] >= n - 8
     assert asked["timings"]["prompt_n"] <= 8
@@ -136,15 +138,15 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
 
 def test_one_keys_blocks_are_not_found_by_another(serve_reader):
     """Neither in memory, nor on the disk after a restart."""
-    here = serve_reader(keys=KEYS)
-    first = _completed(here, key=KEYS[0])
+    live_server = serve_reader(keys=KEYS)
+    first = _completed(live_server, key=KEYS[0])
     n = first["usage"]["prompt_tokens"]
     assert _cached(first) == (0, 0)
-    assert _cached(_completed(here, key=KEYS[1], max_tokens=0)) == (0, 0)
-    assert _cached(_completed(here, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (0, 0)
-    assert _cached(_completed(here, key=KEYS[0])) == (n - 1, 0)
-    here.drain()
-    here.wait_ended()
+    assert _cached(_completed(live_server, key=KEYS[1], max_tokens=0)) == (0, 0)
+    assert _cached(_completed(live_server, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (0, 0)
+    assert _cached(_completed(live_server, key=KEYS[0])) == (n - 1, 0)
+    live_server.drain()
+    live_server.wait_ended()
     again = serve_reader(keys=[*KEYS, "k" * 20])
     assert _cached(_completed(again, key="k" * 20, cache_prompt=False)) == (0, 0)
     assert _cached(_completed(again, key="k" * 20)) == (0, 0)
@@ -154,18 +156,18 @@ def test_one_keys_blocks_are_not_found_by_another(serve_reader):
 def test_one_key_shares_with_every_client_of_this_user(serve):
     engine = FakeEngine()
     for keys, wanted in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
-        here = serve(engine, keys=keys)
-        _completed(here, "hi", key=keys[0])
+        live_server = serve(engine, keys=keys)
+        _completed(live_server, "hi", key=keys[0])
         assert (engine.requests[-1].cache_salt == "") is wanted
 
 
 def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader, tmp_path):
-    here = serve_reader()
-    first = _completed(here)
+    live_server = serve_reader()
+    first = _completed(live_server)
     n = first["usage"]["prompt_tokens"]
-    _completed(here)
-    here.drain()
-    here.wait_ended()
+    _completed(live_server)
+    live_server.drain()
+    live_server.wait_ended()
     for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -184,15 +186,17 @@ def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader
 
 
 def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
-    here = serve_reader(keys=KEYS)
+    live_server = serve_reader(keys=KEYS)
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
-    replies = [_completed(here, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)]
-    _completed(here, key=KEYS[1], max_tokens=1)
+    replies = [
+        _completed(live_server, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)
+    ]
+    _completed(live_server, key=KEYS[1], max_tokens=1)
 
     def slots(key: str) -> list[dict]:
         headers = {"authorization": f"Bearer {key}"}
-        return here.client.get("/slots", headers=headers).json()["slots"]
+        return live_server.client.get("/slots", headers=headers).json()["slots"]
 
     again, edit, first = slots(KEYS[0])
     assert [slot["cause"] for slot in (first, edit, again)] == ["nothing", "text", "none"]
@@ -200,14 +204,14 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
     assert edit["prompt_n"] == edit["n_prompt_tokens"] - edit["cache_n"]
     (other,) = slots(KEYS[1])
     assert other["cause"] == "nothing"
-    assert here.client.get("/slots").status_code == 401
+    assert live_server.client.get("/slots").status_code == 401
     assert not any(
         isinstance(value, str) and "Sudden" in value
         for slot in slots(KEYS[0])
         for value in slot.values()
     )
-    assert "Suddenly" not in here.log.getvalue()
-    _completed(here, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
+    assert "Suddenly" not in live_server.log.getvalue()
+    _completed(live_server, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
     assert len(slots(KEYS[1])) == 1  # `cache_prompt: false` leaves nothing
 
 

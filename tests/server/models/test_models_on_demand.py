@@ -74,26 +74,31 @@ def loader():
     return ScriptedLoader()
 
 
-def _ask(here, model, **body):
-    return here.chat(model=model, **body).json()["choices"][0]["message"]["content"]
+def _ask(live_server, model, **body):
+    return live_server.chat(model=model, **body).json()["choices"][0]["message"]["content"]
 
 
 def test_any_pulled_model_can_be_named(serve, loader):
-    here = serve(load=loader.load, names=("a", "b", "c"))
-    assert [_ask(here, m) for m in ("a", "b", "b", "a")] == ["I am a", "I am b", "I am b", "I am a"]
+    live_server = serve(load=loader.load, names=("a", "b", "c"))
+    assert [_ask(live_server, m) for m in ("a", "b", "b", "a")] == [
+        "I am a",
+        "I am b",
+        "I am b",
+        "I am a",
+    ]
     assert loader.loads == ["a", "b"]
-    states = {m["id"]: m["state"] for m in here.client.get("/v1/models").json()["data"]}
+    states = {m["id"]: m["state"] for m in live_server.client.get("/v1/models").json()["data"]}
     assert states == {"a": "loaded", "b": "loaded", "c": "cold"}
-    assert here.chat(model="d").status_code == 404
+    assert live_server.chat(model="d").status_code == 404
     for path in ("/etc/passwd", "../a", "a/../b", "./a.gguf"):
-        assert here.chat(model=path).status_code == 404
+        assert live_server.chat(model=path).status_code == 404
 
 
 def test_many_requests_load_a_model_once(serve, loader, until):
     loader.holds["b"] = threading.Event()
-    here = serve(load=loader.load, names=("a", "b"))
-    asking = [here.pool.submit(_ask, here, "b") for _ in range(8)]
-    until(lambda: here.endpoint.in_flight == 8, "all to wait")
+    live_server = serve(load=loader.load, names=("a", "b"))
+    asking = [live_server.pool.submit(_ask, live_server, "b") for _ in range(8)]
+    until(lambda: live_server.endpoint.in_flight == 8, "all to wait")
     loader.holds["b"].set()
     assert [one.result() for one in asking] == ["I am b"] * 8
     assert loader.loads == ["a", "b"]
@@ -101,19 +106,21 @@ def test_many_requests_load_a_model_once(serve, loader, until):
 
 def test_a_request_does_not_wait_for_another_models_load(serve, loader, until):
     loader.holds["b"] = threading.Event()
-    here = serve(load=loader.load, names=("a", "b", "c"))
-    waiting = here.pool.submit(_ask, here, "b")
+    live_server = serve(load=loader.load, names=("a", "b", "c"))
+    waiting = live_server.pool.submit(_ask, live_server, "b")
     until(lambda: "b" in loader.loads, "b to be loading")
-    assert _ask(here, "a") == "I am a"
-    assert _ask(here, "c") == "I am c"
+    assert _ask(live_server, "a") == "I am a"
+    assert _ask(live_server, "c") == "I am c"
     loader.holds["b"].set()
     assert waiting.result() == "I am b"
 
 
 def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
     loader.holds["b"] = threading.Event()
-    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
-    with here.stream(model="b") as answer:
+    live_server = serve(
+        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
+    )
+    with live_server.stream(model="b") as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
         assert ": reading weights 50%" in (next(lines), next(lines), next(lines))
@@ -124,25 +131,27 @@ def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
 
 def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, loader):
     loader.refusals["b"] = ModelLoadError("the file is damaged")
-    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
-    assert here.chat(model="b").status_code == 422
-    assert "damaged" in here.chat(model="b").json()["error"]["message"]
+    live_server = serve(
+        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
+    )
+    assert live_server.chat(model="b").status_code == 422
+    assert "damaged" in live_server.chat(model="b").json()["error"]["message"]
     loader.holds["b"] = threading.Event()
-    with here.stream(model="b") as answer:
+    with live_server.stream(model="b") as answer:
         lines = answer.iter_lines()
         next(lines)
         loader.holds["b"].set()
         assert any("damaged" in line for line in lines)
     loader.refusals.clear()
-    assert _ask(here, "b") == "I am b"
+    assert _ask(live_server, "b") == "I am b"
 
 
 def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader, until):
     loader.writing["b"] = threading.Event()
-    here = serve(load=loader.load, names=("a", "b"))
-    _ask(here, "b", keep_alive=0)
-    asking = here.pool.submit(_ask, here, "b")
-    loading = here.endpoint.models.loading
+    live_server = serve(load=loader.load, names=("a", "b"))
+    _ask(live_server, "b", keep_alive=0)
+    asking = live_server.pool.submit(_ask, live_server, "b")
+    loading = live_server.endpoint.models.loading
     until(lambda: [m.stage for m in loading()] == ["writing what it has read"], "b to be waited for")
     assert loader.loads == ["a", "b"]
     loader.writing["b"].set()
@@ -151,40 +160,40 @@ def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader,
 
 
 def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, loader, until):
-    here = serve(load=loader.load, names=("a", "b"), keep_alive_s=300)
-    _ask(here, "b", keep_alive=0)
+    live_server = serve(load=loader.load, names=("a", "b"), keep_alive_s=300)
+    _ask(live_server, "b", keep_alive=0)
     until(lambda: loader.closed == ["b"], "b to be unloaded")
-    _ask(here, "b", keep_alive=-1)
-    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    _ask(live_server, "b", keep_alive=-1)
+    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
     assert b["expires_in_s"] is None
-    _ask(here, "b", keep_alive=50)
-    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    _ask(live_server, "b", keep_alive=50)
+    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
     assert 40 < b["expires_in_s"] <= 50
 
 
 @pytest.mark.parametrize("path", READING)
 def test_keep_alive_is_honoured_on_every_route(serve, loader, until, path):
-    here = serve(load=loader.load, names=("a", "b"))
+    live_server = serve(load=loader.load, names=("a", "b"))
     body = READING[path] | {"model": "b", "keep_alive": 0}
-    assert here.client.post(path, json=body).status_code == 200
+    assert live_server.client.post(path, json=body).status_code == 200
     until(lambda: loader.closed == ["b"], "b to be unloaded")
 
 
 def test_an_idle_model_expires(serve, loader, until):
-    here = serve(load=loader.load, names=("a",), keep_alive_s=0.05)
+    live_server = serve(load=loader.load, names=("a",), keep_alive_s=0.05)
     until(lambda: loader.closed == ["a"], "a to expire")
-    assert _ask(here, "a") == "I am a"
-    assert here.client.get("/health").status_code == 200
+    assert _ask(live_server, "a") == "I am a"
+    assert live_server.client.get("/health").status_code == 200
 
 
 def test_without_room_the_least_recently_used_goes(serve):
     loader = ScriptedLoader(total_bytes=3 * GIB + GIB // 2 + (1 << 29))
-    here = serve(load=loader.load, names=("a", "b", "c", "d"), available_bytes=loader.available)
+    live_server = serve(load=loader.load, names=("a", "b", "c", "d"), available_bytes=loader.available)
     for model in ("a", "b", "c", "a"):
-        _ask(here, model)
+        _ask(live_server, model)
     assert loader.closed == []
-    here.endpoint.models._sizes["d"] = GIB
-    _ask(here, "d")
+    live_server.endpoint.models._sizes["d"] = GIB
+    _ask(live_server, "d")
     assert loader.closed == ["b"]
 
 
@@ -192,16 +201,18 @@ def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
     loader = ScriptedLoader(total_bytes=GIB + (1 << 29))
     gate = StepGate()
     loader.scripts["a"] = [[gate, "held"]]
-    here = serve(load=loader.load, names=("a", "b"), available_bytes=loader.available, room_s=0.2)
-    here.endpoint.models._sizes["b"] = GIB
-    holding = here.begin(gate, model="a")
-    refused = here.chat(model="b")
+    live_server = serve(
+        load=loader.load, names=("a", "b"), available_bytes=loader.available, room_s=0.2
+    )
+    live_server.endpoint.models._sizes["b"] = GIB
+    holding = live_server.begin(gate, model="a")
+    refused = live_server.chat(model="b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
     assert "retry-after" in refused.headers
-    here.endpoint.models._room_s = 20
-    waiting = here.pool.submit(_ask, here, "b")
-    until(lambda: here.client.get("/health").json()["loading"] != [], "b to wait for room")
-    assert here.client.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
+    live_server.endpoint.models._room_s = 20
+    waiting = live_server.pool.submit(_ask, live_server, "b")
+    until(lambda: live_server.client.get("/health").json()["loading"] != [], "b to wait for room")
+    assert live_server.client.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
     gate.opened.set()
     assert waiting.result() == "I am b"
     holding.result()
@@ -209,71 +220,73 @@ def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
 
 
 def test_a_dead_engine_is_replaced_at_once(serve, loader):
-    here = serve(load=loader.load, names=("a",))
-    _ask(here, "a")
+    live_server = serve(load=loader.load, names=("a",))
+    _ask(live_server, "a")
     FakeEngine.close(loader.live["a"])
-    assert _ask(here, "a") == "I am a"
+    assert _ask(live_server, "a") == "I am a"
     assert loader.loads == ["a", "a"]
 
 
 def test_an_engine_that_dies_midway_is_told_and_replaced(serve, loader):
     dies = ["part", EngineClosedError("the worker died")]
     loader.scripts["a"] = [dies, ["others go on"], dies]
-    here = serve(load=loader.load, names=("a",))
-    text = here.chat(stream=True).text
+    live_server = serve(load=loader.load, names=("a",))
+    text = live_server.chat(stream=True).text
     assert "part" in text
     assert "the worker died" in text
-    assert _ask(here, "a") == "others go on"
+    assert _ask(live_server, "a") == "others go on"
     loader.dead.add("a")
-    assert "the worker died" in here.chat(stream=True).text
+    assert "the worker died" in live_server.chat(stream=True).text
     loader.dead.clear()
     loader.scripts["a"] = [["back"]]
-    assert _ask(here, "a") == "back"
-    assert here.chat(model="a").status_code == 200
+    assert _ask(live_server, "a") == "back"
+    assert live_server.chat(model="a").status_code == 200
 
 
 def test_a_model_is_unloaded_on_request(serve, loader, until):
     gate = StepGate()
     loader.scripts["b"] = [[gate, "done"], ["again"]]
-    here = serve(load=loader.load, names=("a", "b"))
+    live_server = serve(load=loader.load, names=("a", "b"))
     unload = "/v1/models/b/unload"
-    assert here.client.post(unload).json() == {"id": "b", "state": "not loaded"}
-    assert here.client.post("/v1/models/zz/unload").status_code == 404
-    running = here.begin(gate, model="b")
-    assert here.client.post(unload).json()["state"] == "unloading"
+    assert live_server.client.post(unload).json() == {"id": "b", "state": "not loaded"}
+    assert live_server.client.post("/v1/models/zz/unload").status_code == 404
+    running = live_server.begin(gate, model="b")
+    assert live_server.client.post(unload).json()["state"] == "unloading"
     gate.opened.set()
     assert "done" in running.result().text
     until(lambda: loader.closed == ["b"], "b to be unloaded")
-    _ask(here, "b")
-    assert here.client.post(unload).json()["state"] == "unloaded"
+    _ask(live_server, "b")
+    assert live_server.client.post(unload).json()["state"] == "unloaded"
     assert loader.closed == ["b", "b"]
 
 
 def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, loader, until):
     loader.holds["b"] = threading.Event()
-    here = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02))
+    live_server = serve(
+        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
+    )
     for stream in (True, False):
         body = json.dumps(
             {"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]}
         ).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", here.port)) as client:
+        with socket.create_connection(("127.0.0.1", live_server.port)) as client:
             client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: here.endpoint.in_flight == 1, "the request to wait")
-        until(lambda: here.endpoint.in_flight == 0, "the request to be forgotten")
+            until(lambda: live_server.endpoint.in_flight == 1, "the request to wait")
+        until(lambda: live_server.endpoint.in_flight == 0, "the request to be forgotten")
     loader.holds["b"].set()
-    until(lambda: here.endpoint.models.is_loaded("b"), "b to be loaded all the same")
+    until(lambda: live_server.endpoint.models.is_loaded("b"), "b to be loaded all the same")
     assert loader.live["b"].requests == []
-    (b,) = [m for m in here.client.get("/props").json()["models"] if m["id"] == "b"]
+    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
     assert b["in_use"] == 0
     assert b["expires_in_s"] > 0
 
 
 def test_health_says_what_is_loading(serve, loader, until):
     loader.holds["a"] = threading.Event()
-    here = serve(load=loader.load, names=("a",), wait_ready=False)
+    live_server = serve(load=loader.load, names=("a",), wait_ready=False)
     until(lambda: "a" in loader.loads, "a to be loading")
-    answer = here.client.get("/health")
+    answer = live_server.client.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {
         "status": "loading",
@@ -281,36 +294,36 @@ def test_health_says_what_is_loading(serve, loader, until):
         "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}],
     }
     loader.holds["a"].set()
-    until(lambda: here.client.get("/health").status_code == 200, "the endpoint to be healthy")
+    until(lambda: live_server.client.get("/health").status_code == 200, "the endpoint to be healthy")
 
 
 def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader, until):
     loader.refusals["a"] = ModelLoadError("damaged")
-    here = serve(load=loader.load, names=("a", "b"), wait_ready=False)
+    live_server = serve(load=loader.load, names=("a", "b"), wait_ready=False)
     loader.reached.setdefault("a", threading.Event()).wait(20)
-    assert _ask(here, "b") == "I am b"
-    health = here.client.get("/health")
+    assert _ask(live_server, "b") == "I am b"
+    health = live_server.client.get("/health")
     assert health.status_code == 503
     assert (health.json()["status"], health.json()["error"]) == ("error", "damaged")
-    until(lambda: "model-failed" in here.log.getvalue(), "the log to tell of it")
-    assert "Traceback" not in here.log.getvalue()
+    until(lambda: "model-failed" in live_server.log.getvalue(), "the log to tell of it")
+    assert "Traceback" not in live_server.log.getvalue()
 
 
 def test_without_preload_the_first_request_loads(serve, loader):
-    here = serve(load=loader.load, names=("a",), options=RunOptions(preload=False))
+    live_server = serve(load=loader.load, names=("a",), options=RunOptions(preload=False))
     assert loader.loads == []
-    assert _ask(here, "a") == "I am a"
+    assert _ask(live_server, "a") == "I am a"
 
 
 def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
-    here = serve(load=loader.load, names=("a", "b"))
-    _ask(here, "b")
+    live_server = serve(load=loader.load, names=("a", "b"))
+    _ask(live_server, "b")
 
     def dead():
         raise EngineClosedError("the worker died")
 
     loader.live["b"].metrics = dead
-    text = here.client.get("/metrics").text
+    text = live_server.client.get("/metrics").text
     assert 'edgeinfer_num_requests_running{model_name="a"' in text
     assert 'edgeinfer_num_requests_running{model_name="b"' not in text
 
@@ -318,12 +331,12 @@ def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
 def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, loader, until):
     gate = StepGate()
     loader.scripts["b"] = [[gate, "done"]]
-    here = serve(load=loader.load, names=("a", "b"))
-    running = here.begin(gate, model="b")
-    assert here.client.post("/v1/models/b/unload").json()["state"] == "unloading"
-    here.drain()
-    until(lambda: here.endpoint.draining, "the drain to begin")
+    live_server = serve(load=loader.load, names=("a", "b"))
+    running = live_server.begin(gate, model="b")
+    assert live_server.client.post("/v1/models/b/unload").json()["state"] == "unloading"
+    live_server.drain()
+    until(lambda: live_server.endpoint.draining, "the drain to begin")
     gate.opened.set()
     running.result()
-    here.wait_ended()
+    live_server.wait_ended()
     assert sorted(loader.closed) == ["a", "b"]

@@ -23,8 +23,8 @@ def engine(load_model, path):
     return load_model(path, "scored", n_ctx=256, n_parallel=4, kv_type="f16")
 
 
-def _complete(here, **body):
-    answer = here.client.post("/v1/completions", json=body)
+def _complete(live_server, **body):
+    answer = live_server.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -38,9 +38,9 @@ def _raw_logprobs(path, tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(here, path, max_tokens):
+def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(live_server, path, max_tokens):
     reply = _complete(
-        here, prompt=OPTIONS, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
+        live_server, prompt=OPTIONS, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
     )
     for option, choice in zip(OPTIONS, reply["choices"], strict=True):
         found = choice["logprobs"]
@@ -55,24 +55,24 @@ def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(here, path, max_token
         assert sums == pytest.approx(own[len(CONTEXT) - 1 :].sum(), abs=4 * ROUNDED)
 
 
-def test_shared_prefix_is_computed_once_in_a_list_and_across_requests(here):
+def test_shared_prefix_is_computed_once_in_a_list_and_across_requests(live_server):
     prompts = [[*b"<list>", *option] for option in OPTIONS]
-    details = _complete(here, prompt=prompts, echo=True, logprobs=0, max_tokens=0)["usage"]
+    details = _complete(live_server, prompt=prompts, echo=True, logprobs=0, max_tokens=0)["usage"]
     cached = details["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 2 * len(CONTEXT)
-    again = _complete(here, prompt=prompts[0], echo=True, logprobs=0, max_tokens=1)["usage"]
+    again = _complete(live_server, prompt=prompts[0], echo=True, logprobs=0, max_tokens=1)["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] >= len(prompts[0]) - 2
 
 
-def test_prefix_cached_without_logprobs_is_computed_again(here, path):
+def test_prefix_cached_without_logprobs_is_computed_again(live_server, path):
     prompt = [*b"plain first: ", *OPTIONS[0]]
-    _complete(here, prompt=prompt, max_tokens=1)
-    scored = _complete(here, prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+    _complete(live_server, prompt=prompt, max_tokens=1)
+    scored = _complete(live_server, prompt=prompt, echo=True, logprobs=1, max_tokens=0)
     assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     own, _ = _raw_logprobs(path, prompt)
     logprobs = scored["choices"][0]["logprobs"]["token_logprobs"][1:]
     np.testing.assert_allclose(logprobs, own, atol=ROUNDED)
-    plain = _complete(here, prompt=[*prompt, 65], max_tokens=1)["usage"]
+    plain = _complete(live_server, prompt=[*prompt, 65], max_tokens=1)["usage"]
     assert plain["prompt_tokens_details"]["cached_tokens"] == len(prompt)
 
 
@@ -93,23 +93,25 @@ def test_cached_logprobs_end_where_another_text_went_on(engine, path):
         np.testing.assert_allclose(score([*begin, *end]), own, atol=ROUNDED)
 
 
-def test_generated_end_counts_as_a_token(here, engine):
+def test_generated_end_counts_as_a_token(live_server, engine):
     """Evaluators drop the last entry as the one of the generated token."""
     (end,) = engine.tokenize("<|end|>", parse_special=True)
     prompt = OPTIONS[0]
     reply = _complete(
-        here, prompt=prompt, echo=True, logprobs=1, max_tokens=1, logit_bias={str(end): 100}
+        live_server, prompt=prompt, echo=True, logprobs=1, max_tokens=1, logit_bias={str(end): 100}
     )
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
 
 
-def test_streamed_echo_joins_to_the_whole_one(here):
+def test_streamed_echo_joins_to_the_whole_one(live_server):
     body = {"prompt": OPTIONS[1], "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
-    (whole,) = _complete(here, **body)["choices"]
+    (whole,) = _complete(live_server, **body)["choices"]
     choices = [
-        choice for _, chunk in here.events("/v1/completions", body) for choice in chunk["choices"]
+        choice
+        for _, chunk in live_server.events("/v1/completions", body)
+        for choice in chunk["choices"]
     ]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
 
@@ -126,13 +128,15 @@ def test_streamed_echo_joins_to_the_whole_one(here):
     ]
 
 
-def test_text_prompt_is_echoed_as_it_was_sent(here):
-    (choice,) = _complete(here, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)["choices"]
+def test_text_prompt_is_echoed_as_it_was_sent(live_server):
+    (choice,) = _complete(live_server, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)[
+        "choices"
+    ]
     assert choice["text"] == "Text, once."
     assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")
 
 
-def test_vllms_prompt_logprobs_are_refused_with_what_to_send(here):
-    refused = here.client.post("/v1/completions", json={"prompt": "a", "prompt_logprobs": 1})
+def test_vllms_prompt_logprobs_are_refused_with_what_to_send(live_server):
+    refused = live_server.client.post("/v1/completions", json={"prompt": "a", "prompt_logprobs": 1})
     assert refused.status_code == 400
     assert "use echo with logprobs" in refused.json()["error"]["message"]

@@ -36,10 +36,10 @@ def bert(serve, load_model, tmp_path):
 
 
 def test_an_encoder_embeds_as_numbers_and_as_base64(bert):
-    here, engine = bert(MEAN)
+    live_server, engine = bert(MEAN)
     texts = ["red cat", "the dog sleeps on a mat"]
-    plain = here.client.post("/v1/embeddings", json={"input": texts}).json()
-    packed = here.client.post(
+    plain = live_server.client.post("/v1/embeddings", json={"input": texts}).json()
+    packed = live_server.client.post(
         "/v1/embeddings", json={"input": texts, "encoding_format": "base64"}
     ).json()
     wanted = engine.embed(texts)
@@ -53,10 +53,10 @@ def test_an_encoder_embeds_as_numbers_and_as_base64(bert):
 
 
 def test_a_reranker_orders_documents(bert):
-    here, engine = bert(RANK)
+    live_server, engine = bert(RANK)
     documents = ["red cat", "the dog", "a mat", "blue dog runs"]
     body = {"query": "red cat", "documents": documents, "top_n": 3, "return_documents": True}
-    reply = here.client.post("/v1/rerank", json=body).json()
+    reply = live_server.client.post("/v1/rerank", json=body).json()
     scores = engine.rerank("red cat", documents)
     best = sorted(range(4), key=lambda place: -scores[place])[:3]
     assert [result["index"] for result in reply["results"]] == best
@@ -66,14 +66,16 @@ def test_a_reranker_orders_documents(bert):
 
 @pytest.mark.parametrize("pooling", [MEAN, RANK])
 def test_what_a_model_cannot_do_is_refused(bert, pooling):
-    here, _ = bert(pooling)
+    live_server, _ = bert(pooling)
     asked = {
         "/v1/completions": ASK,
         "/v1/rerank": {"query": "red", "documents": ["cat"]},
         "/v1/embeddings": {"input": "red"},
     }
-    statuses = {path: here.client.post(path, json=body).status_code for path, body in asked.items()}
+    statuses = {
+        path: live_server.client.post(path, json=body).status_code for path, body in asked.items()
+    }
     can = "/v1/rerank" if pooling == RANK else "/v1/embeddings"
     assert statuses[can] == 200
     assert {status for path, status in statuses.items() if path != can} == {400}
-    assert '"event":"internal"' not in here.log.getvalue()
+    assert '"event":"internal"' not in live_server.log.getvalue()

@@ -63,14 +63,14 @@ async def test_a_client_that_left_and_a_defect_do_no_harm():
 def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
     gate = StepGate()
     script = ("One", gate, *(f" {number}" for number in range(200)))
-    here = serve(FakeEngine([script, script]))
+    live_server = serve(FakeEngine([script, script]))
     asked = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], "stream": True}
     if path == "/v1/responses":
         asked = {"input": "hi", "stream": True}
     texts = []
     for _ in range(2):  # the second on the same connection
         text = ""
-        with here.client.stream("POST", path, json=asked) as answer:
+        with live_server.client.stream("POST", path, json=asked) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     text += said(json.loads(line[6:]))
@@ -91,8 +91,8 @@ def test_a_slow_reader_gets_everything_in_order(serve, until):
     """More than the socket holds: the short cut closes in the middle of a token."""
     gate = StepGate()
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
-    here = serve(engine)
-    with here.stream() as answer:
+    live_server = serve(engine)
+    with live_server.stream() as answer:
         lines = answer.iter_lines()
         assert '"One"' in next(line for line in lines if "One" in line)
         assert gate.reached.wait(20)

@@ -9,18 +9,18 @@ PATH = "/v1/models/fake/snapshot"
 
 
 def test_one_is_taken_for_a_client_with_the_key(serve):
-    here = serve(keys=["secret"])
+    live_server = serve(keys=["secret"])
     asked = []
 
     def take(model: str, name: str) -> TakenSnapshot:
         asked.append((model, name))
         return TakenSnapshot(name=f"fake,{name}", disk_bytes=7, was_built=len(asked) == 1, seconds=0.5)
 
-    here.endpoint.host.take_snapshot = take
-    assert here.client.post(PATH, json={"name": "x"}).status_code == 401
+    live_server.endpoint.host.take_snapshot = take
+    assert live_server.client.post(PATH, json={"name": "x"}).status_code == 401
     key = {"authorization": "Bearer secret"}
     for state in ("taken", "unchanged"):
-        answer = here.client.post(PATH, json={"name": "x"}, headers=key)
+        answer = live_server.client.post(PATH, json={"name": "x"}, headers=key)
         assert answer.json() == {
             "id": "fake",
             "state": state,
@@ -29,8 +29,8 @@ def test_one_is_taken_for_a_client_with_the_key(serve):
             "seconds": 0.5,
         }
     assert asked == [("fake", "x"), ("fake", "x")]
-    assert here.client.post(PATH, json={"name": "../x"}, headers=key).status_code == 400
-    assert here.client.post("/v1/models/nix/snapshot", json={}, headers=key).status_code == 404
+    assert live_server.client.post(PATH, json={"name": "../x"}, headers=key).status_code == 400
+    assert live_server.client.post("/v1/models/nix/snapshot", json={}, headers=key).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_one_is_taken_for_a_client_with_the_key(serve):
     ],
 )
 def test_what_went_wrong_is_told(serve, error, status, code):
-    here = serve()
+    live_server = serve()
     if error is not None:
 
         def fail(_model: str, _name: str) -> TakenSnapshot:
             raise error
 
-        here.endpoint.host.take_snapshot = fail
-    answer = here.client.post(PATH, json={})
+        live_server.endpoint.host.take_snapshot = fail
+    answer = live_server.client.post(PATH, json={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

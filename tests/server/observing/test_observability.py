@@ -33,11 +33,11 @@ def _engine() -> FakeEngine:
 
 
 def test_requests_tokens_and_times_are_counted(serve):
-    here = serve(_engine())
-    here.chat()
-    here.chat(stream=True)
-    here.chat(temperature=9)
-    text = here.client.get("/metrics").text
+    live_server = serve(_engine())
+    live_server.chat()
+    live_server.chat(stream=True)
+    live_server.chat(temperature=9)
+    text = live_server.client.get("/metrics").text
     version = 'model_name="fake",model_version="0123456789ab"'
     for line in (
         f'edgeinfer_requests_total{{key="",{version},route="/v1/chat/completions",status="200"}} 2.0',
@@ -69,14 +69,14 @@ def test_a_loaded_model_is_counted_with_its_stages():
 
 def test_what_is_described_is_what_a_scrape_shows(serve):
     """docs/guides/operating.md is generated from the description; `scripts/docs.py --check` compares them."""
-    here = serve(_engine())
-    here.chat()
+    live_server = serve(_engine())
+    live_server.chat()
     shown = {}
-    for family in text_string_to_metric_families(here.client.get("/metrics").text):
+    for family in text_string_to_metric_families(live_server.client.get("/metrics").text):
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = f"{family.name}_total" if family.type == "counter" else family.name
         shown[name] = (family.type, ", ".join(sorted(labels)))
-    described = here.endpoint.metrics.described()
+    described = live_server.endpoint.metrics.described()
     assert set(shown) == {name for name, _, _, _ in described}
     for name, kind, labels, _ in described:
         assert shown[name][0] == kind
@@ -84,12 +84,12 @@ def test_what_is_described_is_what_a_scrape_shows(serve):
 
 
 def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
-    here = serve(FakeEngine(), keys=[KEY])
+    live_server = serve(FakeEngine(), keys=[KEY])
     name = Keys([KEY]).name(KEY)
     for _ in range(2):
-        here.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
-    here.client.get("/v1/models")
-    scrape = here.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+        live_server.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    live_server.client.get("/v1/models")
+    scrape = live_server.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     route = 'model_name="",model_version="",route="/v1/models"'
     assert f'edgeinfer_requests_total{{key="{name}",{route},status="200"}} 2.0' in scrape
     assert f'edgeinfer_requests_total{{key="",{route},status="401"}} 1.0' in scrape
@@ -113,9 +113,9 @@ def test_drift_has_gauges(serve):
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(serve):
-    here = serve(_engine())
-    here.chat()
-    families = list(text_string_to_metric_families(here.client.get("/metrics").text))
+    live_server = serve(_engine())
+    live_server.chat()
+    families = list(text_string_to_metric_families(live_server.client.get("/metrics").text))
     names = {f.name for f in families} | {s.name for f in families for s in f.samples}
     names |= {f"{f.name}_total" for f in families}
     names |= {
@@ -133,28 +133,30 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
 
 
 def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
-    here = serve(FakeEngine())
-    answer = here.client.get("/v1/models", headers={"x-request-id": "mine-1"})
+    live_server = serve(FakeEngine())
+    answer = live_server.client.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
-    made = here.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers["x-request-id"]
+    made = live_server.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
+        "x-request-id"
+    ]
     assert re.fullmatch(r"req_[0-9a-f]{24}", made)
 
     def logged():  # a line is written after its answer's last byte
-        return {json.loads(line).get("request_id") for line in here.log.getvalue().splitlines()}
+        return {json.loads(line).get("request_id") for line in live_server.log.getvalue().splitlines()}
 
     until(lambda: {"mine-1", made} <= logged(), "both ids in the log")
 
 
 def test_log_lines_are_json_with_figures_and_without_words(serve, until):
-    here = serve(FakeEngine([["a secret answer"]]))
-    here.chat(messages=[{"role": "user", "content": "a secret question"}])
-    until(lambda: '"request"' in here.log.getvalue(), "the line, which follows the last byte")
-    line = json.loads(here.log.getvalue().splitlines()[-1])
+    live_server = serve(FakeEngine([["a secret answer"]]))
+    live_server.chat(messages=[{"role": "user", "content": "a secret question"}])
+    until(lambda: '"request"' in live_server.log.getvalue(), "the line, which follows the last byte")
+    line = json.loads(live_server.log.getvalue().splitlines()[-1])
     assert (line["route"], line["status"]) == ("/v1/chat/completions", 200)
     assert (line["model"], line["finish"]) == ("fake", "stop")
     assert line["completion_tokens"] == 1
     assert line["ms"] >= line["ttft_ms"] > 0
-    assert "secret" not in here.log.getvalue()
+    assert "secret" not in live_server.log.getvalue()
 
 
 def test_text_logs_read_as_text_and_off_is_off():

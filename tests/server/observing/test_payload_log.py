@@ -93,8 +93,8 @@ def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, 
     if path == "/infer" and stream:
         pytest.skip("it does not stream")
     body = body if path == "/infer" else body | {"stream": stream}
-    here = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
-    reply = here.client.post(path, json=body)
+    live_server = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
+    reply = live_server.client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     [event] = events(tmp_path, until, 1)
     data = event["data"]
@@ -113,8 +113,8 @@ def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, 
 
 
 def test_query_is_the_request_of_a_get(serve, tmp_path, until):
-    here = serve(FakeEngine([["yes"]]), log_payloads=str(tmp_path))
-    here.client.get("/infer", params={"prompt": "hi"})
+    live_server = serve(FakeEngine([["yes"]]), log_payloads=str(tmp_path))
+    live_server.client.get("/infer", params={"prompt": "hi"})
     assert one(tmp_path, until)["request"] == {"prompt": "hi"}
 
 
@@ -124,9 +124,9 @@ def test_tool_calls_and_several_answers_are_logged_whole(serve, tmp_path, until,
         ToolCallDelta(index=0, id="c1", name="look", arguments='{"a"'),
         ToolCallDelta(0, arguments=":1}"),
     ]
-    here = serve(FakeEngine([["one"], calls]), log_payloads=str(tmp_path))
+    live_server = serve(FakeEngine([["one"], calls]), log_payloads=str(tmp_path))
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    here.chat(n=2, stream=stream, tools=[tool])
+    live_server.chat(n=2, stream=stream, tools=[tool])
     answers = one(tmp_path, until)["answers"]
     assert sorted(answer["text"] for answer in answers) == ["", "one"]
     called = [call for answer in answers for call in answer["tool_calls"]]
@@ -141,8 +141,8 @@ def test_tool_calls_and_several_answers_are_logged_whole(serve, tmp_path, until,
     ],
 )
 def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, content, code, request_shown):
-    here = serve(log_payloads=str(tmp_path))
-    reply = here.client.post(CHAT, content=content, headers={"content-type": "application/json"})
+    live_server = serve(log_payloads=str(tmp_path))
+    reply = live_server.client.post(CHAT, content=content, headers={"content-type": "application/json"})
     data = one(tmp_path, until)
     assert data["request"].items() >= request_shown.items()
     assert data["error"]["message"] == reply.json()["error"]["message"]
@@ -153,10 +153,10 @@ def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, conten
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_leaves_what_was_generated_until_then(serve, tmp_path, until, stream):
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
+    live_server = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
     body = json.dumps({"messages": TURNS, "stream": stream})
 
-    connection = http.client.HTTPConnection("127.0.0.1", here.port)
+    connection = http.client.HTTPConnection("127.0.0.1", live_server.port)
     connection.request("POST", CHAT, body, {"content-type": "application/json"})
     assert gate.reached.wait(20)
     connection.close()
@@ -167,16 +167,18 @@ def test_disconnect_leaves_what_was_generated_until_then(serve, tmp_path, until,
 
 
 def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until):
-    here = serve(log_payloads=str(tmp_path))
-    here.client.post("/tokenize", json={"content": "hi"})
+    live_server = serve(log_payloads=str(tmp_path))
+    live_server.client.post("/tokenize", json={"content": "hi"})
     for value in ("1", "true"):
         headers = {"x-edgeinfer-no-log": value}
-        assert here.client.post(CHAT, json={"messages": TURNS}, headers=headers).status_code == 200
-    here.chat(user="last")
+        assert (
+            live_server.client.post(CHAT, json={"messages": TURNS}, headers=headers).status_code == 200
+        )
+    live_server.chat(user="last")
     assert one(tmp_path, until)["request"]["user"] == "last"
-    status = here.client.get("/status").json()["payload_log"]
+    status = live_server.client.get("/status").json()["payload_log"]
     assert (status["folder"], status["opted_out"], status["dropped"]) == (str(tmp_path), 2, 0)
-    assert "edgeinfer_payload_log_opted_out_total 2.0" in here.client.get("/metrics").text
+    assert "edgeinfer_payload_log_opted_out_total 2.0" in live_server.client.get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -192,18 +194,20 @@ def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until)
     ],
 )
 def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, part, kind):
-    here = serve(log_payloads=str(tmp_path))
-    here.client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **part}]}]})
+    live_server = serve(log_payloads=str(tmp_path))
+    live_server.client.post(
+        CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **part}]}]}
+    )
     data = one(tmp_path, until)
     assert ENCODED[:40] not in json.dumps(data)
     assert json.dumps({"omitted": kind, **OMITTED}) in json.dumps(data)
 
 
 def test_text_is_never_taken_for_a_picture(serve, tmp_path, until):
-    here = serve(log_payloads=str(tmp_path))
+    live_server = serve(log_payloads=str(tmp_path))
     texts = ["data: a", "data:text,b", "aGVsbG8=", "see data:image/png;base64,AAAA"]
     turns = [{"role": "user", "content": text} for text in texts]
-    here.chat(messages=turns, tools=[], response_format={"type": "text"})
+    live_server.chat(messages=turns, tools=[], response_format={"type": "text"})
     assert one(tmp_path, until)["request"]["messages"] == turns
 
 
@@ -213,9 +217,9 @@ def test_files_rotate_by_size_and_old_ones_are_removed(serve, tmp_path, until, m
     for path in (old, foreign):
         path.write_text("{}\n")
         os.utime(path, (0, 0))
-    here = serve(log_payloads=str(tmp_path))
+    live_server = serve(log_payloads=str(tmp_path))
     for number in range(8):
-        here.chat(user=str(number))
+        live_server.chat(user=str(number))
     users = [event["data"]["request"]["user"] for event in events(tmp_path, until, 8)]
     assert users == [str(number) for number in range(8)]
     files = list(tmp_path.glob("payloads-*"))
@@ -230,8 +234,8 @@ def test_endpoint_answers_while_lines_cannot_be_written_and_then_goes_on(
     serve, tmp_path, until, problem
 ):
     folder = tmp_path / "log"
-    here = serve(log_payloads=str(folder))
-    here.chat(user="before")
+    live_server = serve(log_payloads=str(folder))
+    live_server.chat(user="before")
     events(folder, until, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if problem == "full":  # the next line is cut in the middle, the one after it at once
@@ -240,27 +244,32 @@ def test_endpoint_answers_while_lines_cannot_be_written_and_then_goes_on(
     else:
         shutil.move(folder, tmp_path / "away")
     try:
-        assert [here.chat().status_code for _ in range(3)] == [200] * 3
-        until(lambda: here.endpoint.payload_log.status["dropped"] == 3, "three lines are dropped")
+        assert [live_server.chat().status_code for _ in range(3)] == [200] * 3
+        until(
+            lambda: live_server.endpoint.payload_log.status["dropped"] == 3, "three lines are dropped"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if problem == "gone":
         shutil.move(tmp_path / "away", folder)
-    here.chat(user="after")
+    live_server.chat(user="after")
     users = [event["data"]["request"]["user"] for event in events(folder, until, 2)]
     assert users == ["before", "after"]
-    assert here.log.getvalue().count("payload-log-fails") == 1
-    assert "edgeinfer_payload_log_dropped_total 3.0" in here.client.get("/metrics").text
-    until(lambda: not here.client.get("/status").json()["payload_log"]["failure"], "no failure stays")
+    assert live_server.log.getvalue().count("payload-log-fails") == 1
+    assert "edgeinfer_payload_log_dropped_total 3.0" in live_server.client.get("/metrics").text
+    until(
+        lambda: not live_server.client.get("/status").json()["payload_log"]["failure"],
+        "no failure stays",
+    )
 
 
 def test_lines_beyond_the_bound_are_dropped_and_no_request_waits(serve, tmp_path, until, monkeypatch):
     monkeypatch.setattr(payload_log, "_MOST_WAITING_BYTES", 0)
-    here = serve(log_payloads=str(tmp_path))
-    assert here.chat().status_code == 200
-    until(lambda: here.endpoint.payload_log.status["dropped"] == 1, "the line is dropped")
+    live_server = serve(log_payloads=str(tmp_path))
+    assert live_server.chat().status_code == 200
+    until(lambda: live_server.endpoint.payload_log.status["dropped"] == 1, "the line is dropped")
     monkeypatch.undo()
-    here.chat()
+    live_server.chat()
     events(tmp_path, until, 1)
 
 
@@ -313,9 +322,9 @@ def test_folder_of_another_user_is_refused(tmp_path):
 
 
 def test_new_folder_is_the_user_s_and_the_start_is_loud(serve, tmp_path):
-    here = serve(log_payloads=str(tmp_path / "a" / "b"))
+    live_server = serve(log_payloads=str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
-    assert "payload-log" in here.log.getvalue()
+    assert "payload-log" in live_server.log.getvalue()
     assert serve().client.get("/status").json()["payload_log"] is None
 
 

@@ -32,10 +32,12 @@ def milliseconds(span):
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path, until, stream):
     path = tmp_path / "traces.jsonl"
-    here = serve(FakeEngine([["Hel", "lo", END]]), traces=str(path))
+    live_server = serve(FakeEngine([["Hel", "lo", END]]), traces=str(path))
     trace, parent = "ab" * 16, "cd" * 8
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
-    here.client.post("/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers).read()
+    live_server.client.post(
+        "/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers
+    ).read()
     until(is_written(path), "the trace is written")
     [[root, *parts]] = spans(path)
     assert [span["name"] for span in (root, *parts)] == ["POST /v1/chat/completions", *PARTS]
@@ -52,9 +54,9 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
 
 def test_wrong_traceparent_begins_a_trace_and_a_refusal_is_one_too(serve, tmp_path, until):
     path = tmp_path / "traces.jsonl"
-    here = serve(traces=str(path))
+    live_server = serve(traces=str(path))
     headers = {"traceparent": "00-zz-1"}
-    assert here.client.post("/v1/chat/completions", json={}, headers=headers).status_code == 400
+    assert live_server.client.post("/v1/chat/completions", json={}, headers=headers).status_code == 400
     until(is_written(path), "the trace is written")
     [[root]] = spans(path)
     assert (len(root["traceId"]), root["parentSpanId"]) == (32, "")
@@ -65,11 +67,11 @@ def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path,
     for pipe in ("pipe", "read pipe"):
         os.mkfifo(tmp_path / pipe)
     reader = os.open(tmp_path / "read pipe", os.O_RDONLY | os.O_NONBLOCK)
-    here = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / name))
+    live_server = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / name))
     for _ in range(2):
-        assert here.client.post("/v1/chat/completions", json=BODY).status_code == 200
-        until(lambda: "traces-ended" in here.log.getvalue(), "the log tells it")
-    assert here.log.getvalue().count("traces-ended") == 1
+        assert live_server.client.post("/v1/chat/completions", json=BODY).status_code == 200
+        until(lambda: "traces-ended" in live_server.log.getvalue(), "the log tells it")
+    assert live_server.log.getvalue().count("traces-ended") == 1
     os.close(reader)
 
 

@@ -22,45 +22,45 @@ KEYS = ["busy-key-0123456789", "other-key-0123456789"]
 BUSY, OTHER = KEYS
 
 
-def _ask(here, key: str, text: str = "hi", **body):
+def _ask(live_server, key: str, text: str = "hi", **body):
     body = {"messages": [{"role": "user", "content": text}]} | body
     headers = {"x-api-key": key}
-    return here.client.post("/v1/chat/completions", json=body, headers=headers)
+    return live_server.client.post("/v1/chat/completions", json=body, headers=headers)
 
 
 def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    here = serve(engine, keys=KEYS)  # decodes four at once
-    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(12)]
-    until(lambda: here.endpoint.inside["fake"] == 12, "twelve requests to wait")
+    live_server = serve(engine, keys=KEYS)  # decodes four at once
+    asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(12)]
+    until(lambda: live_server.endpoint.inside["fake"] == 12, "twelve requests to wait")
     assert len(engine.requests) == 3
-    assert _ask(here, OTHER).status_code == 200
+    assert _ask(live_server, OTHER).status_code == 200
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 12
-    assert not here.endpoint.engine_slots
+    assert not live_server.endpoint.engine_slots
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queue=2), Limits(max_requests=6)], ids=["queue", "all"])
 def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    here = serve(engine, keys=KEYS, limits=limits)
-    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(6)]
-    until(lambda: here.endpoint.in_flight == 6, "six requests to wait")
-    refused = _ask(here, BUSY)
+    live_server = serve(engine, keys=KEYS, limits=limits)
+    asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(6)]
+    until(lambda: live_server.endpoint.in_flight == 6, "six requests to wait")
+    refused = _ask(live_server, BUSY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-    assert _ask(here, OTHER).status_code == 200
+    assert _ask(live_server, OTHER).status_code == 200
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 6
-    assert not here.endpoint.engine_slots
+    assert not live_server.endpoint.engine_slots
 
 
 def test_lone_key_has_the_engine_for_itself(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate]])
-    here = serve(engine, keys=[BUSY])
-    asking = [here.pool.submit(_ask, here, BUSY) for _ in range(12)]
+    live_server = serve(engine, keys=[BUSY])
+    asking = [live_server.pool.submit(_ask, live_server, BUSY) for _ in range(12)]
     until(lambda: len(engine.requests) == 12, "all to be in the engine")
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 12
@@ -69,30 +69,30 @@ def test_lone_key_has_the_engine_for_itself(serve, until):
 def test_places_of_clients_that_leave_are_given_on(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    here = serve(engine, keys=KEYS)
+    live_server = serve(engine, keys=KEYS)
     body = json.dumps({"messages": [{"role": "user", "content": "slow"}]}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: %b\r\n" % BUSY.encode()
     head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    clients = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(9)]
+    clients = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(9)]
     for client in clients:
         client.sendall(head + body)
-    until(lambda: here.endpoint.inside["fake"] == 9, "nine requests to wait")
+    until(lambda: live_server.endpoint.inside["fake"] == 9, "nine requests to wait")
     for client in clients:
         client.close()
-    until(lambda: not here.endpoint.inside, "all to be forgotten")
-    assert not here.endpoint.engine_slots
-    assert _ask(here, BUSY).status_code == 200
+    until(lambda: not live_server.endpoint.inside, "all to be forgotten")
+    assert not live_server.endpoint.engine_slots
+    assert _ask(live_server, BUSY).status_code == 200
 
 
 def test_waiting_stream_is_told_that_it_waits(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    here = serve(engine, keys=KEYS, limits=Limits(patience_s=0.05, comment_s=0.05))
-    asking = [here.pool.submit(_ask, here, BUSY, "slow") for _ in range(3)]
+    live_server = serve(engine, keys=KEYS, limits=Limits(patience_s=0.05, comment_s=0.05))
+    asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(3)]
     until(lambda: len(engine.requests) == 3, "three to run")
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     headers = {"x-api-key": BUSY}
-    with here.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
+    with live_server.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
         lines = reply.iter_lines()
         assert next(line for line in lines if line) == ": queued"
         gate.opened.set()
@@ -149,28 +149,31 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 
 def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
     engine = _Stuck()
-    here = serve(engine, keys=KEYS)
-    asking = [here.pool.submit(_ask, here, BUSY, "slow", response_format=SCHEMA) for _ in range(6)]
+    live_server = serve(engine, keys=KEYS)
+    asking = [
+        live_server.pool.submit(_ask, live_server, BUSY, "slow", response_format=SCHEMA)
+        for _ in range(6)
+    ]
     assert engine.inside.acquire(timeout=20)
-    assert _ask(here, OTHER, response_format=SCHEMA).status_code == 200
-    assert _ask(here, BUSY).status_code == 200
+    assert _ask(live_server, OTHER, response_format=SCHEMA).status_code == 200
+    assert _ask(live_server, BUSY).status_code == 200
     engine.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 6
 
 
 def test_calls_of_one_key_do_not_stop_those_of_another(serve):
     engine = _Stuck()
-    here = serve(engine, keys=KEYS)
+    live_server = serve(engine, keys=KEYS)
 
     def tokenize(key: str, text: str) -> int:
         body, headers = {"content": text}, {"x-api-key": key}
-        return here.client.post("/tokenize", json=body, headers=headers).status_code
+        return live_server.client.post("/tokenize", json=body, headers=headers).status_code
 
-    asking = [here.pool.submit(tokenize, BUSY, "slow") for _ in range(12)]
+    asking = [live_server.pool.submit(tokenize, BUSY, "slow") for _ in range(12)]
     for _ in range(4):
         assert engine.inside.acquire(timeout=20)
     assert tokenize(OTHER, "a") == 200
-    assert here.client.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
+    assert live_server.client.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
     engine.opened.set()
     assert [one.result() for one in asking] == [200] * 12
 
@@ -217,43 +220,46 @@ def _status(client: socket.socket) -> int:
 
 
 def test_bodies_of_all_requests_have_a_limit_together(serve, until):
-    here = serve(limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
+    live_server = serve(limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
     json_type = b"content-type: application/json"
     with contextlib.ExitStack() as stack:
         clients = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", here.port))) for _ in range(3)
+            stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
+            for _ in range(3)
         ]
         for client in clients[:2]:
             client.sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
-        until(lambda: here.endpoint.bodies.total == 80_000, "two bodies to be read")
+        until(lambda: live_server.endpoint.bodies.total == 80_000, "two bodies to be read")
         clients[2].sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
         assert _status(clients[2]) == 503
-    until(lambda: not here.endpoint.bodies.total, "the bodies to be forgotten")
-    assert here.chat().status_code == 200
-    until(lambda: not here.endpoint.bodies.total, "the body to be forgotten")
+    until(lambda: not live_server.endpoint.bodies.total, "the bodies to be forgotten")
+    assert live_server.chat().status_code == 200
+    until(lambda: not live_server.endpoint.bodies.total, "the body to be forgotten")
 
 
 def test_body_of_a_stored_response_counts_once(serve, until):
-    here = serve(store_responses=True, limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
+    live_server = serve(
+        store_responses=True, limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
+    )
     body = b" " * 58_000 + b'{"model": "fake", "input": "hi"}'
     json_type = {"content-type": "application/json"}
-    assert here.client.post("/v1/responses", content=body, headers=json_type).status_code == 200
-    until(lambda: not here.endpoint.bodies.total, "the body to be forgotten")
+    assert live_server.client.post("/v1/responses", content=body, headers=json_type).status_code == 200
+    until(lambda: not live_server.endpoint.bodies.total, "the body to be forgotten")
 
 
 def test_bodies_of_one_key_leave_room_for_others(serve, until):
-    here = serve(keys=KEYS, limits=Limits(max_body_bytes=40_000, max_bodies_bytes=100_000))
+    live_server = serve(keys=KEYS, limits=Limits(max_body_bytes=40_000, max_bodies_bytes=100_000))
     with contextlib.ExitStack() as stack:
         for status in (None, 429):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port)))
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
             key = b"x-api-key: " + BUSY.encode()
             json_type = b"content-type: application/json"
             client.sendall(_head("/v1/completions", 40_000, key, json_type) + b" " * 35_000)
             if status:
                 assert _status(client) == status
             else:
-                until(lambda: here.endpoint.bodies.total == 35_000, "a body to be read")
-        assert _ask(here, OTHER).status_code == 200
+                until(lambda: live_server.endpoint.bodies.total == 35_000, "a body to be read")
+        assert _ask(live_server, OTHER).status_code == 200
 
 
 def _rss_bytes() -> int:
@@ -266,8 +272,10 @@ OPEN = [operation.path for operation in WEB.operations if operation.web == "open
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
-    here = serve(keys=KEYS)
-    here.endpoint.web = Web(Access(here.port, Keys(KEYS)), here.endpoint, ModelAdmin())
+    live_server = serve(keys=KEYS)
+    live_server.endpoint.web = Web(
+        Access(live_server.port, Keys(KEYS)), live_server.endpoint, ModelAdmin()
+    )
     before = _rss_bytes()
     for path in [*OPEN, "/health"]:
         head = (
@@ -278,11 +286,11 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
         part = b" " * 65_536 if framing == "length" else b"10000\r\n" + b" " * 65_536 + b"\r\n"
         with contextlib.ExitStack() as stack:
             for _ in range(20):
-                client = stack.enter_context(socket.create_connection(("127.0.0.1", here.port)))
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
                 client.settimeout(0.2)
                 client.sendall(head)
                 with contextlib.suppress(OSError):
                     for _ in range(64):
                         client.sendall(part)
-            assert here.client.get("/health").status_code == 200
+            assert live_server.client.get("/health").status_code == 200
     assert _rss_bytes() - before < 40 << 20

@@ -23,8 +23,8 @@ def _read_all(client: socket.socket) -> bytes:
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.sendall(_post({"stream": is_stream}, version="1.0"))
         assert gate.reached.wait(20)
         gate.opened.set()
@@ -73,8 +73,8 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
     monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.05)
     gate = StepGate()
     engine = FakeEngine([["one ", "two ", gate]])
-    here = serve(engine)
-    client = socket.create_connection(("127.0.0.1", here.port))
+    live_server = serve(engine)
+    client = socket.create_connection(("127.0.0.1", live_server.port))
     client.sendall(_post({"stream": is_stream}))
     client.shutdown(socket.SHUT_WR)
     assert gate.reached.wait(20)
@@ -82,18 +82,18 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     client.close()
     until(lambda: not engine.metrics().running, "the generation to end")
-    until(lambda: not here.endpoint.in_flight, "the request to end")
+    until(lambda: not live_server.endpoint.in_flight, "the request to end")
 
 
 def test_half_closed_client_that_stays_is_answered(serve, monkeypatch):
     monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.02)
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, "two"]]))
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(FakeEngine([["one ", gate, "two"]]))
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.sendall(_post({"stream": True}))
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
-        here.client.get("/health")
+        live_server.client.get("/health")
         gate.opened.set()
         assert b"[DONE]" in _read_all(client)
 
@@ -101,7 +101,7 @@ def test_half_closed_client_that_stays_is_answered(serve, monkeypatch):
 def test_loggers_of_the_loop_write_lines_of_the_log(serve):
     import logging
 
-    here = serve()
+    live_server = serve()
     logging.getLogger("asyncio").warning("socket.send() raised exception.")
-    line = here.log.getvalue().splitlines()[-1]
+    line = live_server.log.getvalue().splitlines()[-1]
     assert json.loads(line)["message"] == "socket.send() raised exception."

@@ -99,48 +99,51 @@ def _descriptors() -> int:
 @pytest.mark.parametrize("kind", ["scripted", "real"])
 def test_a_thousand_hostile_requests_change_nothing(serve, until, chatterer, kind):
     engine = chatterer() if kind == "real" else FakeEngine([["a", "b"]])
-    here = serve(engine, limits=Limits(header_s=1, body_s=1, idle_s=2))
-    assert here.chat().status_code == 200
+    live_server = serve(engine, limits=Limits(header_s=1, body_s=1, idle_s=2))
+    assert live_server.chat().status_code == 200
     before = _descriptors()
     rng = random.Random(20_260_101)
     for number in range(1000):
-        _send_and_leave(here.port, _hostile(rng), rng)
+        _send_and_leave(live_server.port, _hostile(rng), rng)
         if number % 100 == 99:
-            assert here.chat().status_code == 200, f"after {number + 1} hostile requests"
-    until(lambda: here.endpoint.in_flight == 0, "every request to end")
+            assert live_server.chat().status_code == 200, f"after {number + 1} hostile requests"
+    until(lambda: live_server.endpoint.in_flight == 0, "every request to end")
     until(lambda: engine.metrics().running == 0, "every generation to end")
     until(lambda: _descriptors() <= before, "every connection to be closed")
-    assert here.client.get("/health").status_code == 200
-    assert '"event":"internal"' not in here.log.getvalue()
+    assert live_server.client.get("/health").status_code == 200
+    assert '"event":"internal"' not in live_server.log.getvalue()
 
 
 def test_a_disconnect_in_the_middle_of_a_stream_cancels(serve, until):
     gates = [StepGate() for _ in range(20)]
     engine = FakeEngine([["a", gate, "b"] for gate in gates])
-    here = serve(engine)
+    live_server = serve(engine)
     for gate in gates:
-        client = socket.create_connection(("127.0.0.1", here.port))
+        client = socket.create_connection(("127.0.0.1", live_server.port))
         client.sendall(_post(STREAM))
         assert gate.reached.wait(20)
         client.close()
     until(lambda: engine.metrics().cancelled_total == 20, "all twenty to be cancelled")
-    until(lambda: not here.endpoint.running and here.endpoint.in_flight == 0, "all twenty to be gone")
+    until(
+        lambda: not live_server.endpoint.running and live_server.endpoint.in_flight == 0,
+        "all twenty to be gone",
+    )
 
 
 def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
     gate = StepGate()
     engine = FakeEngine([["a", gate, "b"], ["next"]])
-    here = serve(engine)
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(engine)
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.sendall(_post(BODY))
         assert gate.reached.wait(20)
     until(lambda: engine.metrics().cancelled_total == 1, "the generation to be cancelled")
-    assert here.chat().json()["choices"][0]["message"]["content"] == "next"
+    assert live_server.chat().json()["choices"][0]["message"]["content"] == "next"
 
 
 def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
-    here = serve(FakeEngine([["one"], ["two"]]))
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(FakeEngine([["one"], ["two"]]))
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(20)
         client.sendall(_post(BODY) + _post(BODY))
         reply = b""
@@ -162,16 +165,16 @@ def test_pipelined_requests_are_answered_in_order(serve, raw_exchange):
     ],
 )
 def test_doubtful_framing_is_refused(serve, raw_exchange, lines, status):
-    here = serve()
+    live_server = serve()
     head = b"POST /v1/chat/completions HTTP/1.1\r\n" + lines + b"\r\n"
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
-    assert status in raw_exchange(here.port, head + body).splitlines()[0]
+    assert status in raw_exchange(live_server.port, head + body).splitlines()[0]
 
 
 def test_half_closed_client_is_answered(serve, until):
     gate = StepGate()
-    here = serve(FakeEngine([["late ", gate, "answer"]]))
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(FakeEngine([["late ", gate, "answer"]]))
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(20)
         client.sendall(_post(BODY))
         client.shutdown(socket.SHUT_WR)
@@ -188,25 +191,27 @@ def test_nothing_leaks_over_many_requests(serve, until, count):
     leak-http`.
     """
     engine = FakeEngine([["a", "b", "c"]])
-    here = serve(engine)
+    live_server = serve(engine)
 
     def some(n: int) -> None:
         for number in range(n):
             if number % 10 == 9:
-                with socket.create_connection(("127.0.0.1", here.port)) as client:
+                with socket.create_connection(("127.0.0.1", live_server.port)) as client:
                     client.sendall(_post(STREAM))
             else:
-                here.chat(stream=number % 2 == 0)
+                live_server.chat(stream=number % 2 == 0)
 
     some(300)
-    until(lambda: here.endpoint.in_flight == 0, "the first to end")
+    until(lambda: live_server.endpoint.in_flight == 0, "the first to end")
     rss, descriptors = _rss(), _descriptors()
     some(count)
-    until(lambda: here.endpoint.in_flight == 0, "all to end")
+    until(lambda: live_server.endpoint.in_flight == 0, "all to end")
     until(lambda: engine.metrics().running == 0, "all generations to end")
     until(lambda: _descriptors() <= descriptors, "all descriptors to be closed")
-    until(lambda: not here.endpoint.running, "all generations to be forgotten")
-    until(lambda: here.client.get("/props").json()["models"][0]["in_use"] == 0, "all leases to end")
+    until(lambda: not live_server.endpoint.running, "all generations to be forgotten")
+    until(
+        lambda: live_server.client.get("/props").json()["models"][0]["in_use"] == 0, "all leases to end"
+    )
     grown = _rss() - rss
     engine.requests.clear()
     assert grown < 16 << 20, f"{grown} bytes grew over {count} requests"

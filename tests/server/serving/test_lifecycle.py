@@ -17,33 +17,33 @@ from edgeinfer.server.limits import Limits
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, "two"]]))
-    with here.stream() as answer:
+    live_server = serve(FakeEngine([["one ", gate, "two"]]))
+    with live_server.stream() as answer:
         assert gate.reached.wait(20)
-        with httpx2.Client(base_url=here.url) as other:
+        with httpx2.Client(base_url=live_server.url) as other:
             assert other.get("/health").status_code == 200
-        here.drain()
-        until(lambda: here.endpoint.draining, "the drain to begin")
-        health = f"{here.url}/health"  # by a new connection each time: those that are open are answered
+        live_server.drain()
+        until(lambda: live_server.endpoint.draining, "the drain to begin")
+        health = f"{live_server.url}/health"  # by a new connection each time: those that are open are answered
         with pytest.raises(httpx2.TransportError):
             until(lambda: httpx2.get(health, timeout=20).status_code == 0, "the door to be closed", 20)
         gate.opened.set()
         text = "".join(answer.iter_text())
     assert "two" in text
     assert "[DONE]" in text
-    ended = here.wait_ended()
+    ended = live_server.wait_ended()
     assert (ended.reason, ended.cut_short) == ("signal", False)
 
 
 def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
     gate = StepGate()
-    here = serve(FakeEngine([[gate, "x"]]))
-    here.loop.call_soon_threadsafe(lambda: setattr(here.endpoint, "draining", True))
-    until(lambda: here.endpoint.draining, "draining")
-    refused = here.chat()
+    live_server = serve(FakeEngine([[gate, "x"]]))
+    live_server.loop.call_soon_threadsafe(lambda: setattr(live_server.endpoint, "draining", True))
+    until(lambda: live_server.endpoint.draining, "draining")
+    refused = live_server.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-    assert here.client.head("/infer?prompt=x").status_code == 503
-    health = here.client.get("/health")
+    assert live_server.client.head("/infer?prompt=x").status_code == 503
+    health = live_server.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     gate.opened.set()
 
@@ -51,11 +51,11 @@ def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_drains_limit_cuts_and_says_so(serve, stream):
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=0.1))
-    asking = here.begin(gate, stream=stream)
-    here.drain()
+    live_server = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=0.1))
+    asking = live_server.begin(gate, stream=stream)
+    live_server.drain()
     reply = asking.result(30)
-    assert here.wait_ended().cut_short
+    assert live_server.wait_ended().cut_short
     assert "shutting down" in reply.text
     if not stream:
         assert reply.status_code == 503
@@ -63,26 +63,26 @@ def test_the_drains_limit_cuts_and_says_so(serve, stream):
 
 def test_a_second_signal_ends_at_once(serve):
     gate = StepGate()
-    here = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=600))
-    asking = here.begin(gate, stream=True)
-    here.drain()
-    here.drain()
+    live_server = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=600))
+    asking = live_server.begin(gate, stream=True)
+    live_server.drain()
+    live_server.drain()
     asking.result(30)
-    assert here.wait_ended().reason == "signal"
+    assert live_server.wait_ended().reason == "signal"
 
 
 def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
     gate = StepGate()
-    here = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
-    asking = here.begin(gate)
+    live_server = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
+    asking = live_server.begin(gate)
     until(
-        lambda: time.monotonic() - here.endpoint.last_activity > 1.8,
+        lambda: time.monotonic() - live_server.endpoint.last_activity > 1.8,
         "longer than the idle time to pass",
     )
-    assert not here.endpoint.draining
+    assert not live_server.endpoint.draining
     gate.opened.set()
     asking.result()
-    assert here.wait_ended().reason == "idle"
+    assert live_server.wait_ended().reason == "idle"
 
 
 def test_notifying_no_manager_or_a_dead_one_is_harmless(monkeypatch, tmp_path):

@@ -37,18 +37,20 @@ def _status(reply: bytes) -> int:
 
 
 def test_a_long_body_is_refused_before_it_is_sent(serve, raw_exchange):
-    here = serve(limits=Limits(max_body_bytes=1000))
-    assert _status(raw_exchange(here.port, _head(1001))) == 413
+    live_server = serve(limits=Limits(max_body_bytes=1000))
+    assert _status(raw_exchange(live_server.port, _head(1001))) == 413
     sent = {"content": b" " * 1001, "headers": {"content-type": "application/json"}}
-    assert here.client.post("/v1/completions", **sent).status_code == 413
-    assert here.chat().status_code == 200
+    assert live_server.client.post("/v1/completions", **sent).status_code == 413
+    assert live_server.chat().status_code == 200
 
 
 def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve, raw_exchange):
-    here = serve(limits=Limits(max_body_bytes=1000))
+    live_server = serve(limits=Limits(max_body_bytes=1000))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += b"transfer-encoding: chunked\r\n\r\n"
-    assert _status(raw_exchange(here.port, head + (b"200\r\n" + b" " * 512 + b"\r\n") * 3)) == 413
+    assert (
+        _status(raw_exchange(live_server.port, head + (b"200\r\n" + b" " * 512 + b"\r\n") * 3)) == 413
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,9 +65,9 @@ def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve, raw_exchang
     ids=["many", "long", "unfinished", "long-url", "unfinished-url"],
 )
 def test_headers_have_a_number_and_a_size(serve, raw_exchange, request_bytes, status):
-    here = serve()
-    assert _status(raw_exchange(here.port, request_bytes)) == status
-    assert here.client.get("/health").status_code == 200
+    live_server = serve()
+    assert _status(raw_exchange(live_server.port, request_bytes)) == status
+    assert live_server.client.get("/health").status_code == 200
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -78,8 +80,8 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encodin
 )
 @pytest.mark.parametrize("keys", [[], ["k" * 20]], ids=["keyless", "401"])
 def test_endless_trailer_is_cut_off(serve, endless, keys):
-    here = serve(keys=keys)
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(keys=keys)
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(20)
         client.sendall(CHUNKED + endless)
         sent = 0
@@ -96,15 +98,15 @@ def test_endless_trailer_is_cut_off(serve, endless, keys):
 
 
 def test_trailers_are_no_headers(serve, raw_exchange):
-    here = serve(keys=["k" * 20])
+    live_server = serve(keys=["k" * 20])
     body = b"%x\r\n%b\r\n0\r\nx-api-key: %b\r\n\r\n" % (len(BODY), BODY, b"k" * 20)
-    assert _status(raw_exchange(here.port, CHUNKED + body)) == 401
+    assert _status(raw_exchange(live_server.port, CHUNKED + body)) == 401
 
 
 def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
     monkeypatch.setattr(protocol, "_LINGER_S", 0.05)
-    here = serve(keys=["k" * 20])
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(keys=["k" * 20])
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(20)
         client.sendall(_head(1000))
         reply = b"".join(iter(lambda: client.recv(65_536), b""))
@@ -113,9 +115,9 @@ def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
 
 
 def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_exchange):
-    here = serve(keys=["k" * 20])
+    live_server = serve(keys=["k" * 20])
     health = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(20)
         client.sendall(_head(len(BODY)) + BODY + health)
         reply = b"".join(iter(lambda: client.recv(65_536), b""))
@@ -123,15 +125,15 @@ def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_e
 
 
 def test_slow_headers_and_silence_are_cut_off(serve, raw_exchange):
-    here = serve(limits=Limits(header_s=0.2))
-    assert _status(raw_exchange(here.port, b"GET /health HTTP/1.1\r\nhost: loc")) == 408
-    assert _status(raw_exchange(here.port, b"")) == 408
-    assert _status(raw_exchange(here.port, b"\r\n\r\n\r\n")) == 408
+    live_server = serve(limits=Limits(header_s=0.2))
+    assert _status(raw_exchange(live_server.port, b"GET /health HTTP/1.1\r\nhost: loc")) == 408
+    assert _status(raw_exchange(live_server.port, b"")) == 408
+    assert _status(raw_exchange(live_server.port, b"\r\n\r\n\r\n")) == 408
 
 
 def test_trickled_headers_do_not_reset_the_deadline(serve, until):
-    here = serve(limits=Limits(header_s=0.4))
-    with socket.create_connection(("127.0.0.1", here.port)) as client:
+    live_server = serve(limits=Limits(header_s=0.4))
+    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
         client.settimeout(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\n")
         reply = bytearray()
@@ -151,23 +153,23 @@ def test_trickled_headers_do_not_reset_the_deadline(serve, until):
 
 
 def test_a_slow_body_is_cut_off(serve, raw_exchange):
-    here = serve(limits=Limits(body_s=0.5))
-    assert _status(raw_exchange(here.port, _head(len(BODY)) + BODY[:10])) == 408
-    assert here.chat().status_code == 200
+    live_server = serve(limits=Limits(body_s=0.5))
+    assert _status(raw_exchange(live_server.port, _head(len(BODY)) + BODY[:10])) == 408
+    assert live_server.chat().status_code == 200
 
 
 def test_a_slow_reader_is_cut_off_and_its_generation_ends(serve, until):
     engine = FakeEngine([["x" * 20_000] * 2000])
-    here = serve(engine, limits=Limits(write_s=0.3))
+    live_server = serve(engine, limits=Limits(write_s=0.3))
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", here.port))
+        client.connect(("127.0.0.1", live_server.port))
         body = json.dumps(json.loads(BODY) | {"stream": True}).encode()
         client.sendall(_head(len(body)) + body)
         until(lambda: len(engine.requests) == 1, "the request to be submitted")
-        until(lambda: here.endpoint.in_flight == 0, "the endpoint to give up on the reader")
+        until(lambda: live_server.endpoint.in_flight == 0, "the endpoint to give up on the reader")
     until(lambda: engine.metrics().running == 0, "the generation to end")
-    until(lambda: not here.endpoint.running, "the generation to be forgotten")
+    until(lambda: not live_server.endpoint.running, "the generation to be forgotten")
 
 
 def _held(gate: StepGate, n: int) -> FakeEngine:
@@ -177,30 +179,33 @@ def _held(gate: StepGate, n: int) -> FakeEngine:
 
 def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
     gate = StepGate()
-    here = serve(_held(gate, 2), limits=Limits(max_requests=2))
-    asking = [here.pool.submit(here.chat) for _ in range(2)]
-    until(lambda: here.endpoint.in_flight == 2, "two requests to run")
-    refused = here.chat()
+    live_server = serve(_held(gate, 2), limits=Limits(max_requests=2))
+    asking = [live_server.pool.submit(live_server.chat) for _ in range(2)]
+    until(lambda: live_server.endpoint.in_flight == 2, "two requests to run")
+    refused = live_server.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
     assert refused.headers["retry-after"] == "1"
-    assert here.client.get("/health").status_code == 200
+    assert live_server.client.get("/health").status_code == 200
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200, 200]
-    assert here.chat().status_code == 200
-    assert 'edgeinfer_requests_refused_total{limit="requests"} 1.0' in here.client.get("/metrics").text
+    assert live_server.chat().status_code == 200
+    assert (
+        'edgeinfer_requests_refused_total{limit="requests"} 1.0'
+        in live_server.client.get("/metrics").text
+    )
 
 
 def test_one_key_cannot_take_every_place(serve, until):
     gate = StepGate()
     one, two = "first-key-0123456789", "second-key-0123456789"
-    here = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[one, two])
+    live_server = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[one, two])
 
     def ask(key: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {key}"}
-        return here.client.post("/v1/chat/completions", json=json.loads(BODY), headers=headers)
+        return live_server.client.post("/v1/chat/completions", json=json.loads(BODY), headers=headers)
 
-    asking = here.pool.submit(ask, one)
-    until(lambda: here.endpoint.in_flight == 1, "the first request to run")
+    asking = live_server.pool.submit(ask, one)
+    until(lambda: live_server.endpoint.in_flight == 1, "the first request to run")
     refused = ask(one)
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert "retry-after" in refused.headers
@@ -212,26 +217,26 @@ def test_one_key_cannot_take_every_place(serve, until):
 def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate, "late"]])  # decodes four at once
-    here = serve(engine, limits=Limits(max_queue=2))
-    asking = [here.pool.submit(here.chat) for _ in range(5)]
+    live_server = serve(engine, limits=Limits(max_queue=2))
+    asking = [live_server.pool.submit(live_server.chat) for _ in range(5)]
     until(lambda: engine.metrics().running == 5, "five to be inside")
-    assert here.chat(n=2).status_code == 503
-    asking.append(here.pool.submit(here.chat))
+    assert live_server.chat(n=2).status_code == 503
+    asking.append(live_server.pool.submit(live_server.chat))
     until(lambda: engine.metrics().running == 6, "the sixth to be inside")
     for stream in (False, True):
-        refused = here.chat(stream=stream)
+        refused = live_server.chat(stream=stream)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "1"
     gate.opened.set()
     assert [one.result().status_code for one in asking] == [200] * 6
-    assert here.chat().status_code == 200
-    assert not here.endpoint.inside
+    assert live_server.chat().status_code == 200
+    assert not live_server.endpoint.inside
 
 
 def test_connections_are_limited(serve):
-    here = serve(limits=Limits(max_connections=3))
-    kept = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(3)]
-    with socket.create_connection(("127.0.0.1", here.port)) as extra:
+    live_server = serve(limits=Limits(max_connections=3))
+    kept = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(3)]
+    with socket.create_connection(("127.0.0.1", live_server.port)) as extra:
         extra.settimeout(20)
         assert _status(extra.recv(1000)) == 503
     for connection in kept:
@@ -286,18 +291,20 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 
 def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, until):
     engine = _Stuck()
-    here = serve(engine, limits=Limits(prepare_s=0.2))
-    asking = [here.pool.submit(here.chat, response_format=SCHEMA) for _ in range(4)]
+    live_server = serve(engine, limits=Limits(prepare_s=0.2))
+    asking = [live_server.pool.submit(live_server.chat, response_format=SCHEMA) for _ in range(4)]
     answers = [one.result(30) for one in asking]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].json()["error"]["code"] == "preparation_timeout"
-    until(lambda: here.client.get("/health").status_code == 503, "the stalled threads to be seen")
-    assert "compile" in here.client.get("/health").json()["error"]
-    assert here.chat().status_code == 200
+    until(
+        lambda: live_server.client.get("/health").status_code == 503, "the stalled threads to be seen"
+    )
+    assert "compile" in live_server.client.get("/health").json()["error"]
+    assert live_server.chat().status_code == 200
     engine.opened.set()
-    until(lambda: here.client.get("/health").status_code == 200, "the threads to be free")
+    until(lambda: live_server.client.get("/health").status_code == 200, "the threads to be free")
     until(lambda: not engine.metrics().running, "late generations to be cancelled")
-    assert here.chat(response_format=SCHEMA).status_code == 200
+    assert live_server.chat(response_format=SCHEMA).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -314,7 +321,7 @@ def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, unt
     ],
 )
 def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypatch, path, body):
-    here = serve(chatterer(), aliases={"m": "chatterer"})
+    live_server = serve(chatterer(), aliases={"m": "chatterer"})
     tokenized: list[int] = []
     tokenize = Vocab.tokenize
 
@@ -324,7 +331,7 @@ def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypat
 
     monkeypatch.setattr(Vocab, "tokenize", watched)
     raw = json.dumps(body).replace("TEXT", "a" * ((1 << 20) + 1))
-    reply = here.client.post(path, content=raw, headers={"content-type": "application/json"})
+    reply = live_server.client.post(path, content=raw, headers={"content-type": "application/json"})
     assert reply.status_code == 400
     assert "256" in reply.text  # the context, in the words that each API has for it
     assert max(tokenized, default=0) < 1 << 20
@@ -341,25 +348,25 @@ class _Failing(FakeEngine):
 
 def test_engine_that_has_failed_fails_health(serve):
     engine = _Failing()
-    here = serve(engine)
-    assert here.client.get("/health").status_code == 200
+    live_server = serve(engine)
+    assert live_server.client.get("/health").status_code == 200
     engine.wrong = "the decode loop has ended"
-    health = here.client.get("/health")
+    health = live_server.client.get("/health")
     assert (health.status_code, health.json()["error"]) == (503, "the decode loop has ended")
 
 
 def test_exhausted_descriptors_are_told_of_once(serve, until):
-    here = serve()
+    live_server = serve()
     context = {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")}
 
     def fail() -> None:
         for _ in range(1000):
-            here.loop.call_exception_handler(context)
+            live_server.loop.call_exception_handler(context)
 
-    here.loop.call_soon_threadsafe(fail)
-    until(lambda: "connections-wait" in here.log.getvalue(), "the line")
-    assert here.client.get("/health").status_code == 200
-    assert here.log.getvalue().count("Too many open files") == 1
+    live_server.loop.call_soon_threadsafe(fail)
+    until(lambda: "connections-wait" in live_server.log.getvalue(), "the line")
+    assert live_server.client.get("/health").status_code == 200
+    assert live_server.log.getvalue().count("Too many open files") == 1
 
 
 @pytest.mark.parametrize(
@@ -403,11 +410,13 @@ def test_an_integer_beyond_64_bits_is_refused(serve, number, place):
         },
         "template": lambda n: {"chat_template_kwargs": {"n": n}},
     }
-    here = serve()
-    refused = here.client.post(
+    live_server = serve()
+    refused = live_server.client.post(
         "/v1/chat/completions", json={**json.loads(BODY), **fields[place](number)}
     )
     assert refused.status_code == 400
     assert "beyond 64 bits" in refused.text
-    taken = here.client.post("/v1/chat/completions", json={**json.loads(BODY), **fields[place](2**63)})
+    taken = live_server.client.post(
+        "/v1/chat/completions", json={**json.loads(BODY), **fields[place](2**63)}
+    )
     assert "beyond 64 bits" not in taken.text

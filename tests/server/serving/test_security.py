@@ -32,7 +32,7 @@ def _options(*typed: str) -> argparse.Namespace:
 
 
 @pytest.fixture(scope="module")
-def here(serve_module):
+def live_server(serve_module):
     return serve_module(gate=Gate(keys=Keys([]), origins=frozenset({PAGE})))
 
 
@@ -45,12 +45,12 @@ EVERY_ROUTE = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{
 
 
 @EVERY_ROUTE
-def test_foreign_hosts_and_pages_are_refused_on_every_route(here, operation):
+def test_foreign_hosts_and_pages_are_refused_on_every_route(live_server, operation):
     for headers, why in (
         ({"host": "evil.example"}, "is not one of this endpoint's names"),
         ({"origin": "https://evil.example"}, "is not allowed"),
     ):
-        answer = here.client.request(
+        answer = live_server.client.request(
             operation.method,
             operation.path.replace("{id}", "fake"),
             headers=headers,
@@ -68,9 +68,9 @@ def test_foreign_hosts_and_pages_are_refused_on_every_route(here, operation):
         ("localhost:1@evil.example [::1]evil.example [::1 localhost.. :80 a/b", 403),
     ],
 )
-def test_hosts_are_compared_whole(here, hosts, status):
+def test_hosts_are_compared_whole(live_server, hosts, status):
     for host in hosts.split():
-        assert here.client.get("/health", headers={"host": host}).status_code == status, host
+        assert live_server.client.get("/health", headers={"host": host}).status_code == status, host
 
 
 @pytest.mark.parametrize(
@@ -89,36 +89,36 @@ def test_hosts_are_compared_whole(here, hosts, status):
     ],
 )
 @pytest.mark.parametrize("path", ["/health", "/infer?prompt=x", "/v1/models", "/api/tags", "/"])
-def test_other_web_pages_are_refused(here, headers, status, path):
-    assert here.client.get(path, headers=headers).status_code == status
+def test_other_web_pages_are_refused(live_server, headers, status, path):
+    assert live_server.client.get(path, headers=headers).status_code == status
 
 
-def test_the_endpoints_own_origin_is_no_other_page(here):
-    assert here.client.get("/health", headers={"origin": here.url}).status_code == 200
+def test_the_endpoints_own_origin_is_no_other_page(live_server):
+    assert live_server.client.get("/health", headers={"origin": live_server.url}).status_code == 200
 
 
-def test_cors_answers_named_origins_only(here):
+def test_cors_answers_named_origins_only(live_server):
     ask = {"access-control-request-method": "POST"}
     for asked, allowed in (("authorization, x-stainless-os",) * 2, ("x<y", "content-type")):
         headers = ask | {"origin": PAGE, "access-control-request-headers": asked}
-        answer = here.client.options("/v1/chat/completions", headers=headers)
+        answer = live_server.client.options("/v1/chat/completions", headers=headers)
         assert answer.status_code == 204
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert answer.headers["access-control-allow-headers"] == allowed
         assert "access-control-allow-credentials" not in answer.headers
-    refused = here.client.options(
+    refused = live_server.client.options(
         "/v1/chat/completions", headers=ask | {"origin": "https://evil.example"}
     )
     assert refused.status_code == 403
     assert "access-control-allow-origin" not in refused.headers
-    got = here.client.get("/v1/models", headers={"origin": PAGE})
+    got = live_server.client.get("/v1/models", headers={"origin": PAGE})
     assert (got.headers["access-control-allow-origin"], got.headers["vary"]) == (PAGE, "Origin")
-    failed = here.client.get("/nowhere", headers={"origin": PAGE})
+    failed = live_server.client.get("/nowhere", headers={"origin": PAGE})
     assert failed.headers["access-control-allow-origin"] == PAGE
 
 
-def test_a_request_without_a_host_is_refused(here, raw_exchange):
-    assert b" 400 " in raw_exchange(here.port, b"GET /health HTTP/1.1\r\n\r\n").splitlines()[0]
+def test_a_request_without_a_host_is_refused(live_server, raw_exchange):
+    assert b" 400 " in raw_exchange(live_server.port, b"GET /health HTTP/1.1\r\n\r\n").splitlines()[0]
 
 
 @EVERY_ROUTE
@@ -156,33 +156,33 @@ def _get(port: int, path: str, method: str = "GET") -> bytes:
 
 
 def test_another_users_program_is_refused_without_a_key(serve, stranger):
-    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
+    live_server = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
     with stranger():
-        refused = _get(here.port, "/v1/models")
+        refused = _get(live_server.port, "/v1/models")
         assert refused.startswith(b"HTTP/1.1 403 ")
         assert b"any-user" in refused
-        assert b"user_not_allowed" in _get(here.port, "/slots")
-        assert _get(here.port, "/health").startswith(b"HTTP/1.1 200 ")
+        assert b"user_not_allowed" in _get(live_server.port, "/slots")
+        assert _get(live_server.port, "/health").startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_users_own_program_is_answered_without_a_key(serve):
-    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
+    live_server = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
     for path in ("/v1/models", "/metrics"):
-        assert here.client.get(path).status_code == 200
+        assert live_server.client.get(path).status_code == 200
 
 
 def test_any_user_may_ask_and_change_nothing(serve, stranger):
-    here = serve(gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
+    live_server = serve(gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
     with stranger():
-        assert _get(here.port, "/v1/models").startswith(b"HTTP/1.1 200 ")
+        assert _get(live_server.port, "/v1/models").startswith(b"HTTP/1.1 200 ")
         for method, path in (("POST", "/v1/models/fake/unload"), ("GET", "/metrics")):
-            assert b"admin_only" in _get(here.port, path, method)
+            assert b"admin_only" in _get(live_server.port, path, method)
 
 
 def test_a_key_is_enough_for_another_user(serve, stranger):
-    here = serve(gate=Gate(keys=Keys([KEY]), owner=os.getuid()))
+    live_server = serve(gate=Gate(keys=Keys([KEY]), owner=os.getuid()))
     with stranger():
-        assert b" 200 " in _get(here.port, f"/v1/models HTTP/1.1\r\nx-api-key: {KEY}\r\nx:")
+        assert b" 200 " in _get(live_server.port, f"/v1/models HTTP/1.1\r\nx-api-key: {KEY}\r\nx:")
 
 
 ADMIN = [operation for operation in OPERATIONS if operation.is_admin]
@@ -214,19 +214,19 @@ def test_admin_routes_are_those_that_change_what_others_get():
 
 
 @pytest.mark.parametrize("name", ["-rf", ".", "..", "_x", "a/b", "a b"])
-def test_snapshot_is_named_by_letters_and_digits_first(here, name):
-    refused = here.client.post("/v1/models/fake/snapshot", json={"name": name})
+def test_snapshot_is_named_by_letters_and_digits_first(live_server, name):
+    refused = live_server.client.post("/v1/models/fake/snapshot", json={"name": name})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
 
 
 def test_second_key_does_not_decide_how_long_a_model_stays(serve):
-    here = serve(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])), keep_alive_s=7000)
+    live_server = serve(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])), keep_alive_s=7000)
     for key, stays in (("another-key-0123456789", True), (KEY, False)):
         headers = {"x-api-key": key}
         body = {"messages": [{"role": "user", "content": "x"}], "keep_alive": 1}
-        reply = here.client.post("/v1/chat/completions", json=body, headers=headers)
+        reply = live_server.client.post("/v1/chat/completions", json=body, headers=headers)
         assert ("keep_alive" in reply.headers.get("x-edgeinfer-ignored", "")) is stays
-        (model,) = here.client.get("/props", headers=headers).json()["models"]
+        (model,) = live_server.client.get("/props", headers=headers).json()["models"]
         assert (model["expires_in_s"] > 6000) is stays
 
 
@@ -331,11 +331,12 @@ def test_tls_is_served(serve, tmp_path):
         f"-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
     )
     subprocess.run(command.split(), check=True, capture_output=True)
-    here = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
+    live_server = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
     with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
-        assert client.get(f"{here.url}/health").json()["status"] == "ok"
+        assert client.get(f"{live_server.url}/health").json()["status"] == "ok"
         answer = client.post(
-            f"{here.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}
+            f"{live_server.url}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "x"}]},
         )
         assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
 

@@ -16,33 +16,33 @@ URL = "/v1/chat/completions"
 
 
 def _as_other_user(
-    another_user, here, path: str, method: str = "", **body: object
+    another_user, live_server, path: str, method: str = "", **body: object
 ) -> tuple[int, bytes]:
     """Ask as another user: one request in each connection, which is made as that user."""
-    with another_user(), httpx2.Client(base_url=here.url, timeout=30) as client:
+    with another_user(), httpx2.Client(base_url=live_server.url, timeout=30) as client:
         reply = client.request(method or ("POST" if body else "GET"), path, **body)
         return reply.status_code, reply.content
 
 
 def test_users_of_one_machine_share_no_response(serve, another_user):
     gate = Gate(keys=Keys([]), owner=os.getuid(), any_user=True)
-    here = serve(FakeEngine(), gate=gate, store_responses=True)
-    response_id = here.client.post("/v1/responses", json={"input": "x"}).json()["id"]
+    live_server = serve(FakeEngine(), gate=gate, store_responses=True)
+    response_id = live_server.client.post("/v1/responses", json={"input": "x"}).json()["id"]
     for operation in OPERATIONS:
         if "{id}" in operation.path and not operation.path.startswith("/v1/models"):
             path = operation.path.replace("{id}", response_id)
-            status, _ = _as_other_user(another_user, here, path, operation.method)
+            status, _ = _as_other_user(another_user, live_server, path, operation.method)
             assert status in (400, 403, 404), (operation.method, path)
-    assert here.client.get(f"/v1/responses/{response_id}").status_code == 200
-    assert json.loads(_as_other_user(another_user, here, "/slots")[1])["slots"] == []
+    assert live_server.client.get(f"/v1/responses/{response_id}").status_code == 200
+    assert json.loads(_as_other_user(another_user, live_server, "/slots")[1])["slots"] == []
 
 
 def test_prefixes_of_two_users_are_salted(serve, another_user):
     engine = FakeEngine()
-    here = serve(engine, gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
+    live_server = serve(engine, gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
     body = {"messages": [{"role": "user", "content": "x"}]}
-    here.client.post(URL, json=body)
-    _as_other_user(another_user, here, URL, json=body)
+    live_server.client.post(URL, json=body)
+    _as_other_user(another_user, live_server, URL, json=body)
     mine, theirs = (request.cache_salt for request in engine.requests)
     assert not mine
     assert theirs

@@ -18,9 +18,9 @@ from tests.server.conftest import with_page
 class Signed:
     """The page's requests as a program makes them, signed in."""
 
-    def __init__(self, here, keys=()):
-        self.here = here
-        self.client = httpx2.Client(base_url=f"{here.url}/web", timeout=30)
+    def __init__(self, live_server, keys=()):
+        self.live_server = live_server
+        self.client = httpx2.Client(base_url=f"{live_server.url}/web", timeout=30)
         secret = {"key": keys[0]} if keys else {"code": make_code()}
         assert self.client.post("/session", json=secret).status_code == 204
 
@@ -121,10 +121,10 @@ def tab(chromium):
     """`tab(here, hash)`: a signed-in tab; its console must hold nothing against it at the end."""
     opened = []
 
-    def at(here, fragment=None, **size):
+    def at(live_server, fragment=None, **size):
         page = chromium.page(**size)
         opened.append(page)
-        page.open(f"{here.url}/#code={make_code()}")
+        page.open(f"{live_server.url}/#code={make_code()}")
         page.wait("document.querySelector('#message')")
         if fragment:
             page.js(f"location.hash = {json.dumps(fragment)}")

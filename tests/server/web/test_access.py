@@ -30,9 +30,9 @@ GUARDED = [one for one in WEB.operations if one.web == "cookie"]
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
-def ask_for(here, operation, **kw):
+def ask_for(live_server, operation, **kw):
     path = operation.path.replace("{id}", "1")
-    return here.client.request(operation.method, path, **kw)
+    return live_server.client.request(operation.method, path, **kw)
 
 
 def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
@@ -47,9 +47,9 @@ def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
 
 @pytest.mark.parametrize("operation", GUARDED, ids=lambda o: f"{o.method} {o.path}")
 def test_without_the_cookie_nothing_is_told(serve, operation):
-    here = with_page(serve())
-    for cookie in ("", "edgeinfer-1=x", f"edgeinfer-{here.port}=99999999999-abc", "=;;"):
-        answer = ask_for(here, operation, headers={"cookie": cookie}, json={})
+    live_server = with_page(serve())
+    for cookie in ("", "edgeinfer-1=x", f"edgeinfer-{live_server.port}=99999999999-abc", "=;;"):
+        answer = ask_for(live_server, operation, headers={"cookie": cookie}, json={})
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "not_signed_in"
 
@@ -66,18 +66,18 @@ def test_foreign_hosts_and_origins_are_refused(paged, operation):
     ):
         path = operation.path.replace("{id}", "1")
         answer = page.client.request(
-            operation.method, f"{page.here.url}{path}", headers=headers, json={}
+            operation.method, f"{page.live_server.url}{path}", headers=headers, json={}
         )
         assert answer.status_code == 403, headers
 
 
 def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkeypatch):
     early = make_code()
-    here = with_page(serve(keys=KEYS), KEYS)
+    live_server = with_page(serve(keys=KEYS), KEYS)
     code = make_code()
 
     def sign_in(code):
-        return here.client.post("/web/session", json={"code": code}).status_code
+        return live_server.client.post("/web/session", json={"code": code}).status_code
 
     assert sign_in(code) == 204
     assert sign_in(code) == 401  # used
@@ -94,9 +94,9 @@ def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkey
 
 
 def test_the_cookie_is_for_the_page_alone_and_for_no_script(serve):
-    here = with_page(serve())
-    cookie = here.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
-    assert cookie.startswith(f"edgeinfer-{here.port}=")
+    live_server = with_page(serve())
+    cookie = live_server.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
+    assert cookie.startswith(f"edgeinfer-{live_server.port}=")
     assert cookie.partition("; ")[2] == "Path=/web; Max-Age=2592000; HttpOnly; SameSite=Strict"
 
 
@@ -106,38 +106,38 @@ def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(paged, se
     value = next(iter(page.client.cookies.values()))
     stolen = {"cookie": f"edgeinfer-{again.port}={value}"}
     assert again.client.get("/web/setup", headers=stolen).status_code == 401
-    again.endpoint.web.access._port = page.here.port
+    again.endpoint.web.access._port = page.live_server.port
     assert page.client.get(f"{again.url}/web/setup").status_code == 200
 
 
 def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, another_user):
-    here = with_page(serve(keys=KEYS), KEYS)
+    live_server = with_page(serve(keys=KEYS), KEYS)
     code = make_code()
-    cookie = here.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
+    cookie = live_server.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
     cookie = {"cookie": cookie.partition(";")[0]}
-    with another_user(), httpx2.Client(base_url=here.url) as other:
+    with another_user(), httpx2.Client(base_url=live_server.url) as other:
         assert other.post("/web/session", json={"code": code}).status_code == 401
         assert other.get("/web/setup", headers=cookie).status_code == 401
         key = {"key": KEYS[0]}
         assert other.post("/web/session", json=key).status_code == 204  # has it from its owner
         assert other.get("/web/setup").status_code == 200
-    assert here.client.get("/web/setup", headers=cookie).status_code == 200
-    assert here.client.post("/web/session", json={"code": code}).status_code == 204
+    assert live_server.client.get("/web/setup", headers=cookie).status_code == 200
+    assert live_server.client.post("/web/session", json={"code": code}).status_code == 204
 
 
 def test_this_users_browser_needs_no_code_where_no_key_is_needed(serve, another_user):
-    here = with_page(serve(gate=Gate(keys=Keys([]), any_user=True, owner=os.getuid())))
+    live_server = with_page(serve(gate=Gate(keys=Keys([]), any_user=True, owner=os.getuid())))
     for forwarded in ({"x-forwarded-for": "10.0.0.1"}, {"forwarded": "for=10.0.0.1"}):
-        assert here.client.post("/web/session", json={}, headers=forwarded).status_code == 401
-    with another_user(), httpx2.Client(base_url=here.url) as other:
+        assert live_server.client.post("/web/session", json={}, headers=forwarded).status_code == 401
+    with another_user(), httpx2.Client(base_url=live_server.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
-    assert here.client.post("/web/session", json={}).status_code == 204
-    assert here.client.get("/web/setup").status_code == 200
+    assert live_server.client.post("/web/session", json={}).status_code == 204
+    assert live_server.client.get("/web/setup").status_code == 200
 
 
 def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, another_user, monkeypatch):
-    here = with_page(serve(keys=KEYS), KEYS)
-    assert here.client.post("/web/session", json={}).status_code == 401
+    live_server = with_page(serve(keys=KEYS), KEYS)
+    assert live_server.client.post("/web/session", json={}).status_code == 401
     opened = []
 
     def open_browser(url):
@@ -146,21 +146,23 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
 
     monkeypatch.setattr(webbrowser, "open", open_browser)
     monkeypatch.setenv("DISPLAY", ":7")
-    monkeypatch.setattr(web, "own_endpoint", lambda *_: RemoteEndpoint(url=here.url, model="fake"))
+    monkeypatch.setattr(
+        web, "own_endpoint", lambda *_: RemoteEndpoint(url=live_server.url, model="fake")
+    )
     result = web.run(SimpleNamespace(model=None, json=False), Host())
-    assert (opened, result.opened) == ([here.url], True)
-    with another_user(), httpx2.Client(base_url=here.url) as other:
+    assert (opened, result.opened) == ([live_server.url], True)
+    with another_user(), httpx2.Client(base_url=live_server.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
-    assert here.client.post("/web/session", json={}).status_code == 204
-    assert here.client.post("/web/session", json={}).status_code == 401  # announced once
+    assert live_server.client.post("/web/session", json={}).status_code == 204
+    assert live_server.client.post("/web/session", json={}).status_code == 401  # announced once
 
 
 def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, capfd):
-    here = RemoteEndpoint(url=with_page(serve()).url, model="fake")
-    monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (here, 4242))
+    live_server = RemoteEndpoint(url=with_page(serve()).url, model="fake")
+    monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
     monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
     monkeypatch.setattr(Host, "files", lambda *_: None)
-    for found in (None, here):
+    for found in (None, live_server):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, found=found: found)
         web.run(SimpleNamespace(model=None, json=True), Host())
         said = capfd.readouterr().err
@@ -169,27 +171,27 @@ def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, c
 
 
 def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
-    here = with_page(serve(keys=KEYS), KEYS)
-    assert here.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413
-    head = f"POST /web/session HTTP/1.1\r\nhost: 127.0.0.1:{here.port}\r\ncontent-type: application/json\r\n"
+    live_server = with_page(serve(keys=KEYS), KEYS)
+    assert live_server.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413
+    head = f"POST /web/session HTTP/1.1\r\nhost: 127.0.0.1:{live_server.port}\r\ncontent-type: application/json\r\n"
     for length in ("content-length: 30000000", "transfer-encoding: chunked"):
         begun = f"{head}{length}\r\n\r\n".encode() + b"2400\r\n" * (length[0] == "t") + b" " * 9216
-        reply = raw_exchange(here.port, begun + b"\r\n2400\r\n")  # the rest is never sent
+        reply = raw_exchange(live_server.port, begun + b"\r\n2400\r\n")  # the rest is never sent
         assert reply.startswith(b"HTTP/1.1 413 "), length
 
 
 def test_files_that_are_not_there_leave_nothing_behind(serve):
-    here = with_page(serve())
+    live_server = with_page(serve())
     for name in ("x" * 300, "y" * 60_000, "a/" * 1000):
-        assert here.client.get(f"/web/static/{name}").status_code == 404
-    assert '"level":"error"' not in here.log.getvalue()
+        assert live_server.client.get(f"/web/static/{name}").status_code == 404
+    assert '"level":"error"' not in live_server.log.getvalue()
     assert routes._files.cache_info().currsize == 1
 
 
 def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
     page = paged(keys=KEYS)
     assert page.get("/setup")["default_model"] == "fake"
-    client = page.here.client
+    client = page.live_server.client
     assert client.get("/", headers=BROWSER).status_code == 200  # the page itself holds no secret
     assert client.get("/").status_code == 401
     for key in (KEYS[1], "wrong"):
@@ -197,24 +199,24 @@ def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
     bearer = {"authorization": f"Bearer {KEYS[0]}"}
     assert client.get("/web/setup", headers=bearer).status_code == 401
     other = with_page(serve(keys=KEYS[1:]), KEYS[1:])
-    other.endpoint.web.access._port = page.here.port
+    other.endpoint.web.access._port = page.live_server.port
     assert page.client.get(f"{other.url}/web/setup").status_code == 401  # another first key
 
 
 def test_a_secret_that_others_can_read_is_refused(serve):
-    here = with_page(serve())
+    live_server = with_page(serve())
     make_code()
     path = paths.data_dir() / "web-secret"
     assert path.stat().st_mode & 0o777 == 0o600
     os.chmod(path, 0o644)
     with pytest.raises(ServeError, match="readable by you alone"):
         make_code()
-    assert here.client.post("/web/session", json={"code": "x"}).status_code >= 400
+    assert live_server.client.post("/web/session", json={"code": "x"}).status_code >= 400
 
 
 def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
-    here = with_page(serve())
-    page = here.client.get("/", headers=BROWSER)
+    live_server = with_page(serve())
+    page = live_server.client.get("/", headers=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     policy = page.headers["content-security-policy"]
     for rule in (
@@ -227,15 +229,15 @@ def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
     assert "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
     assert page.headers["referrer-policy"] == "no-referrer"
-    assert here.client.get("/").text == "edgeinfer is running"
-    status = here.client.get("/status").json()
+    assert live_server.client.get("/").text == "edgeinfer is running"
+    status = live_server.client.get("/status").json()
     assert status["health"]["status"] == "ok"
     assert status["requests"] == 0
-    assert status.keys() == here.client.get("/props").json().keys()
+    assert status.keys() == live_server.client.get("/props").json().keys()
 
 
 def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
-    here = with_page(serve())
+    live_server = with_page(serve())
     total = 0
     for name in (
         "index.html",
@@ -248,24 +250,24 @@ def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
         "preact.js",
         "icon.svg",
     ):
-        answer = here.client.get(f"/web/static/{name}", headers={"accept-encoding": "gzip"})
+        answer = live_server.client.get(f"/web/static/{name}", headers={"accept-encoding": "gzip"})
         assert answer.status_code == 200
         assert answer.headers["content-encoding"] == "gzip"
         total += int(answer.headers["content-length"])
-        again = here.client.get(
+        again = live_server.client.get(
             f"/web/static/{name}", headers={"if-none-match": answer.headers["etag"]}
         )
         assert (again.status_code, again.content) == (304, b"")
     assert total < 80_000
     for name in ("../routes.py", "..%2froutes.py", "", "nothing.js", "/etc/passwd", "%2fetc%2fpasswd"):
-        assert here.client.get(f"/web/static/{name}").status_code == 404
+        assert live_server.client.get(f"/web/static/{name}").status_code == 404
 
 
 def test_without_the_page_there_are_no_routes_of_it(serve):
-    here = serve(FakeEngine())
-    assert here.client.get("/", headers=BROWSER).text == "edgeinfer is running"
+    live_server = serve(FakeEngine())
+    assert live_server.client.get("/", headers=BROWSER).text == "edgeinfer is running"
     for operation in WEB.operations:
-        assert ask_for(here, operation, json={}).status_code == 404
+        assert ask_for(live_server, operation, json={}).status_code == 404
     assert match_route("/web/setup").dialect is WEB
 
 

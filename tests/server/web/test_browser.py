@@ -277,8 +277,8 @@ TABLE = "| item | cost |\n|---|---:|\n| Schraubendreher | 1,200.00 |\n| nail | 0
 def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_path, width):
     name = "qwen3-30b-a3b-instruct-2507" if width > 400 else "smollm2-135m-instruct"
     answer = f"Dear Ann,\nthe heater is broken.\n\n{TABLE}\n\n- [x] call\n- [ ] write\n\n\\[ x_1 = \\frac{{-b}}{{2a}} \\]"
-    here = with_page(serve(FakeEngine([[answer]]), names=[name]))
-    page = tab(here, width=width, height=760)
+    live_server = with_page(serve(FakeEngine([[answer]]), names=[name]))
+    page = tab(live_server, width=width, height=760)
     say(page, "A letter and a table, please")
     page.see("0.05")
     page.wait(IDLE)
@@ -449,9 +449,9 @@ def test_accessible_at_every_size(serve, tab, width, dark):
 
 
 def test_reports_of_evaluations_are_listed_and_shown(serve, tab):
-    here = with_page(serve())
+    live_server = with_page(serve())
     folder = private_dir(paths.data_dir() / "evaluations")
-    page = tab(here, width=400)
+    page = tab(live_server, width=400)
     assert page.js(
         "document.querySelector('.side-head').scrollWidth <= document.querySelector('.side').clientWidth"
     )
@@ -491,8 +491,8 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 
 
 def test_a_hostile_answer_does_nothing(serve, tab):
-    here = with_page(serve(FakeEngine([[HOSTILE], ["x" * 1_000_000 + " end"]])))
-    page = tab(here, width=700)
+    live_server = with_page(serve(FakeEngine([[HOSTILE], ["x" * 1_000_000 + " end"]])))
+    page = tab(live_server, width=700)
     say(page, HOSTILE)
     page.wait("document.querySelector('.answer .code')")
     page.wait(IDLE)
@@ -506,7 +506,9 @@ def test_a_hostile_answer_does_nothing(serve, tab):
         )
         == 0
     )
-    assert {url.split("/")[2] for url in page.requests() if url.startswith("http")} == {here.url[7:]}
+    assert {url.split("/")[2] for url in page.requests() if url.startswith("http")} == {
+        live_server.url[7:]
+    }
     say(page, "more")
     page.wait("document.querySelector('.log').textContent.length > 1000000")
     page.wait(IDLE)
@@ -553,8 +555,8 @@ def test_settings_export_link_files_and_delete(serve, tab):
 
 def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     hub.always = Fault(cut_after=4096, silent=True)
-    here = with_page(serve(pulled=pulled_models(), names=["fake"]))
-    page = tab(here, width=320)
+    live_server = with_page(serve(pulled=pulled_models(), names=["fake"]))
+    page = tab(live_server, width=320)
     choose_model(page, "")
     page.see("To pull")
     page.see("Apache-2.0")
@@ -599,8 +601,8 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     ]
     greedy = [TextDelta("tea", (token(b"tea", 1.0),)), gate, "never"]
     engine = FakeEngine(lambda request: greedy if request.sampling.temperature == 0 else first)
-    here = with_page(serve(engine))
-    page = tab(here, width=320)
+    live_server = with_page(serve(engine))
+    page = tab(live_server, width=320)
     page.click(".menu")
     page.click("a", "Playground")
     page.wait("document.activeElement.name === 'prompt'")
@@ -625,15 +627,15 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     page.click("button", "Stop")
     page.wait(f"{right}.textContent.includes('stopped')")
     page.wait("document.querySelector('form .primary').textContent === 'Run'")
-    assert here.client.get("/health").json()["status"] == "ok"
+    assert live_server.client.get("/health").json()["status"] == "ok"
     assert ConversationStore.open().listing() == []
 
 
 def test_the_address_typed_by_hand_opens_the_page_or_asks_for_a_code(serve, chromium):
-    here, with_key = with_page(serve()), with_page(serve(keys=KEYS), KEYS)
+    live_server, with_key = with_page(serve()), with_page(serve(keys=KEYS), KEYS)
     chromium.call("Storage.clearCookies")
     page = chromium.page()
-    page.open(here.url)
+    page.open(live_server.url)
     page.see("What can I help with?")
     page.open(with_key.url)
     page.see("edgeinfer web")

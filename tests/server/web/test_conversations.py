@@ -126,7 +126,7 @@ def test_exports(paged):
     messages = [{"role": "user", "content": 'What\'s "it"?'}]
     assert repr(messages) in export("python", answer["id"]).text
     compile(export("python").text, "export", "exec")
-    assert f'fetch("{page.here.url}/v1/chat/completions"' in export("javascript").text
+    assert f'fetch("{page.live_server.url}/v1/chat/completions"' in export("javascript").text
     assert "curl http://127.0.0.1" in export("curl").text
     assert '"temperature": 0.25' in export("curl").text
     assert export("text", 10_000).status_code == 400
@@ -184,7 +184,7 @@ def test_reasoning_that_comes_slowly_is_shown_as_it_comes(paged):
     assert pieces, "all came at once"
     *_, answer = page.ended(number)
     assert (answer["reasoning"], words(answer)) == (" let me", "Hello")
-    assert '"level":"error"' not in page.here.log.getvalue()
+    assert '"level":"error"' not in page.live_server.log.getvalue()
 
 
 def test_answers_split_anyhow_are_shown_as_the_whole(paged):
@@ -209,7 +209,7 @@ def test_answers_split_anyhow_are_shown_as_the_whole(paged):
         gate.opened.set()
         *_, answer = page.ended(number)
         assert (answer["blocks"], answer["reasoning"]) == whole
-    assert '"level":"error"' not in page.here.log.getvalue()
+    assert '"level":"error"' not in page.live_server.log.getvalue()
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n", "[1]: https://example.com/x", "\\"])
@@ -237,7 +237,7 @@ def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(paged, mon
     *_, good, _question, bad = page.ended(number)
     assert good["blocks"] == ["<p><em>good</em></p>\n"]
     assert bad["blocks"] == ['<p class="plain">*bad*</p>']
-    assert "ZeroDivisionError" in page.here.log.getvalue()
+    assert "ZeroDivisionError" in page.live_server.log.getvalue()
 
 
 def test_a_drained_endpoint_ends_the_streams(paged):
@@ -245,9 +245,9 @@ def test_a_drained_endpoint_ends_the_streams(paged):
     with page.client.stream("GET", "/conversations/0/events") as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: list"
-        page.here.drain()
+        page.live_server.drain()
         list(lines)
-    page.here.wait_ended()
+    page.live_server.wait_ended()
 
 
 @pytest.mark.parametrize("number", ["-1", "7", "x", "999999999999999999999999", "²"])
@@ -276,10 +276,10 @@ def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(page
     hub.faults.append(Fault(silent=True, cut_after=100))
     page.post("/pulls", **pull)
     wait_until(lambda: page.get("/pulls")[0]["done"], "bytes")
-    assert page.here.endpoint.in_flight == 1  # so that it does not end as idle
+    assert page.live_server.endpoint.in_flight == 1  # so that it does not end as idle
     assert [one["text"] for one in page.post("/pulls", **pull, stop=True)] == ["stopping"]
     wait_until(lambda: not page.get("/pulls"), "its end")
-    assert page.here.endpoint.in_flight == 0
+    assert page.live_server.endpoint.in_flight == 0
     page.post("/pulls", **pull)
     wait_until(lambda: not page.get("/pulls"), "the second")
     assert [model.name for model in list_pulled()] == ["someone.tiny-gguf-q8_0"]

@@ -143,10 +143,10 @@ def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(paged, tmp_pa
         listing = command("listing", str(tmp_path / "tools.json"))
         config.write(f"\n[tools.servers.listing]\ncommand = {json.dumps(listing)}\n")
     page = paged(FakeEngine([["Hi."]]))
-    before = page.here.client.get("/props").json()
+    before = page.live_server.client.get("/props").json()
     assert before["loose_tools"] == []
     page.ended(page.ask("hi", tools=True))
-    (loose,) = page.here.client.get("/props").json()["loose_tools"]
+    (loose,) = page.live_server.client.get("/props").json()["loose_tools"]
     assert loose.startswith("listing__loose: the model may write other arguments: ")
     assert "#/properties/n/uniqueItems" in loose
 
@@ -174,7 +174,7 @@ def card_of(page):
 def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
     monkeypatch.setattr(conversations, "UNSEEN_S", 0.2)
     page = waiting(calling(plain__add=SUM))
-    wait_until(lambda: not page.here.endpoint.in_flight, "the answer")
+    wait_until(lambda: not page.live_server.endpoint.in_flight, "the answer")
     _question, called, answer = page.ended(page.number)
     assert (called["calls"][0]["status"], called["calls"][0]["result"]) == (
         "refused",
@@ -228,8 +228,8 @@ def test_stop_ends_a_call_that_waits_or_runs(waiting, runs):
 def test_an_endpoint_ends_while_a_call_waits(waiting):
     page = waiting(calling(plain__add=SUM))
     card_of(page)
-    page.here.drain()
-    page.here.wait_ended()
+    page.live_server.drain()
+    page.live_server.wait_ended()
 
 
 def test_tools_without_configuration_are_refused_with_the_next_step(paged):
