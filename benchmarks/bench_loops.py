@@ -209,8 +209,8 @@ def ask(engine: LlamaEngine, prompt: Prompt, limit: int, sampling: Sampling, see
     return Answer(
         prompt=prompt,
         text=answer.text,
-        n_tokens=answer.finished.usage.completion_tokens,
-        ended=answer.finished.reason == "stop",
+        n_tokens=answer.finish.usage.completion_tokens,
+        ended=answer.finish.reason == "stop",
         loops=RepetitionWatch().add(answer.text) is not None,
         new_share=new_share(engine.tokenize(answer.text)),
         surprise=statistics.fmean(nats or [0.0]),

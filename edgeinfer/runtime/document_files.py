@@ -61,9 +61,9 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
     output = _read(data, name, "pages", param)
     start, pages = 0, []
     while start < len(output):
-        end = start + 4 + int.from_bytes(output[start : start + 4], "little")
-        pages.append(output[start + 4 : end])
-        start = end
+        stop = start + 4 + int.from_bytes(output[start : start + 4], "little")
+        pages.append(output[start + 4 : stop])
+        start = stop
     return pages
 
 
@@ -72,7 +72,7 @@ def pictures_in(path: Path) -> list[bytes]:
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)
-        return pages_of(data, path.name) if is_pdf(data) else [pictures.checked(data)]
+        return pages_of(data, path.name) if is_pdf(data) else [pictures.check_file(data)]
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
     except InvalidRequestError as error:
@@ -87,7 +87,7 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
     """
     data = pictures.file_in(text, lambda reason: _refusal(name, reason, param))
     if pictures.is_picture(data):
-        return [pictures.checked(data, param)]
+        return [pictures.check_file(data, param)]
     if not is_document(data):
         try:
             return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]

@@ -136,11 +136,11 @@ def _html(data: bytes, codec: str) -> bytes:
 
 def _html_texts(page: str) -> Iterator[str]:
     """Yield the text between tags, and a break for a tag of a block, in time linear in the page."""
-    at = start = 0
+    position = start = 0
     is_pre, is_behind_break = False, True
     absent: set[str] = set()
-    while ">" not in absent and (tag := _TAG_START.search(page, at)) is not None:
-        at = _end_of(page, tag, absent)
+    while ">" not in absent and (tag := _TAG_START.search(page, position)) is not None:
+        position = _end_of(page, tag, absent)
         if ">" in absent:
             break
         name = (tag[3] or "").lower()
@@ -152,7 +152,7 @@ def _html_texts(page: str) -> Iterator[str]:
             text = text.rstrip() if instead else text
         yield text
         yield instead
-        start, is_behind_break = at, bool(instead) or (is_behind_break and not text)
+        start, is_behind_break = position, bool(instead) or (is_behind_break and not text)
         if name == "pre":
             is_pre = not tag[2]
     yield _SPACES.sub(" ", page[start:])
@@ -173,16 +173,16 @@ def _end_of(page: str, tag: re.Match[str], absent: set[str]) -> int:
     for in vain: they are not looked for again.
     """
     if tag[1] and "-->" not in absent:
-        end = page.find("-->", tag.start() + 2)
-        if end >= 0:
-            return end + 3
+        comment_end = page.find("-->", tag.start() + 2)
+        if comment_end >= 0:
+            return comment_end + 3
         absent.add("-->")
-    at = tag.end()
-    while (mark := _TAG_DELIMITER.search(page, at)) is not None and mark[0] != ">":
+    position = tag.end()
+    while (mark := _TAG_DELIMITER.search(page, position)) is not None and mark[0] != ">":
         close = -1 if mark[0] in absent else page.find(mark[0], mark.end())
         if close < 0:
             absent.add(mark[0])
-        at = max(close + 1, mark.end())
+        position = max(close + 1, mark.end())
     if mark is None:
         absent.add(">")
         return len(page)

@@ -93,7 +93,7 @@ class DriftRecorder:
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
         """Count a generation with an answer; `n_broken` of its tool calls could not be parsed."""
-        finished = answer.collected.finished
+        finished = answer.collected.finish
         if not finished.usage.completion_tokens:
             return
         try:
@@ -185,7 +185,7 @@ def observe(
     request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
     """Reduce a generation to its values: numbers, shares (`…_share`) and categories."""
-    finished, turns = said.finished, request.messages
+    finished, turns = said.finish, request.messages
     usage, timings = finished.usage, finished.timings
     asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
     values: dict[str, float | str] = {

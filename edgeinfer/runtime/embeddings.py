@@ -38,16 +38,18 @@ class Embedder:
         self._options = options
         self._call = call
         self._control = ControlTokens(loaded.vocab)
-        own = model_pooling(loaded.meta)
-        self.can_rerank = own == _RANK
+        pooling = model_pooling(loaded.meta)
+        self.can_rerank = pooling == _RANK
         self.can_embed = not self.can_rerank
         self.pooling = (
-            Chosen(own, "the model's own") if own else Chosen(_MEAN, "the model names no pooling: mean")
+            Chosen(pooling, "the model's own")
+            if pooling
+            else Chosen(_MEAN, "the model names no pooling: mean")
         )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
-        wanted = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
+        n_tokens = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
         # llama.cpp rounds its worst-case graph up to the sequences; pooling asserts on a difference
-        self.max_tokens = max(1, wanted // _MAX_SEQUENCES) * _MAX_SEQUENCES
+        self.max_tokens = max(1, n_tokens // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: ActiveContext | None = None
         self._batch: Batch | None = None
 
@@ -57,14 +59,14 @@ class Embedder:
             raise InvalidRequestError("this model reranks and does not embed", param="model")
         inputs = [self._tokens(text, i) for i, text in enumerate(texts)]
         vectors = self._run(inputs, self._loaded.n_embd)
-        return [_normalised(v) for v in vectors]
+        return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score documents; higher is better. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
             raise InvalidRequestError("this model has no reranking head", param="model")
         inputs = [
-            self._checked(self._pair(query, document), i, "documents")
+            self._check_length(self._pair(query, document), i, "documents")
             for i, document in enumerate(documents)
         ]
         return [float(v[0]) for v in self._run(inputs, max(1, self._loaded.n_classes))]
@@ -80,9 +82,9 @@ class Embedder:
                 raise InvalidRequestError(
                     f"input {index} has a token outside the vocabulary", param="input"
                 )
-        return self._checked(tokens, index, "input")
+        return self._check_length(tokens, index, "input")
 
-    def _checked(self, tokens: list[int], index: int, param: str) -> list[int]:
+    def _check_length(self, tokens: list[int], index: int, param: str) -> list[int]:
         if not tokens:
             raise InvalidRequestError(f"{param} {index} is empty", param=param)
         if len(tokens) > self.max_tokens:
@@ -108,8 +110,8 @@ class Embedder:
             return self._control.tokenize(text)
         is_word_piece = vocab.kind == L.LLAMA_VOCAB_TYPE_WPM
         middle = [vocab.sep] if is_word_piece else [vocab.eos, vocab.sep]
-        end = vocab.sep if is_word_piece else vocab.eos
-        parts = [vocab.bos, *vocab.tokenize(query), *middle, *vocab.tokenize(document), end]
+        last_token = vocab.sep if is_word_piece else vocab.eos
+        parts = [vocab.bos, *vocab.tokenize(query), *middle, *vocab.tokenize(document), last_token]
         return [t for t in parts if t >= 0]
 
     def _run(self, inputs: list[list[int]], width: int) -> list[np.ndarray[Any, Any]]:
@@ -182,6 +184,6 @@ def model_pooling(meta: dict[str, str]) -> int:
     return int(value) if value.isdigit() else 0
 
 
-def _normalised(vector: np.ndarray[Any, Any]) -> list[float]:
+def _normalize(vector: np.ndarray[Any, Any]) -> list[float]:
     length = float(np.linalg.norm(vector))
     return [float(x) for x in (vector / length if length > 0 else vector)]

@@ -106,8 +106,8 @@ class LlamaEngine:
         if layers is not self._info.choices["gpu_layers"]:
             choices = self._info.choices | {"gpu_layers": layers}
             self._info = msgspec.structs.replace(self._info, choices=choices)
-        if self._lora.loaded != self._info.lora:
-            self._info = msgspec.structs.replace(self._info, lora=self._lora.loaded)
+        if self._lora.named_adapters != self._info.lora:
+            self._info = msgspec.structs.replace(self._info, lora=self._lora.named_adapters)
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -169,20 +169,20 @@ class LlamaEngine:
         self._check_open()
         self._loop.call(lambda: self._set_threads(n_threads))
 
-    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+    def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         self._check_open()
         if not self._loaded.can_generate:
             raise InvalidRequestError(
                 f"{self._info.model} only embeds; it takes no adapters", param="lora"
             )
-        self._loop.call(lambda: self._lora.change(wanted))
+        self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._leave_adapters):
             continue  # once a step
-        self.on_new_adapters(self._lora.loaded)
-        return self._lora.loaded
+        self.on_new_adapters(self._lora.named_adapters)
+        return self._lora.named_adapters
 
     def _leave_adapters(self) -> bool:
-        unloaded = self._lora.left()
+        unloaded = self._lora.removed_stamps()
         if unloaded and not self._scheduler.forget_adapters(unloaded):
             return False
         self._lora.release()
@@ -196,7 +196,7 @@ class LlamaEngine:
         s = self._scheduler
         running = len(s.queue.running)
         traffic = self._cache.folder.traffic if self._cache is not None else Traffic()
-        return s.counters.published(
+        return s.counters.copy_with(
             queued=max(0, self._loop.inside - running),
             running=running,
             kv_used_tokens=s.kv.used_cells,
@@ -220,10 +220,10 @@ class LlamaEngine:
         """Have `observer` see the requests from now on; it is closed with the engine."""
         self._scheduler.queue.observers += (observer,)
 
-    def use_devices(self, wanted: OffloadRequest) -> None:
+    def use_devices(self, request: OffloadRequest) -> None:
         """Attach devices in the background, while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
-            self._gpu.begin(wanted)
+            self._gpu.begin(request)
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached or attaching has failed; False after the timeout."""
@@ -353,7 +353,7 @@ def make_info(
         tool_format=conversations.tool_format,
         system_prompt=files.system_prompt,
         sampling=default_sampling(loaded.n_params) if files.sampling == Sampling() else files.sampling,
-        lora=lora.loaded,
+        lora=lora.named_adapters,
         choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,

@@ -159,9 +159,9 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     divergence: Divergence
 
     @classmethod
-    def of(cls, model: str, end: Finished) -> CacheReport:
+    def of(cls, model: str, finished: Finished) -> CacheReport:
         """Report on the prompt of a finished generation."""
-        return cls(model=model, usage=end.usage, divergence=end.divergence)
+        return cls(model=model, usage=finished.usage, divergence=finished.divergence)
 
     @property
     def summary(self) -> str:
@@ -173,7 +173,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
             case "text":
                 return (
                     f"{cached}; matches the cache for {where.n_tokens:,} tokens, then differs: after "
-                    f"{_quoted(where.before)} {_quoted(where.here)} instead of {_quoted(where.there)}"
+                    f"{_quote(where.before)} {_quote(where.here)} instead of {_quote(where.there)}"
                 )
             case "end":
                 return f"{cached}; new from token {where.n_tokens + 1:,} on"
@@ -184,6 +184,6 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
         return cached
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     printable = "".join(c if c.isprintable() else " " for c in text)  # a terminal may show it
     return f"“{' '.join(printable.split())}”"

@@ -60,7 +60,7 @@ class EventStream:
             wake()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._has_ended
 
     def cancel(self) -> None:
@@ -160,7 +160,7 @@ class CollectedCall:
 
 
 class Collected:
-    """The events of a generation. `end` is its last event, `progress` its last prefill report."""
+    """The events of a generation. `last_event` ends it, `progress` is its last prefill report."""
 
     def __init__(self, text: str = "", reasoning: str = "") -> None:
         self._text = [text]
@@ -169,7 +169,7 @@ class Collected:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt: PromptLogprobs | None = None
         self.progress: Progress | None = None
-        self.end: Finished | None = None
+        self.last_event: Finished | None = None
 
     def add(self, event: Event) -> None:
         match event:
@@ -185,7 +185,7 @@ class Collected:
             case Progress():
                 self.progress = event
             case Finished():
-                self.end = event
+                self.last_event = event
 
     @property
     def text(self) -> str:
@@ -197,10 +197,10 @@ class Collected:
         return "".join(self._reasoning)
 
     @property
-    def finished(self) -> Finished:
+    def finish(self) -> Finished:
         """The end. Only asked for after the iteration has ended."""
-        assert self.end is not None
-        return self.end
+        assert self.last_event is not None
+        return self.last_event
 
 
 #: A loop has this many characters at least, and contains the repeated part this often.

@@ -57,14 +57,14 @@ class GpuOffload:
         self._note = process_metadata.Note(process_metadata.LAYERS)
         self.loaded = self.cpu
 
-    def begin(self, wanted: OffloadRequest) -> None:
-        """Attach the devices of `wanted` in the background; a failure is logged once.
+    def begin(self, request: OffloadRequest) -> None:
+        """Attach the devices of `request` in the background; a failure is logged once.
 
         No backend is opened without a GPU, unless layers are requested.
         """
-        if self._thread is None and wanted.opens_backends():
+        if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
-                target=self._main, args=(wanted,), name="edgeinfer-attach", daemon=True
+                target=self._main, args=(request,), name="edgeinfer-attach", daemon=True
             )
             self._thread.start()
 
@@ -83,21 +83,21 @@ class GpuOffload:
             self._device_context.loaded.free()
             self._device_context = None
 
-    def _main(self, wanted: OffloadRequest) -> None:
+    def _main(self, request: OffloadRequest) -> None:
         try:
-            self._attach(wanted)
+            self._attach(request)
         except OffloadRefused as error:
             self.cpu.choices["gpu_layers"] = Chosen("none", str(error))
-            if wanted.is_explicit:
+            if request.is_explicit:
                 _log.warning("no layers on a GPU: %s", error)
         except EngineError as error:
             if not self._is_closing:
                 _log.warning("no layers on a GPU: %s", error.message)
 
-    def _attach(self, wanted: OffloadRequest) -> None:
-        devices = find_devices(wanted)
-        rooms = tuple(map(wanted.room, devices))
-        offload = make_offload(self.cpu.shape, self.cpu.plan, rooms, wanted.layers)
+    def _attach(self, request: OffloadRequest) -> None:
+        devices = find_devices(request)
+        rooms = tuple(map(request.room, devices))
+        offload = make_offload(self.cpu.shape, self.cpu.plan, rooms, request.layers)
         if not offload.n_layers:
             raise OffloadRefused(offload.reason)
         device_context = self._load(devices, offload)
@@ -144,14 +144,14 @@ class GpuOffload:
             cached_seq.is_shifted = (
                 True  # computed by another context, whose rounding differs: not stored
             )
-        self.scheduler.on_failed_step = self._failed
+        self.scheduler.on_failed_step = self._fall_back
         self._device_context = device_context
         cpu = self.cpu.active_context()
         cpu.clear()
         cpu.cells.give_back()
         self._enter(device_context.loaded)
 
-    def _failed(self, error: DecodeError) -> bool:
+    def _fall_back(self, error: DecodeError) -> bool:
         """Continue on the CPU. The device context is left alone: a lost device may never answer."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
@@ -174,14 +174,14 @@ class GpuOffload:
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
-def find_devices(wanted: OffloadRequest) -> tuple[Device, ...]:
+def find_devices(request: OffloadRequest) -> tuple[Device, ...]:
     """Load backends and choose devices; this process cannot be dumped then. Raises OffloadRefused."""
     reasons = []
     for file in backends.available():
         libllama.guard_decode()
         answer = backend_loading.load(file.name)
         if isinstance(answer, LoadedBackend):
-            if chosen := wanted.chosen(answer.devices):
+            if chosen := request.choose(answer.devices):
                 return chosen
             reasons.append(f"{file.name} has no such device")
         else:
@@ -200,7 +200,7 @@ class PrefixCacheSwitch:
         self._prefixes, self._queue = scheduler.prefixes, scheduler.queue
         self._kv = scheduler.kv
         self._store: BlockStore | None = None
-        self._left: list[threading.Thread] = []
+        self._closing_threads: list[threading.Thread] = []
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -219,7 +219,7 @@ class PrefixCacheSwitch:
         if cache is not None:
             thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
             thread.start()
-            self._left.append(thread)
+            self._closing_threads.append(thread)
 
     def attach(self, loaded: LlamaModel) -> None:
         """Use the prefix cache of `loaded`, if there is a store. Between two steps."""
@@ -232,8 +232,8 @@ class PrefixCacheSwitch:
         self._store = None
         if cache is not None:
             cache.close(FLUSH_S)
-        while self._left:
-            self._left.pop().join(FLUSH_S)
+        while self._closing_threads:
+            self._closing_threads.pop().join(FLUSH_S)
 
 
 #: Enough for a software device, which takes a minute for a whole batch of a 135M.

@@ -80,7 +80,7 @@ class Engine(Protocol):
         Only tokens on disk under this `salt` count; [] without any.
         """
 
-    def use_adapters(self, wanted: Sequence[Adapter]) -> tuple[Adapter, ...]:
+    def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Load these LoRA adapters, unload all others, and return `info.lora`.
 
         A changed file is read again. Waits until the last request with an unloaded adapter has ended.

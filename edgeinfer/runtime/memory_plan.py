@@ -15,7 +15,7 @@ import msgspec
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.platform.machine import Machine, Processors
-from edgeinfer.runtime.model_shape import CELL_STEP, Buffers, Shape, make_buffers, padded
+from edgeinfer.runtime.model_shape import CELL_STEP, Buffers, Shape, make_buffers, round_up_cells
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.units import format_bytes
 
@@ -35,17 +35,20 @@ _DOT_ROWS = 3
 _CELLS_PER_SEQUENCE = 1024
 
 
-def choose_threads(asked: int, here: Processors) -> Chosen:
+def choose_threads(asked: int, processors: Processors) -> Chosen:
     """Choose decode threads: 0 takes the affinity's physical cores, or the control group's share."""
     if asked:
         return Chosen(asked, "as asked")
-    cores = here.physical_cores
-    if here.quota is not None and here.quota < cores:
+    cores = processors.physical_cores
+    if processors.quota is not None and processors.quota < cores:
         return Chosen(
-            max(1, math.floor(here.quota)), f"the control group allows {here.quota:g} of {cores} cores"
+            max(1, math.floor(processors.quota)),
+            f"the control group allows {processors.quota:g} of {cores} cores",
         )
     noun = "core" if cores == 1 else "cores"
-    return Chosen(cores, f"{cores} physical {noun} within our affinity ({here.logical_cpus} logical)")
+    return Chosen(
+        cores, f"{cores} physical {noun} within our affinity ({processors.logical_cpus} logical)"
+    )
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
@@ -71,18 +74,18 @@ def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chose
     """
     if options.kv_type != "auto":
         return Chosen(options.kv_type, "as asked")
-    wanted = options.n_ctx or min(shape.n_ctx_train or _AMPLE_TOKENS, _AMPLE_TOKENS)
+    n_tokens = options.n_ctx or min(shape.n_ctx_train or _AMPLE_TOKENS, _AMPLE_TOKENS)
     room = max(0, free_bytes if options.n_ctx else free_bytes // 2)
-    needed = wanted * shape.kv_bytes_per_token("f16")
+    needed = n_tokens * shape.kv_bytes_per_token("f16")
     if needed <= room:
-        return Chosen("f16", f"{wanted} tokens fit")
+        return Chosen("f16", f"{n_tokens} tokens fit")
     if options.flash_attention == "off":
         return Chosen("f16", "a quantized cache needs flash attention, which is off")
     if not shape.can_quantize_kv:
         return Chosen("f16", "this model's cache cannot be quantized")
     return Chosen(
         "q8_0",
-        f"{wanted} tokens would take {format_bytes(needed)} in f16, and there is room for"
+        f"{n_tokens} tokens would take {format_bytes(needed)} in f16, and there is room for"
         f" {format_bytes(room)}",
     )
 
@@ -117,13 +120,15 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
     """Choose the cells that all sequences share. They take memory when first used."""
-    wanted = n_parallel * _CELLS_PER_SEQUENCE
+    n_cells = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
-    if wanted <= n_ctx or fits <= n_ctx:
-        return Chosen(padded(n_ctx), "one full context, shared by all sequences")
-    if wanted > fits:
-        return Chosen(padded(fits), f"half of the {free_bytes // _MIB} MiB that are free for it")
-    return Chosen(padded(wanted), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
+    if n_cells <= n_ctx or fits <= n_ctx:
+        return Chosen(round_up_cells(n_ctx), "one full context, shared by all sequences")
+    if n_cells > fits:
+        return Chosen(
+            round_up_cells(fits), f"half of the {free_bytes // _MIB} MiB that are free for it"
+        )
+    return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
 def invariant_rows(n_batch: int, file_type: int) -> int:
@@ -228,8 +233,8 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 
     def rough_compute(n_seq_max: int, n_outputs: int) -> int:
         n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
-        kept = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
-        return make_buffers(shape, n_ctx, kv_type, **kept).compute_bytes
+        limits = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
+        return make_buffers(shape, n_ctx, kv_type, **limits).compute_bytes
 
     free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
@@ -248,12 +253,12 @@ def disk_warning(shape: Shape, machine: Machine, disk_bytes_per_s: float = 0.0) 
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = rate / max(1, shape.weights_bytes_per_token)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"
-    how = "measured just now" if disk_bytes_per_s else "assumed"
+    source = "measured just now" if disk_bytes_per_s else "assumed"
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
         f" {format_bytes(machine.memory.available_bytes)} of memory that are free: they are read from"
         f" the disk again and again. Expect about {pace}: {format_bytes(shape.weights_bytes_per_token)}"
-        f" a token at {format_bytes(rate)}/s ({how})"
+        f" a token at {format_bytes(rate)}/s ({source})"
     )
 
 
@@ -304,26 +309,26 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
     compute: int
 
 
-def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int | str) -> Offload:
+def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], layers: int | str) -> Offload:
     """Put a model of `shape`, to be loaded by `plan`, on devices.
 
-    `wanted` is "none", "all", a number of layers, or "auto": all layers, if need be without their
+    `layers` is "none", "all", a number of layers, or "auto": all layers, if need be without their
     experts, else as many as fit, else none if that is less than half of them. They fit if each device
     holds its part. llama.cpp counts the output as the last layer, puts the last layers on devices, in
     the devices' order, with the KV cache of each, and leaves the token table to the CPU.
     """
     n_all = shape.n_layer + 1
-    if wanted == "none" or not rooms or wanted == 0:
-        reason = "as asked" if wanted in ("none", 0) else "there is no device"
+    if layers == "none" or not rooms or layers == 0:
+        reason = "as asked" if layers in ("none", 0) else "there is no device"
         return Offload(n_layers=0, n_all=n_all, reason=reason)
     sizes = _sizes(shape, plan)
     usable = [_usable(room, sizes) for room in rooms]
     memory = usable if any(usable) else [room.free_bytes for room in rooms]
-    for n_layers, n_without, reason in _tries(sizes, n_all, wanted):
+    for n_layers, n_without, reason in _tries(sizes, n_all, layers):
         needs = _needs(sizes, n_layers, n_all, n_without)
         shares = _split(memory, needs)
         fits = all(sum(share) <= held for share, held in zip(shares, usable, strict=True))
-        if not fits and wanted == "auto":
+        if not fits and layers == "auto":
             continue  # with a number that was asked for, loading will show if it fits
         used = [(room.name, len(share)) for room, share in zip(rooms, shares, strict=True) if share]
         kv_bytes = (n_layers - 1) * sizes.kv
@@ -343,10 +348,10 @@ def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], wanted: int 
     return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
 
 
-def _tries(sizes: _Sizes, n_all: int, wanted: int | str) -> list[tuple[int, int, str]]:
+def _tries(sizes: _Sizes, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
     """List layers on devices, layers without experts there and the reason, the best first."""
-    if wanted != "auto":
-        return [(n_all if wanted == "all" else min(int(wanted), n_all), 0, "as asked")]
+    if layers != "auto":
+        return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
     most = n_all - 1 if sizes.experts else 0
     whole = (n_all, 0, "all of it fits")
     bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
@@ -390,6 +395,6 @@ def _needs(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int
 def _split(memory: list[int], needs: list[int]) -> list[list[int]]:
     """Return what each device gets of `needs`: its share of the bytes, in whole layers."""
     total, all_bytes = sum(memory) or 1, sum(needs)
-    middles = [end - need / 2 for end, need in zip(accumulate(needs), needs, strict=True)]
+    middles = [stop - need / 2 for stop, need in zip(accumulate(needs), needs, strict=True)]
     ends = [bisect(middles, all_bytes * held / total) for held in accumulate(memory[:-1])]
-    return [needs[begin:end] for begin, end in zip([0, *ends], [*ends, None], strict=True)]
+    return [needs[begin:stop] for begin, stop in zip([0, *ends], [*ends, None], strict=True)]

@@ -31,7 +31,7 @@ _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,
-    *(f"attention.{part}_length_{kind}" for kind in ("swa", "mla") for part in ("key", "value")),
+    *(f"attention.{vector}_length_{kind}" for kind in ("swa", "mla") for vector in ("key", "value")),
 )
 
 
@@ -102,7 +102,7 @@ def make_shape(
     n_ff_expert = keys.number("expert_used_count") * keys.number("expert_feed_forward_length")
     key_length = keys.number("attention.key_length")
     head_lengths = keys.head_lengths(heads)
-    kv_rows, state_elements = _kept(keys, head_lengths)
+    kv_rows, state_elements = _cache_sizes(keys, head_lengths)
     experts = _expert_share(keys, n_params)
     return Shape(
         weights_bytes=weights_bytes,
@@ -133,7 +133,7 @@ def make_buffers(
 
     A sequence has a row of logits and a recurrent state; `n_outputs` of a micro-batch get logits.
     """
-    n_cells = padded(n_cells)
+    n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
     logits = 4 * (n_outputs * shape.n_vocab + 2 * shape.n_embd * n_ubatch)
     middle = 4 * n_ubatch * (3 * shape.n_ff + 3 * shape.n_embd + shape.n_query)
@@ -149,7 +149,7 @@ def make_buffers(
     )
 
 
-def padded(n_cells: int) -> int:
+def round_up_cells(n_cells: int) -> int:
     """Round cells up as llama.cpp does."""
     return (n_cells + CELL_STEP - 1) // CELL_STEP * CELL_STEP
 
@@ -180,9 +180,9 @@ class _Keys:
     def head_lengths(self, n_heads: int) -> tuple[int, ...]:
         """Return `Shape.head_lengths`; K and V are 0 without heads."""
         usual = self.number("embedding_length") // n_heads if n_heads else 0
-        plain = [self.number(f"attention.{part}_length", usual) for part in ("key", "value")]
-        others = (self.number(key) for key in _OTHER_HEADS)
-        return (*plain, *filter(None, others))
+        plain = [self.number(f"attention.{vector}_length", usual) for vector in ("key", "value")]
+        other_lengths = (self.number(key) for key in _OTHER_HEADS)
+        return (*plain, *filter(None, other_lengths))
 
     def has_windows(self) -> bool:
         """Tell if some layers attend to a window only."""
@@ -193,7 +193,7 @@ class _Keys:
         return self.architecture in _WINDOWED and (window > 0 or self.architecture in _WINDOW_DEFAULTS)
 
 
-def _kept(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """Return the elements of K and V per layer and token, and the floats of all recurrent states."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
     k_length, v_length = head_lengths[:2]

@@ -11,6 +11,6 @@ NORMALIZER_KEY = "tokenizer.ggml.normalizer.form"
 NFC = "nfc"
 
 
-def normalized(text: str, form: str) -> str:
+def normalize_text(text: str, form: str) -> str:
     """Return the text in `form`: Unicode's NFC, or as it is for ""."""
     return text if form != NFC or text.isascii() else unicodedata.normalize("NFC", text)

@@ -77,7 +77,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
     """Parse a checked value of `--lora`."""
-    return tuple(Adapter(name, *found) for name, found in table.adapters_of(text).items())
+    return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -171,8 +171,10 @@ class EngineMetrics(EngineTotals, kw_only=True):
     def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
         """Several engines' as one's: field by field, of latencies all samples."""
         total = cls()
-        for part in parts:
-            both = {name: getattr(total, name) + getattr(part, name) for name in cls.__struct_fields__}
+        for metrics in parts:
+            both = {
+                name: getattr(total, name) + getattr(metrics, name) for name in cls.__struct_fields__
+            }
             total = cls(**both)
         return total
 
@@ -230,10 +232,10 @@ class Counters(EngineTotals, kw_only=True):
     ttft_ms: deque[float] = msgspec.field(default_factory=_ring)
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
 
-    def published(self, **others: int) -> EngineMetrics:
-        """Return the value to publish, with `others`: the gauges, and the prefix cache's counters."""
+    def copy_with(self, **fields: int) -> EngineMetrics:
+        """Return the value to publish, with `fields`: the gauges, and the prefix cache's counters."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
-        return EngineMetrics(**msgspec.structs.asdict(self) | latencies | others)
+        return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)
 
 
 def _copy(ring: deque[float]) -> tuple[float, ...]:

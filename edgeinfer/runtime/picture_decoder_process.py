@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     warnings.simplefilter("ignore")
     limit(CPU_S)
     try:
-        _write(_decoded(data, argv[0]))
+        _write(_decode(data, argv[0]))
     except MemoryError:
         refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
     except Exception as error:  # noqa: BLE001  a decoder raises what it likes for a broken file
@@ -75,7 +75,7 @@ def limit(cpu_s: int) -> None:
     allow_computing_alone()
 
 
-def _decoded(data: bytes, kind: str) -> Image.Image:
+def _decode(data: bytes, kind: str) -> Image.Image:
     Image.MAX_IMAGE_PIXELS = None  # the next lines are stricter, before any pixel is decoded
     picture: Image.Image = _FORMATS[kind](BytesIO(data))
     size = f"{picture.width} x {picture.height}"
@@ -86,10 +86,10 @@ def _decoded(data: bytes, kind: str) -> Image.Image:
     picture.load()
     with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: as it lies
         picture = ImageOps.exif_transpose(picture)
-    return _reduced(_on_white(picture))
+    return _shrink(_on_white(picture))
 
 
-def _reduced(picture: Image.Image) -> Image.Image:
+def _shrink(picture: Image.Image) -> Image.Image:
     n_pixels = picture.width * picture.height
     if n_pixels <= KEPT_PIXELS:
         return picture

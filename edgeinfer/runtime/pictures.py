@@ -38,12 +38,12 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
     """Return the `content` and `pictures` of a message of texts and files of pictures, in order."""
     content: list[str] = []
     pictures: list[bytes] = []
-    for part in parts:
-        if isinstance(part, bytes):
-            pictures.append(part)
+    for piece in parts:
+        if isinstance(piece, bytes):
+            pictures.append(piece)
             content.append(PICTURE_MARK)
         else:
-            content.append(part.replace(PICTURE_MARK, ""))
+            content.append(piece.replace(PICTURE_MARK, ""))
     return "".join(content), tuple(pictures)
 
 
@@ -87,7 +87,7 @@ def is_picture(data: bytes) -> bool:
     return bool(format_of(data))
 
 
-def checked(data: bytes, param: str = "messages") -> bytes:
+def check_file(data: bytes, param: str = "messages") -> bytes:
     """Return a file's bytes if they may be a picture. Raises InvalidRequestError about `param`."""
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
@@ -98,7 +98,7 @@ def checked(data: bytes, param: str = "messages") -> bytes:
 
 def from_base64(text: str, param: str = "messages") -> bytes:
     """Return the picture's file in base64, alone or as a `data:` URI. Raises as `checked`."""
-    return checked(file_in(text, lambda reason: _refusal(reason, param)), param)
+    return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
 def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
@@ -124,7 +124,7 @@ def decode(data: bytes, param: str = "messages") -> Picture:
     too large.
     """
     try:
-        head, pixels = answer_of(_HELPER, checked(data, param), format_of(data))
+        head, pixels = answer_of(_HELPER, check_file(data, param), format_of(data))
         width, height = map(int, head.split())
         return Picture(width, height, pixels)
     except ValueError as error:
@@ -147,14 +147,14 @@ def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
             )
     except subprocess.TimeoutExpired:
         raise ValueError(f"decoding it takes more than {_PATIENCE_S:.0f} s") from None
-    head, line_end, rest = done.stdout.partition(b"\n")
+    head, line_end, output = done.stdout.partition(b"\n")
     if head.startswith(b"error "):
         raise ValueError(done.stdout[6:].decode("utf-8", "replace"))
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ValueError("decoding it takes too much processor time")
     if not line_end or done.returncode:
         raise ValueError(f"its decoder ended with status {done.returncode}")
-    return head, rest
+    return head, output
 
 
 def _refusal(reason: str, param: str) -> InvalidRequestError:

@@ -217,7 +217,7 @@ def _line(event: dict[str, Any], body: bytes, answers: list[Collected]) -> bytes
 def _describe(answer: Collected) -> dict[str, Any]:
     calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
     shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
-    if (finish := answer.end) is not None:
+    if (finish := answer.last_event) is not None:
         shown |= {"finish_reason": finish.reason, "usage": finish.usage, "timings": finish.timings}
     return shown
 

@@ -59,7 +59,7 @@ def scored(
 ) -> tuple[list[TokenLogprobs], Usage]:
     """The tokens of a greedy answer with their log-probabilities, and its usage."""
     found = answer(engine, ask(lora, prompt=prompt, logprobs=0, cache_prompt=cached))
-    return found.logprobs, found.finished.usage
+    return found.logprobs, found.finish.usage
 
 
 def test_request_without_adapters_gets_all_at_scale_1(engine: LlamaEngine) -> None:
@@ -82,7 +82,7 @@ def test_cached_prefix_is_separate_per_adapter(engine: LlamaEngine) -> None:
     long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
 
     def cached(lora: Lora) -> int:
-        return answer(engine, ask(lora, **long)).finished.usage.cached_tokens
+        return answer(engine, ask(lora, **long)).finish.usage.cached_tokens
 
     assert cached((("red", 0.7),)) == 0
     assert cached((("red", 0.7),)) > 8

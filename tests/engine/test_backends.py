@@ -111,22 +111,22 @@ RTX, RTX_2, IRIS, ARC, MESA, NPU = (
 def test_integrated_devices_get_layers_only_where_no_card_is(
     layers: int | str, devices: tuple[Device, ...], chosen: tuple[Device, ...]
 ) -> None:
-    assert OffloadRequest(layers=layers).chosen(devices) == chosen
+    assert OffloadRequest(layers=layers).choose(devices) == chosen
 
 
 def test_an_integrated_device_is_used_beside_a_card_if_it_is_named() -> None:
     request = OffloadRequest(devices=("Vulkan2", "Vulkan0"))
-    assert request.chosen((RTX, IRIS)) == (RTX, IRIS)
+    assert request.choose((RTX, IRIS)) == (RTX, IRIS)
 
 
 def test_software_devices_are_used_only_for_requested_layers() -> None:
-    assert OffloadRequest().chosen((MESA,)) == ()
-    assert OffloadRequest(layers=1).chosen((MESA,)) == (MESA,)
+    assert OffloadRequest().choose((MESA,)) == ()
+    assert OffloadRequest(layers=1).choose((MESA,)) == (MESA,)
 
 
 def test_no_layer_of_a_laptop_with_a_card_goes_to_the_integrated_device() -> None:
     request = OffloadRequest()
-    rooms = tuple(map(request.room, request.chosen((RTX, IRIS))))
+    rooms = tuple(map(request.room, request.choose((RTX, IRIS))))
     offload = make_offload(DENSE, plan_of(DENSE), rooms, "auto")
     assert offload.n_layers > 0
     assert offload.devices == ("Vulkan0",)

@@ -47,7 +47,7 @@ def ask(engine: Engine, **fields: object) -> list[Event]:
 
 
 def end(events: Iterable[Event]) -> Finished:
-    return collected(events).finished
+    return collected(events).finish
 
 
 def test_ends_with_one_finished_and_counts_its_tokens(engine: Engine) -> None:

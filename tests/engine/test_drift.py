@@ -222,7 +222,7 @@ def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms(like):
 def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, capsys):
     assert as_json("ps", "--usage")["days"] == []
     prompt = "The harbour is open all year, and the ferry leaves at nine. " * 8
-    ends = [one.finished for one in answers(recorded, [ask(prompt)] * 2)]
+    ends = [one.finish for one in answers(recorded, [ask(prompt)] * 2)]
     flush(recorded)
     with closing(sqlite3.connect(drift_path())) as db, db:
         db.execute(

@@ -84,7 +84,7 @@ def test_flash_attention_on_and_off_answer(smollm2: Path, flash: str) -> None:
 def test_smallest_context_holds_its_batches(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "choose_cells", lambda *_: Chosen(256, "a test wants few"))
     with closing(load(smollm2, n_ctx=200, n_parallel=1)) as engine:
-        usage = answer(engine, ask("word " * 190, max_tokens=100)).finished.usage
+        usage = answer(engine, ask("word " * 190, max_tokens=100)).finish.usage
         assert usage.prompt_tokens + usage.completion_tokens == 200
 
 
@@ -109,7 +109,7 @@ def test_model_without_shift_refuses_overflow(tmp_path: Path, smollm2: Path) -> 
         with pytest.raises(InvalidRequestError, match="shift the context") as refused:
             answer(engine, ask(overflow="shift"))
         assert refused.value.param == "overflow"
-        assert answer(engine, ask(max_tokens=1000)).finished.reason == "length"
+        assert answer(engine, ask(max_tokens=1000)).finish.reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_stop_strings_across_token_borders(smol: LlamaEngine) -> None:
     stop = whole[5:9]
     found = answer(smol, ask(max_tokens=24, stop=(stop,)))
     assert found.text == whole[: whole.index(stop)]
-    end = found.finished
+    end = found.finish
     assert (end.reason, end.stop_sequence) == ("stop", stop)
 
 

@@ -55,7 +55,7 @@ from edgeinfer.runtime.pictures import format_of
 def decoded(data):
     decoder.limit(decoder.CPU_S)
     try:
-        picture = decoder._decoded(data, format_of(data))
+        picture = decoder._decode(data, format_of(data))
         return f"ok {{len(picture.tobytes()) == 3 * picture.width * picture.height}}"
     except Exception as error:
         return "refused: " + (str(error) or type(error).__name__)
@@ -69,7 +69,7 @@ for line in sys.stdin:
 _ENCODING = f"""{_FORKING}
 from edgeinfer.errors import EngineError, InvalidGgufError
 from edgeinfer.models import projectors
-from edgeinfer.runtime.llama.helpers.projector_trial import tried
+from edgeinfer.runtime.llama.helpers.projector_trial import try_projector
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 from edgeinfer.runtime.pictures import Picture
@@ -92,7 +92,7 @@ for line in sys.stdin:
     except InvalidGgufError:
         print(0, 0, "header", flush=True)
         continue
-    code, seconds, said = child(lambda: tried(path, models[text], 1))
+    code, seconds, said = child(lambda: try_projector(path, models[text], 1))
     if code == 0 and said == "ok":
         code, seconds, said = child(lambda: used(path, models[text]))
         print(code, seconds, "engine", said, flush=True)

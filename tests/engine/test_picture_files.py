@@ -11,7 +11,7 @@ from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime import pictures
-from edgeinfer.runtime.pictures import checked, decode, from_base64
+from edgeinfer.runtime.pictures import check_file, decode, from_base64
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -116,7 +116,7 @@ def test_the_largest_picture_fits_into_the_memory():
 
 def test_a_file_that_is_too_large_is_refused():
     with pytest.raises(InvalidRequestError, match="more than 32 MB"):
-        checked(bytes(33 << 20))
+        check_file(bytes(33 << 20))
 
 
 def test_a_strip_that_no_projector_takes_is_refused():

@@ -83,8 +83,8 @@ def chat(*parts: str | bytes, **fields: object) -> GenerateRequest:
 
 def usage(reply: Collected) -> tuple[int, int]:
     """The tokens of the prompt, and those of them that were cached."""
-    assert reply.finished is not None
-    return reply.finished.usage.prompt_tokens, reply.finished.usage.cached_tokens
+    assert reply.finish is not None
+    return reply.finish.usage.prompt_tokens, reply.finish.usage.cached_tokens
 
 
 pytestmark = pytest.mark.needs("encoder")
@@ -221,7 +221,7 @@ def test_rows_are_encoded_once(engine: LlamaEngine, monkeypatch: pytest.MonkeyPa
     assert vision is not None
     monkeypatch.setattr(vision._projector, "encode", lambda picture: pytest.fail("encoded again"))
     behind = answer(engine, chat("Another beginning. ", picture(), "What is in it?"))
-    assert behind.finished is not None
+    assert behind.finish is not None
 
 
 def test_parked_engine_keeps_no_picture(engine: LlamaEngine) -> None:
@@ -337,8 +337,8 @@ def test_picture_is_restored_from_disk(
         spans = spans_of(engine, other)[1]
     with restarted(files, copy, encodes=False) as engine:
         restored = answer(engine, other)
-        assert restored.finished is not None
-        assert restored.finished.usage.cached_disk_tokens >= spans[-1].end
+        assert restored.finish is not None
+        assert restored.finish.usage.cached_disk_tokens >= spans[-1].end
         assert restored.logprobs == fresh.logprobs
         assert answer(engine, asked).logprobs == first.logprobs
 
@@ -469,8 +469,8 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
 def test_odd_picture_is_answered_or_refused(engine: LlamaEngine, width: int, height: int) -> None:
     odd = chat(png(np.zeros((height, width, 3), np.uint8)), "What is in it?")
     with contextlib.suppress(InvalidRequestError):  # some projectors take no line of pixels
-        assert answer(engine, odd).finished is not None
-    assert answer(engine, chat("Hello")).finished is not None
+        assert answer(engine, odd).finish is not None
+    assert answer(engine, chat("Hello")).finish is not None
 
 
 def test_failed_encoder_fails_its_request_alone(
@@ -490,7 +490,7 @@ def test_failed_encoder_fails_its_request_alone(
         with pytest.raises(Exception, match="could not encode"):
             list(engine.submit(chat(picture(width=333), "What is in it?")))
         assert list(text)
-    assert answer(engine, chat(picture(width=333), "What is in it?")).finished is not None
+    assert answer(engine, chat(picture(width=333), "What is in it?")).finish is not None
 
 
 def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
@@ -510,7 +510,7 @@ def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) ->
             assert not engine.info.can_see
             with pytest.raises(InvalidRequestError, match=rf"was refused: .*{words}"):
                 engine.submit(chat(picture()))
-            assert answer(engine, ask()).finished is not None
+            assert answer(engine, ask()).finish is not None
 
 
 def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> None:

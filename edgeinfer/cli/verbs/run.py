@@ -295,7 +295,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
     if stream_to is not None and (answer.text or not answer.calls):
         stream_to.write("\n")
         stream_to.flush()
-    finished = answer.finished
+    finished = answer.finish
     start_ms = start.stages_ms.get("load", start.ready_ms)
     if repeats:
         sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")

@@ -53,7 +53,7 @@ def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuCon
     if not request.opens_backends():
         return None
     answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
-    devices = next((chosen for answer in answers if (chosen := request.chosen(answer.devices))), ())
+    devices = next((chosen for answer in answers if (chosen := request.choose(answer.devices))), ())
     if not devices:
         return None
     return make_offload(shape, plan, tuple(map(request.room, devices)), layers)

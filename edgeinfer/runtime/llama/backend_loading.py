@@ -110,14 +110,14 @@ def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
 
 def _devices(backend: str, handle: int) -> tuple[Device, ...]:
     base = libllama.base_library()
-    found = []
+    devices = []
     for index in range(base.ggml_backend_reg_dev_count(handle)):
         pointer = base.ggml_backend_reg_dev_get(handle, index)
         props = _Props()
         base.ggml_backend_dev_get_props(pointer, ctypes.addressof(props))
         description = props.description.decode("utf-8", "replace")
         is_software = description.startswith(_SOFTWARE)
-        found.append(
+        devices.append(
             Device(
                 name=props.name.decode(),
                 description=description,
@@ -129,7 +129,7 @@ def _devices(backend: str, handle: int) -> tuple[Device, ...]:
                 pointer=pointer,
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def _why_not(name: str, lines: list[str]) -> MissingBackend:
@@ -137,8 +137,8 @@ def _why_not(name: str, lines: list[str]) -> MissingBackend:
     missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", text)
     if missing:
         library = missing.group(1)
-        for known, (reason, fix) in _MISSING.items():
-            if library.startswith(known):
+        for prefix, (reason, fix) in _MISSING.items():
+            if library.startswith(prefix):
                 return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
         return MissingBackend(name=name, reason=f"{library}, which it needs, is not on this machine")
     if "returned NULL" in text and name == "vulkan":
@@ -188,13 +188,13 @@ _SYSTEM = (
 
 def find_cublas(backend: str) -> str:
     """Name cuBLAS to the backend library of that path; return a warning if it is missing."""
-    found = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
-    if found is None:
+    library = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
+    if library is None:
         return (
             f"cuBLAS 13 is not here ({LIBRARY}): models with F16, BF16 or F32 weights may stop at it; "
             "pip install nvidia-cublas, or NVIDIA's package"
         )
-    os.environ[VARIABLE] = found
+    os.environ[VARIABLE] = library
     return ""
 
 
@@ -203,7 +203,9 @@ def _candidates(backend: str) -> Iterator[str]:
         yield os.environ[VARIABLE]
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     wheels = importlib.util.find_spec("nvidia")  # a namespace that NVIDIA's wheels share
-    folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
+    folders += [
+        f"{location}/cu13/lib" for location in (wheels and wheels.submodule_search_locations) or ()
+    ]
     for folder in (*folders, *_SYSTEM):
         if folder:
             yield os.path.join(folder, LIBRARY)

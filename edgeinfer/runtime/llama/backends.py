@@ -106,8 +106,8 @@ def available() -> tuple[BackendFile, ...]:
 
     The user's own goes before the program's, and a usable one before the others.
     """
-    found = (find(name) for name in NAMES)
-    return tuple(file for file in found if file)
+    files = (find(name) for name in NAMES)
+    return tuple(file for file in files if file)
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:
@@ -144,10 +144,10 @@ def misfit(file: BackendFile, build: Build) -> str:
 
 def _unsafe(path: Path) -> str:
     """Return why the code of `path` must not run; "" if only this user or root may write it."""
-    for place in (path, path.parent):
-        info = place.stat()
+    for location in (path, path.parent):
+        info = location.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
-            return f"another user may write to {place}"
+            return f"another user may write to {location}"
     return ""
 
 
@@ -221,7 +221,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
-    def chosen(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+    def choose(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Choose the named devices, else discrete GPUs, else integrated ones, which share the machine's
         memory, else software ones if layers were requested.
         """
@@ -258,10 +258,10 @@ def ask(name: str) -> LoadedBackend | MissingBackend:
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=LoadedBackend | MissingBackend)
     except (IndexError, msgspec.MsgspecError):
-        return MissingBackend(name=name, reason=f"the process that loaded it {_ended(done)}")
+        return MissingBackend(name=name, reason=f"the process that loaded it {_describe_exit(done)}")
 
 
-def _ended(done: subprocess.CompletedProcess[bytes]) -> str:
+def _describe_exit(done: subprocess.CompletedProcess[bytes]) -> str:
     if done.returncode < 0:
         return f"died of {signal.Signals(-done.returncode).name}"
     said = done.stderr.decode("utf-8", "replace").strip().splitlines()

@@ -74,7 +74,7 @@ class _SparseBuffers:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[list[Buffer]]:
-        with replaced(self._type_entries, self._allocate_entry, self._own_allocate):
+        with replace_entry(self._type_entries, self._allocate_entry, self._own_allocate):
             self._is_allocating = True
             self._cleared: list[Buffer] = []
             try:
@@ -94,17 +94,17 @@ class _SparseBuffers:
         original = ctypes.cast(self._clear, Pointer).value
         table(buffer, BUFFER_ENTRIES)[self._clear_entry] = original
         start = self._ggml.ggml_backend_buffer_get_base(buffer)
-        end = start + self._ggml.ggml_backend_buffer_get_size(buffer)
+        stop = start + self._ggml.ggml_backend_buffer_get_size(buffer)
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        high = end // mmap.PAGESIZE * mmap.PAGESIZE
+        high = stop // mmap.PAGESIZE * mmap.PAGESIZE
         size = ctypes.c_size_t(high - low)
         is_first = self._is_allocating and not value
         if not is_first or self._libc.madvise(Pointer(low), size, DONTNEED):
             self._clear(buffer, value)
             return
         ctypes.memset(start, 0, low - start)
-        ctypes.memset(high, 0, end - high)
-        self._cleared.append(Buffer(buffer, Range(start, end)))
+        ctypes.memset(high, 0, stop - high)
+        self._cleared.append(Buffer(buffer, Range(start, stop)))
 
 
 @cache
@@ -146,7 +146,7 @@ def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | Non
 
     probe = kind(note)
     for number in range(len(entries)):
-        with replaced(entries, number, probe):
+        with replace_entry(entries, number, probe):
             call()
         if seen:
             return number
@@ -154,7 +154,7 @@ def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | Non
 
 
 @contextlib.contextmanager
-def replaced(entries: Any, number: int, function: Any) -> Iterator[None]:
+def replace_entry(entries: Any, number: int, function: Any) -> Iterator[None]:
     """Put `function`, of ctypes, in an entry's place during the block."""
     before = entries[number]
     entries[number] = ctypes.cast(function, Pointer).value
@@ -273,11 +273,11 @@ class CellCopies:
         with contextlib.ExitStack() as stack:
             for handle in buffers:
                 entries = table(handle, BUFFER_ENTRIES)
-                stack.enter_context(replaced(entries, entry, self._library[name]))
+                stack.enter_context(replace_entry(entries, entry, self._library[name]))
             self._library.edgeinfer_cells(ctypes.byref(transfer))
             yield
 
-    def freed(self, memory: Range) -> None:
+    def forget_order(self, memory: Range) -> None:
         """Forget in which order cells in `memory` were written (native/cell_order.cpp)."""
         if self._kernels:
             self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
@@ -356,22 +356,22 @@ class CellMemory:
 
     def pages(self) -> Iterator[Range]:
         """Yield the whole pages of all buffers, in pieces."""
-        for start, end in (buffer.memory for buffer in self.buffers):
+        for start, stop in (buffer.memory for buffer in self.buffers):
             low = _round_up(start)
-            high = end // mmap.PAGESIZE * mmap.PAGESIZE
-            for at in range(low, high, _PIECE_BYTES):
-                yield Range(at, min(at + _PIECE_BYTES, high))
+            high = stop // mmap.PAGESIZE * mmap.PAGESIZE
+            for address in range(low, high, _PIECE_BYTES):
+                yield Range(address, min(address + _PIECE_BYTES, high))
 
     def give_back(self, pages: Iterable[Range] | None = None) -> None:
         """Return `pages`, or all, to the kernel: zeros then. No sequence may have cells in them."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
 
-    def freed(self) -> None:
+    def forget_order(self) -> None:
         """Call before the context is freed, and its buffers with it."""
         if self.copies:
             for buffer in self.buffers:
-                self.copies.freed(buffer.memory)
+                self.copies.forget_order(buffer.memory)
 
     def can_be_pages_of(self, shift: int) -> bool:
         """Tell if cells lie in a page as those `shift` cells before them do."""
@@ -379,22 +379,22 @@ class CellMemory:
             shift * row % mmap.PAGESIZE for row in self.rows
         )
 
-    def populate(self, first: int, end: int) -> None:
-        """Populate the pages of cells [first, end) now. Any thread.
+    def populate(self, first: int, stop: int) -> None:
+        """Populate the pages of cells [first, stop) now. Any thread.
 
         The first write of a page waits 0.3 to 0.5 ms a megabyte for it; another thread can do that
         ahead. A kernel before 5.14 does nothing.
         """
-        advise(self._of_cells(first, min(end, self.n_cells)), POPULATE_WRITE)
+        advise(self._of_cells(first, min(stop, self.n_cells)), POPULATE_WRITE)
 
-    def _of_cells(self, first: int, end: int) -> Iterator[Range]:
+    def _of_cells(self, first: int, stop: int) -> Iterator[Range]:
         memory = self.buffers[0].memory if self.buffers else Range(0, 0)
-        at = memory.low
+        address = memory.low
         for row in self.rows:
-            low = (at + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
-            high = _round_up(at + end * row)
+            low = (address + first * row) // mmap.PAGESIZE * mmap.PAGESIZE
+            high = _round_up(address + stop * row)
             yield Range(low, min(high, memory.high // mmap.PAGESIZE * mmap.PAGESIZE))
-            at += self.n_cells * row
+            address += self.n_cells * row
 
 
 #: For a context whose cells are unknown, or in device memory.

@@ -46,15 +46,15 @@ class ActiveContext:
     def free(self) -> None:
         """Free the context. Idempotent."""
         if self.context:
-            self.cells.freed()
+            self.cells.forget_order()
             L.llama_free(self.context)
             self.context = self.memory = None
 
-    def remove(self, seq_id: int, start: int = -1, end: int = -1) -> bool:
-        return bool(L.llama_memory_seq_rm(self.memory, seq_id, start, end))
+    def remove(self, seq_id: int, start: int = -1, stop: int = -1) -> bool:
+        return bool(L.llama_memory_seq_rm(self.memory, seq_id, start, stop))
 
-    def copy(self, source: int, target: int, end: int) -> None:
-        L.llama_memory_seq_cp(self.memory, source, target, 0, end)
+    def copy(self, source: int, target: int, stop: int) -> None:
+        L.llama_memory_seq_cp(self.memory, source, target, 0, stop)
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         L.llama_memory_seq_add(self.memory, seq_id, start, -1, delta)
@@ -126,7 +126,7 @@ class Batch:
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
         self._output = np.zeros(capacity, np.int8)
-        self._one = np.ones(capacity, np.int32)
+        self._seq_counts = np.ones(capacity, np.int32)
         base = self._seq.ctypes.data
         self._seq_pointers = (_I32 * (capacity + 1))(
             *(ctypes.cast(base + 4 * i, _I32) for i in range(capacity)), _I32()
@@ -136,7 +136,7 @@ class Batch:
             token=self._token.ctypes.data_as(_I32),
             embd=None,
             pos=self._pos.ctypes.data_as(_I32),
-            n_seq_id=self._one.ctypes.data_as(_I32),
+            n_seq_id=self._seq_counts.ctypes.data_as(_I32),
             seq_id=self._seq_pointers,
             logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )

@@ -73,8 +73,8 @@ def open_library(name: str, binding_version: str) -> ctypes.CDLL:
     if not _fits(binding_version):
         raise OSError(f"{path} is built for llama-cpp-python {BUILT_FOR}")
     opened = ctypes.CDLL(str(path))
-    wanted = _FUNCTIONS.get(name.partition("-")[0], "").split()
-    missing = [function for function in wanted if not hasattr(opened, f"edgeinfer_{function}")]
+    functions = _FUNCTIONS.get(name.partition("-")[0], "").split()
+    missing = [function for function in functions if not hasattr(opened, f"edgeinfer_{function}")]
     if missing:
         _say_old(path, missing[0])
         raise OSError(f"{path} is older than this program")
@@ -108,8 +108,8 @@ def cpu_library() -> str:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
         return ""
-    found = re.search(r"/.*libggml-cpu-[\w.]+\.so$", maps, re.MULTILINE)
-    return found.group() if found else ""
+    match = re.search(r"/.*libggml-cpu-[\w.]+\.so$", maps, re.MULTILINE)
+    return match.group() if match else ""
 
 
 def variant_of(path: str) -> str:
@@ -147,11 +147,11 @@ def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> K
     if not level:
         return Kernels()
     try:
-        ours = open_library(f"kernels-{level}", binding_version)
+        kernels = open_library(f"kernels-{level}", binding_version)
         cpu = ctypes.CDLL(path)
         functions = (getattr(cpu, name) for name in (_EXTRA_TYPES, "ggml_barrier"))
         types, barrier = (ctypes.cast(function, ctypes.c_void_p) for function in functions)
-        hook, version = ours.edgeinfer_kernels, ours.edgeinfer_version
+        hook, version = kernels.edgeinfer_kernels, kernels.edgeinfer_version
     except (OSError, AttributeError):
         return Kernels()
     version.restype = ctypes.c_char_p

@@ -33,12 +33,12 @@ _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
     """Set unset variables, and remove them again: no child process inherits them."""
-    ours = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
-    os.environ |= ours
+    variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
+    os.environ |= variables
     try:
         yield
     finally:
-        for name in ours:
+        for name in variables:
             del os.environ[name]
 
 
@@ -157,7 +157,7 @@ def listening() -> Iterator[list[str]]:
     try:
         yield lines
     finally:
-        _listeners[:] = [one for one in _listeners if one is not lines]
+        _listeners[:] = [listener for listener in _listeners if listener is not lines]
 
 
 def library_dir() -> Path:
@@ -167,8 +167,10 @@ def library_dir() -> Path:
 @cache
 def binding_version() -> str:
     """Return the version of the binding, by the folder of its metadata: inside it, in our wheel."""
-    found = [p for at in (_PACKAGE, _PACKAGE.parent) for p in at.glob("llama_cpp_python-*.dist-info")]
-    return found[0].name.removesuffix(".dist-info").partition("-")[2]
+    folders = [
+        p for parent in (_PACKAGE, _PACKAGE.parent) for p in parent.glob("llama_cpp_python-*.dist-info")
+    ]
+    return folders[0].name.removesuffix(".dist-info").partition("-")[2]
 
 
 def variant_dirs() -> list[Path]:
@@ -191,10 +193,12 @@ def ggml_library() -> ctypes.CDLL:
         "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
         "ggml_backend_dev_by_type": (ctypes.c_void_p, [ctypes.c_int]),
     }
-    return _declared(ggml, signatures)
+    return _declare_functions(ggml, signatures)
 
 
-def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
+def _declare_functions(
+    library: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]
+) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -289,7 +293,7 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }
-    return _declared(base, signatures)
+    return _declare_functions(base, signatures)
 
 
 def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:

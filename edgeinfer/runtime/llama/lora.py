@@ -34,7 +34,7 @@ class LoraAdapters:
     the two.
     """
 
-    def __init__(self, model: Any, active: ActiveContext, wanted: Sequence[Adapter]) -> None:
+    def __init__(self, model: Any, active: ActiveContext, adapters: Sequence[Adapter]) -> None:
         """Raises ModelLoadError."""
         self.lock = threading.Lock()
         self._active = active
@@ -44,25 +44,25 @@ class LoraAdapters:
         self._homes: list[tuple[Any, Held]] = [(model, active.adapters)]
         # recurrent models reorder the rows of a batch
         self._has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
-        self.change(wanted)
+        self.change(adapters)
 
     @property
-    def loaded(self) -> tuple[Adapter, ...]:
+    def named_adapters(self) -> tuple[Adapter, ...]:
         """The adapters that requests may name, in the order of loading."""
         return tuple(adapter for adapter, _ in self._named.values())
 
-    def key(self, wanted: tuple[tuple[str, float], ...] | None) -> AdapterKey:
+    def key(self, requested: tuple[tuple[str, float], ...] | None) -> AdapterKey:
         """Reduce a request's adapters to the stamps of their files, sorted, without scale 0.
 
         None is all of them, each at the scale it was loaded with. Raises InvalidRequestError.
         """
-        if wanted is None:
-            wanted = tuple((adapter.name, adapter.scale) for adapter in self.loaded)
+        if requested is None:
+            requested = tuple((adapter.name, adapter.scale) for adapter in self.named_adapters)
         scales: dict[str, float] = {}
-        for name, scale in wanted:
+        for name, scale in requested:
             if name not in self._named:
-                known = ", ".join(self._named) or "none"
-                raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {known}', param="lora")
+                names = ", ".join(self._named) or "none"
+                raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {names}', param="lora")
             stamp = self._named[name][1]
             if stamp in scales:
                 raise InvalidRequestError(f'LoRA adapter "{name}" is named twice', param="lora")
@@ -73,7 +73,7 @@ class LoraAdapters:
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
         """Return those of `adapters` that all rows of a step must have: llama.cpp computes them."""
         loaded = self._active.adapters
-        return tuple(one for one in adapters if not loaded[one[0]].is_per_row)
+        return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
         """Set the context's adapters; nothing happens when they are set already. Raises DecodeError.
@@ -98,15 +98,15 @@ class LoraAdapters:
         for loaded in self._active.adapters.values():
             loaded.leave_kernels()
 
-    def change(self, wanted: Sequence[Adapter]) -> None:
+    def change(self, adapters: Sequence[Adapter]) -> None:
         """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
 
         Raises InvalidRequestError, ModelLoadError; nothing has changed then.
         """
-        named = {adapter.name: (adapter, _stamp(adapter)) for adapter in wanted}
-        if len({stamp for _, stamp in named.values()}) < len(wanted):
+        named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
+        if len({stamp for _, stamp in named.values()}) < len(adapters):
             raise InvalidRequestError("an adapter or its name is there twice", param="lora")
-        for adapter in wanted:
+        for adapter in adapters:
             _check_scale(adapter.scale)
         before = self._homes_held()
         try:
@@ -118,22 +118,22 @@ class LoraAdapters:
         with self.lock:
             self._named = named
 
-    def left(self) -> frozenset[str]:
+    def removed_stamps(self) -> frozenset[str]:
         """List the stamps of removed adapters that are still loaded."""
         return self._homes_held() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:
         """Free removed adapters, which no running request uses."""
-        if left := self.left():
+        if removed := self.removed_stamps():
             self.use(())
-            self._free_but(self._homes_held() - left)
+            self._free_but(self._homes_held() - removed)
 
     def _homes_held(self) -> frozenset[str]:
         return frozenset(stamp for _, held in self._homes for stamp in held)
 
-    def _free_but(self, kept: frozenset[str]) -> None:
+    def _free_but(self, stamps: frozenset[str]) -> None:
         for _, held in self._homes:
-            for stamp in held.keys() - kept:
+            for stamp in held.keys() - stamps:
                 held.pop(stamp).free()
 
     def open(self, model: Any) -> Held:

@@ -43,7 +43,7 @@ def areas() -> Iterator[Area]:
     with file:
         for line in file:
             parts = line.rstrip("\n").split(None, 5)
-            low, high = (int(part, 16) for part in parts[0].split("-"))
+            low, high = (int(bound, 16) for bound in parts[0].split("-"))
             yield Area(low, high, parts[1], int(parts[2], 16), parts[5] if len(parts) > 5 else "")
 
 

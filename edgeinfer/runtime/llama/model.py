@@ -107,7 +107,7 @@ class LlamaModel:
         """Free context and model. Idempotent; no pointer may be used afterwards."""
         llama = libllama.lib()
         if self.context:
-            self.cells.freed()
+            self.cells.forget_order()
             llama.llama_free(self.context)
         if self.model:
             llama.llama_model_free(self.model)
@@ -144,8 +144,8 @@ def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
     """Take the weights of the projector off the memory, which they are read into."""
     if not files.projector or not os.path.isfile(files.projector):
         return machine
-    left = max(0, machine.memory.available_bytes - os.path.getsize(files.projector))
-    return replace(machine, memory=replace(machine.memory, available_bytes=left))
+    available_bytes = max(0, machine.memory.available_bytes - os.path.getsize(files.projector))
+    return replace(machine, memory=replace(machine.memory, available_bytes=available_bytes))
 
 
 def _refuse_encoder_decoder(model: Any, path: str) -> None:
@@ -242,8 +242,8 @@ def _with_context(
 def with_another_context(loaded: LlamaModel, model: Any, options: LoadOptions) -> LlamaModel:
     """Return `loaded` with a context of `model`. Raises ModelLoadError, OutOfMemoryError."""
     llama = libllama.lib()
-    kept = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
-    params = _planned_params(msgspec.structs.replace(options, **kept), loaded.plan)
+    choices = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
+    params = _planned_params(msgspec.structs.replace(options, **choices), loaded.plan)
     params.n_threads = params.n_threads_batch = loaded.n_threads
     context, lines, buffers = make_context(model, params)
     return replace(
@@ -337,10 +337,10 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
             context = llama.llama_init_from_model(model, params)
     if context:
         return context, lines, buffers
-    words = libllama.recent_reason()
-    if re.search(r"alloc|memory", words):
-        raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {words}")
-    raise ModelLoadError(f"llama.cpp could not make a context: {words}")
+    reason = libllama.recent_reason()
+    if re.search(r"alloc|memory", reason):
+        raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {reason}")
+    raise ModelLoadError(f"llama.cpp could not make a context: {reason}")
 
 
 def _cells(
@@ -365,8 +365,8 @@ def _kv_cells(
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:
-    found = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
-    return sum(int(float(match.group(1)) * (1 << 20)) for match in found if match)
+    matches = (re.search(rf"(?:{pattern}) *= *([\d.]+) MiB", line) for line in lines)
+    return sum(int(float(match.group(1)) * (1 << 20)) for match in matches if match)
 
 
 def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:

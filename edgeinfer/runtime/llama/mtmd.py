@@ -160,7 +160,7 @@ class Projector:
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
         """Return what a picture of that size becomes in a prompt. Raises InvalidRequestError."""
-        with self._tokenized(width, height, None) as natives:
+        with self._tokenize(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 
     def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
@@ -169,7 +169,7 @@ class Projector:
         Raises InvalidRequestError, DecodeError.
         """
         rows = []
-        with self._tokenized(picture.width, picture.height, picture.rgb) as natives:
+        with self._tokenize(picture.width, picture.height, picture.rgb) as natives:
             for native in natives:
                 n_rows = self._chunk(native).n_rows
                 if n_rows:
@@ -188,14 +188,14 @@ class Projector:
         return rows
 
     @contextmanager
-    def _tokenized(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
+    def _tokenize(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
         """Yield the native chunks of a picture; without pixels they can be counted only."""
         library = self._library
         bitmap = library.mtmd_bitmap_init(width, height, rgb)
         chunks = library.mtmd_input_chunks_init()
         try:
-            part = _Part(None, bitmap)
-            parts = (ctypes.POINTER(_Part) * 1)(ctypes.pointer(part))
+            picture_part = _Part(None, bitmap)
+            parts = (ctypes.POINTER(_Part) * 1)(ctypes.pointer(picture_part))
             code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if code:
                 raise InvalidRequestError(
@@ -225,8 +225,10 @@ class Projector:
     def _positions(self, native: int, n_rows: int) -> npt.NDArray[np.int32]:
         image = self._library.mtmd_input_chunk_get_tokens_image(native)
         get = self._library.mtmd_image_tokens_get_decoder_pos
-        found = (get(image, 0, i) for i in range(n_rows))
-        return np.array([(one.t, one.y, one.x, one.z) for one in found], np.int32).T
+        positions = (get(image, 0, i) for i in range(n_rows))
+        return np.array(
+            [(position.t, position.y, position.x, position.z) for position in positions], np.int32
+        ).T
 
     def free(self) -> None:
         """Free the projector. Idempotent."""

@@ -71,10 +71,10 @@ class Sampler:
 
 def _history(s: Sampling, n_ctx: int) -> int:
     """Count the last tokens that the penalties read; a negative option stands for all."""
-    wanted = [s.repeat_last_n] if _penalises(s) else []
+    lengths = [s.repeat_last_n] if _penalises(s) else []
     if s.dry_multiplier:
-        wanted.append(s.dry_penalty_last_n)
-    return max((n_ctx if n < 0 else n for n in wanted), default=0)
+        lengths.append(s.dry_penalty_last_n)
+    return max((n_ctx if n < 0 else n for n in lengths), default=0)
 
 
 def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:

@@ -44,22 +44,22 @@ class SequenceStates:
         self,
         seq_id: int,
         start: int,
-        end: int,
+        stop: int,
         shift: int = 0,
         position: Callable[[int], int] = lambda n: n,
     ) -> State | None:
-        """Save tokens [start, end); None if the context does not have all of them.
+        """Save tokens [start, stop); None if the context does not have all of them.
 
         The layout suits a restore `shift` cells behind those that the tokens number; `position` tells
         the position behind so many tokens.
         """
-        low, high = position(start), position(end)
+        low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
         if self._supports_truncation and first > low:
             return None  # cells behind a sliding window may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, low, high)
-        state = self._get_in_pieces(end - start, start + shift)
+        state = self._get_in_pieces(stop - start, start + shift)
         self._clear()
         return state
 
@@ -106,14 +106,14 @@ class SequenceStates:
         # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
         pieces: list[StatePiece] = []
-        at = 0
-        for piece, place in zip(state.pieces, state.places, strict=True):
+        offset = 0
+        for piece, page_offset in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
-            if place == ANYWHERE or not cells.is_all:  # copies to a device are not intercepted
-                buffer[at : at + size] = np.frombuffer(piece, np.uint8)
+            if page_offset == ANYWHERE or not cells.is_all:  # copies to a device are not intercepted
+                buffer[offset : offset + size] = np.frombuffer(piece, np.uint8)
             else:
-                pieces.append(StatePiece(at, size, np.frombuffer(piece, np.uint8).ctypes.data))
-            at += size
+                pieces.append(StatePiece(offset, size, np.frombuffer(piece, np.uint8).ctypes.data))
+            offset += size
         with cells.copies.into(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
             done = self._set(self._scratch, memoryview(buffer.data), 0)
         if done and counted.n_bytes == sum(piece.size for piece in pieces):
@@ -140,12 +140,12 @@ class SequenceStates:
 
 def _runs(copied: Sequence[Copied]) -> list[Copied]:
     runs: list[Copied] = []
-    for one in copied:
+    for piece in copied:
         last = runs[-1] if runs else None
-        if last and last.tensor == one.tensor and last.at + last.size == one.at:
-            last.size += one.size
+        if last and last.tensor == piece.tensor and last.at + last.size == piece.at:
+            last.size += piece.size
         else:
-            runs.append(Copied(one.at, one.size, one.tensor))
+            runs.append(Copied(piece.at, piece.size, piece.tensor))
     return runs
 
 
@@ -158,33 +158,33 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
     number of layers. Before each tensor: i32 type, u64 bytes of a cell. Transposed values stay as they
     are: the attention that reads them sums by index.
     """
-    end = 0
+    run_end = 0
     order = None
     for run in runs:
-        if run.at - end > _BEFORE_TENSOR:
-            words = state[end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
-            cells = words[2:-2].reshape(words[1], -1)
+        if run.at - run_end > _BEFORE_TENSOR:
+            header = state[run_end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
+            cells = header[2:-2].reshape(header[1], -1)
             order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))  # of a picture: row by row
-            if words[-2] or (order[1:] > order[:-1]).all():
+            if header[-2] or (order[1:] > order[:-1]).all():
                 order = None
             else:
                 cells[:] = cells[order]
         if order is not None:
             rows = state[run.at : run.at + run.size].reshape(len(order), -1)
             rows[:] = rows[order]
-        end = run.at + run.size
+        run_end = run.at + run.size
 
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
     """Cut a state into cells of tensors, placed like those from `cell` on, and the rest."""
     pieces: list[memoryview] = []
     places: list[int] = []
-    at = 0
+    offset = 0
     for run in runs:
         row = run.size // n_tokens
-        pieces += [state[at : run.at], state[run.at : run.at + run.size]]
+        pieces += [state[offset : run.at], state[run.at : run.at + run.size]]
         places += [ANYWHERE, (run.tensor + cell * row) % mmap.PAGESIZE]
-        at = run.at + run.size
-    pieces.append(state[at:])
+        offset = run.at + run.size
+    pieces.append(state[offset:])
     places.append(ANYWHERE)
     return State(tuple(pieces), tuple(places))

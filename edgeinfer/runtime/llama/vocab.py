@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalized
+from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512
@@ -54,14 +54,14 @@ class Vocab:
     @cached_property
     def fim(self) -> FimTokens | None:
         """The fill-in-the-middle tokens; None for a model without them."""
-        found = FimTokens(
+        tokens = FimTokens(
             prefix=L.llama_vocab_fim_pre(self.pointer),
             suffix=L.llama_vocab_fim_suf(self.pointer),
             middle=L.llama_vocab_fim_mid(self.pointer),
             repo=L.llama_vocab_fim_rep(self.pointer),
             file=L.llama_vocab_fim_sep(self.pointer),
         )
-        return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
+        return tokens if min(tokens.prefix, tokens.suffix, tokens.middle) >= 0 else None
 
     def is_eos(self, token: int) -> bool:
         return bool(L.llama_vocab_is_eog(self.pointer, token))
@@ -72,10 +72,10 @@ class Vocab:
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Return a token's bytes; control tokens if `special`. Raises IndexError beyond the last."""
         cache = self._special_pieces if special else self._pieces
-        found = cache.get(token)
-        if found is None:
-            found = cache[token] = self._read_piece(token, special)
-        return found
+        piece = cache.get(token)
+        if piece is None:
+            piece = cache[token] = self._read_piece(token, special)
+        return piece
 
     def _read_piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
@@ -118,8 +118,8 @@ class Vocab:
     def control_tokens(self) -> dict[str, int]:
         """Find all control tokens by their spelling: 10 ms for 49,152, 60 ms for 262,144."""
         pointer, attributes = self.pointer, L.llama_vocab_get_attr
-        found = [t for t in range(self.n_vocab) if attributes(pointer, t) & _CONTROL]
-        return {self.raw_text(t).decode("utf-8", "replace"): t for t in found}
+        tokens = [t for t in range(self.n_vocab) if attributes(pointer, t) & _CONTROL]
+        return {self.raw_text(t).decode("utf-8", "replace"): t for t in tokens}
 
     def strips_left(self, token: int) -> bool:
         return bool(L.llama_vocab_get_attr(self.pointer, token) & L.LLAMA_TOKEN_ATTR_LSTRIP)
@@ -135,7 +135,7 @@ class Vocab:
         `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS if the model
         wants it.
         """
-        data = normalized(text, self._normalizer).encode("utf-8", "replace")
+        data = normalize_text(text, self._normalizer).encode("utf-8", "replace")
         size = len(data) // 2 + 16
         while True:
             tokens = (L.llama_token * size)()
@@ -162,5 +162,5 @@ class Vocab:
 
 def _read_normalizer(model: Any) -> str:
     buffer = ctypes.create_string_buffer(64)
-    found = L.llama_model_meta_val_str(model, NORMALIZER_KEY.encode(), buffer, len(buffer))
-    return buffer.value.decode("ascii", "replace") if found > 0 else ""
+    length = L.llama_model_meta_val_str(model, NORMALIZER_KEY.encode(), buffer, len(buffer))
+    return buffer.value.decode("ascii", "replace") if length > 0 else ""

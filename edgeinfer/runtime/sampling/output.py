@@ -68,7 +68,7 @@ class Output:
         """Return the events that are certain after `token`."""
         if logprobs is not None:
             self.note(logprobs)
-        events = self._parsed(self._text.feed(self._vocab.piece(token, special=self._special)))
+        events = self._parse(self._text.feed(self._vocab.piece(token, special=self._special)))
         self.reasoning_tokens += bool(events) and isinstance(events[0], ReasoningDelta)
         return self._with_logprobs(events)
 
@@ -78,14 +78,14 @@ class Output:
 
     def finish(self, *, cut: bool = False) -> list[Parsed]:
         """Return the held events, at the end of the generation; `cut`: the model did not end it."""
-        events = self._parsed(self._text.finish())
+        events = self._parse(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish(cut=cut))
         if self._logprobs and not events and self.stopped_by is None:
             events = [TextDelta("")]
         return self._with_logprobs(events)
 
-    def _parsed(self, text: str) -> list[Parsed]:
+    def _parse(self, text: str) -> list[Parsed]:
         if not text:
             return []
         return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
@@ -143,11 +143,11 @@ class TextStream:
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            place, self.stopped_by = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+        hits = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        if hits:
+            position, self.stopped_by = min(hits, key=lambda hit: (hit[0], -len(hit[1])))
             self._held = ""
-            return text[:place]
+            return text[:position]
         certain, self._held = hold_back(text, self._stops)
         return certain
 

@@ -203,7 +203,7 @@ class MessageRenderer(Renderer):
             wire.ToolUseOut(id=call.id, name=call.name, input=arguments_of(call))
             for _, call in sorted(answer.calls.items())
         ]
-        finished = answer.finished
+        finished = answer.finish
         reason, sequence = self._stop(finished)
         return _encode(
             wire.MessageReply(

@@ -248,7 +248,7 @@ class LlamaRenderer(Renderer):
     def whole(self, answers: list[Collected]) -> bytes:
         bodies = [
             self._last(
-                self._answer(index, answer.reasoning + answer.text, answer.logprobs), answer.finished
+                self._answer(index, answer.reasoning + answer.text, answer.logprobs), answer.finish
             )
             for index, answer in enumerate(answers)
         ]

@@ -110,7 +110,7 @@ def _piece(raw: bytes) -> str | list[int]:
 class _InferRenderer(ChatRenderer):
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
-        finished = answer.finished
+        finished = answer.finish
         return msgspec.json.encode(
             wire.InferReply(
                 result=answer.text,

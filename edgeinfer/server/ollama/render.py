@@ -153,7 +153,7 @@ class OllamaRenderer(Renderer):
                 _calls(answer.calls) or None,
                 done=True,
                 logprobs=_logprobs(answer.logprobs),
-                **self._statistics(answer.finished),
+                **self._statistics(answer.finish),
             )
         )
 

@@ -141,7 +141,7 @@ class _OpenAI(Renderer):
         return self._head + b'],"usage":%b}\n\n' % _encode(wire_usage(usage)) + DONE
 
     def whole(self, answers: list[Collected]) -> bytes:
-        usage, timings = total([answer.finished for answer in answers], self.n)
+        usage, timings = total([answer.finish for answer in answers], self.n)
         choices: Any = [self._choice(index, answer) for index, answer in enumerate(answers)]
         reply = self.reply_type(
             id=self.id,
@@ -215,10 +215,7 @@ class ChatRenderer(_OpenAI):
         )
         logprobs = wire_logprobs(answer.logprobs) if self._logprobs else None
         return wire.ChatChoice(
-            index=index,
-            message=message,
-            finish_reason=finish_reason(answer.finished),
-            logprobs=logprobs,
+            index=index, message=message, finish_reason=finish_reason(answer.finish), logprobs=logprobs
         )
 
 
@@ -313,7 +310,7 @@ class CompletionRenderer(_OpenAI):
         return wire.CompletionChoice(
             index=index,
             text=echo + answer.reasoning + answer.text,
-            finish_reason=finish_reason(answer.finished),
+            finish_reason=finish_reason(answer.finish),
             logprobs=logprobs,
         )
 

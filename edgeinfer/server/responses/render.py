@@ -88,7 +88,7 @@ class ResponseRenderer(Renderer):
         return b""
 
     def closing(self) -> bytes:
-        finished = self._answer.finished
+        finished = self._answer.finish
         reply = self._whole(self._answer)
         is_cut = finished.reason in ("length", "deadline")
         done = self._finish_item("incomplete" if is_cut else "completed")
@@ -190,7 +190,7 @@ class ResponseRenderer(Renderer):
         return _encode(self._whole(answer))
 
     def _whole(self, answer: Collected) -> wire.ResponseReply:
-        finished = answer.finished
+        finished = answer.finish
         short = finished.reason in ("length", "deadline")
         output = [self._item(index, "completed") for index in range(len(self._items))]
         if short and output:

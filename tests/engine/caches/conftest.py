@@ -38,7 +38,7 @@ def ask(prompt: str | tuple[int, ...], **fields: object) -> GenerateRequest:
 def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], Usage]:
     """Every token with its logprobs, bit for bit, and the usage."""
     found = engines.answer(engine, request)
-    return list(found.logprobs), found.finished.usage
+    return list(found.logprobs), found.finish.usage
 
 
 def store_and_drop(engine: LlamaEngine) -> None:

@@ -29,7 +29,7 @@ def test_transposed_values_of_cells_out_of_order_come_back(store: BlockStore, sm
         logprobs = engines.answer(engine, ask(tokens)).logprobs
         store_and_drop(engine)
         again = engines.answer(engine, ask(tokens))
-        assert again.finished.usage.cached_disk_tokens >= 500
+        assert again.finish.usage.cached_disk_tokens >= 500
         near = pytest.approx(logprobs[0].chosen.logprob, abs=0.1)
         assert again.logprobs[0].chosen.logprob == near
 

@@ -435,8 +435,8 @@ def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
             for seed, constraint in enumerate(constraints)
         ],
     )
-    assert all(result.finished.timings.constraint_ms > 0 for result in results)
-    return [(result.text, result.finished.reason) for result in results]
+    assert all(result.finish.timings.constraint_ms > 0 for result in results)
+    return [(result.text, result.finish.reason) for result in results]
 
 
 @pytest.mark.model
@@ -464,7 +464,7 @@ def test_answer_cut_by_max_tokens_ends_with_length(smol):
         constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),
         max_tokens=5,
     )
-    assert answer(smol, request).finished.reason == "length"
+    assert answer(smol, request).finish.reason == "length"
 
 
 def _draw(rng: random.Random, schema: dict) -> object:

@@ -147,7 +147,7 @@ def test_shared_prefix_is_prefilled_once(plain: LlamaEngine) -> None:
     requests = [
         written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]
     ]
-    ends = [a.finished for a in answers(plain, requests)]
+    ends = [a.finish for a in answers(plain, requests)]
     computed = [e.usage.prompt_tokens - e.usage.cached_tokens for e in ends]
     assert max(e.usage.prompt_tokens for e in ends) > 300
     assert sum(computed) < 300 + 8 * 12 + 30
@@ -160,7 +160,7 @@ def test_conversation_prefills_only_new_tokens(plain: LlamaEngine) -> None:
     for turn in range(6):
         turns.append(Message(role="user", content=f"Tell me one fact about {SUBJECTS[turn]}."))
         reply = answer(plain, GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=20))
-        usage = reply.finished.usage
+        usage = reply.finish.usage
         shares.append(usage.cached_tokens / usage.prompt_tokens)
         turns.append(Message(role="assistant", content=reply.text))
     assert min(shares[2:]) > 0.8
@@ -179,7 +179,7 @@ def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
         greeting = GenerateRequest(
             messages=(system, Message(role="user", content="Hello")), max_tokens=2, sampling=GREEDY
         )
-        assert answer(engine, greeting).finished.usage.cached_tokens == pinned
+        assert answer(engine, greeting).finish.usage.cached_tokens == pinned
 
 
 def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
@@ -221,13 +221,13 @@ def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
 
 def test_slow_consumer_does_not_block_others(plain: LlamaEngine) -> None:
     slow = plain.submit(written("ink", max_tokens=40))
-    assert answer(plain, written("tea", max_tokens=40)).finished.reason == "length"
-    assert collected(slow).finished.usage.completion_tokens == 40
+    assert answer(plain, written("tea", max_tokens=40)).finish.reason == "length"
+    assert collected(slow).finish.usage.completion_tokens == 40
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request(plain: LlamaEngine) -> None:
     late = [written(str(i), max_tokens=900, deadline_s=0.5) for i in range(plain.info.n_parallel + 2)]
-    assert {a.finished.reason for a in answers(plain, late)} == {"deadline"}
+    assert {a.finish.reason for a in answers(plain, late)} == {"deadline"}
     assert_nothing_left(plain)
 
 
@@ -262,11 +262,11 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
         )
         if shared:
             list(engine.submit(written("", prompt="word " * 220, max_tokens=1, cache_prompt=True)))
-        end = answer(engine, request).finished
+        end = answer(engine, request).finish
         assert end.reason == "length"
         assert end.usage.completion_tokens == 150
         over = written("", prompt="word " * 400, max_tokens=5, overflow="shift")
-        assert answer(engine, over).finished.usage.completion_tokens == 5
+        assert answer(engine, over).finish.usage.completion_tokens == 5
         assert_nothing_left(engine)
 
 
@@ -290,7 +290,7 @@ def test_short_cache_preempts_and_finishes_every_request(
         requests = [written(s, max_tokens=120, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [answer(engine, r).text for r in requests]
         replies = answers(engine, requests)
-        assert [a.finished.usage.completion_tokens for a in replies] == [120] * 4
+        assert [a.finish.usage.completion_tokens for a in replies] == [120] * 4
         assert [a.text for a in replies] == alone
         assert_nothing_left(engine)
 
@@ -305,7 +305,7 @@ def test_large_prompt_waiting_for_cells_is_not_overtaken(
         large = engine.submit(written("", prompt="some " * 400, max_tokens=2))
         small = engine.submit(written("tea", max_tokens=2))
         apart_ms = 1000 * (time.monotonic() - began)  # each waits from its own arrival
-        ends = [collected(stream).finished for stream in (first, large, small)]
+        ends = [collected(stream).finish for stream in (first, large, small)]
         waited_ms = [end.timings.queue_ms for end in ends]
         assert waited_ms[0] < waited_ms[1] <= waited_ms[2] + apart_ms
 
@@ -319,7 +319,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
             for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
                 with pytest.raises(DecodeError):
                     list(generation)
-        assert answer(engine, written("tea")).finished.reason == "length"
+        assert answer(engine, written("tea")).finish.reason == "length"
         assert_nothing_left(engine)
 
 

@@ -18,7 +18,7 @@ def engine(tmp_path_factory):
 
 def test_cached_tokens_save_what_the_measured_prefill_costs(engine):
     prompt = tuple(range(10, 200)) * 2
-    first, second = (answer(engine, ask(prompt)).finished for _ in range(2))
+    first, second = (answer(engine, ask(prompt)).finish for _ in range(2))
     assert (first.usage.cached_tokens, first.timings.saved_ms) == (0, 0.0)
     measured_s = engine._scheduler.executor.chunks.measured_s(second.usage.cached_tokens)
     assert second.timings.saved_ms == measured_s * 1000 > 0

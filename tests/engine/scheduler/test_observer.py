@@ -89,7 +89,7 @@ def answer_and_log(smol, logs, request: GenerateRequest):
 )
 def test_events_tokens_and_end_are_seen_once(smol, logs, fields, reason):
     log, answer = answer_and_log(smol, logs, ask(**fields))
-    assert answer.finished.reason == reason
+    assert answer.finish.reason == reason
     assert log.calls["logits"] <= len(log.tokens)
     if "constraint" in fields:
         assert log.calls["logits"] < len(log.tokens), "the constraint forces tokens, without logits"

@@ -154,7 +154,7 @@ def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def answer(engine: LlamaEngine, request: GenerateRequest, **fields: object) -> tuple[str, Finished]:
     reply = engines.answer(engine, msgspec.structs.replace(request, **fields))
-    return reply.text, reply.finished
+    return reply.text, reply.finish
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.8, seed=5)])

@@ -54,7 +54,7 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     ]
     prompt = engine.tokenize(engine.apply_template(think()), parse_special=True)
     close = engine.tokenize("</think>", parse_special=True)
-    usage = reply.finished.usage
+    usage = reply.finish.usage
     assert usage.completion_tokens == 24 == len(tokens) + len(close)
     assert 0 < usage.reasoning_tokens <= 6
     behind = ask(
@@ -74,7 +74,7 @@ def test_without_a_budget_this_model_reasons_to_the_end(engine: LlamaEngine) -> 
 def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> None:
     reply = answer(engine, think(reasoning_budget=0))
     assert (reply.reasoning, bool(reply.text)) == ("", True)
-    assert reply.finished.usage.completion_tokens == 24
+    assert reply.finish.usage.completion_tokens == 24
 
 
 def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:

@@ -44,7 +44,7 @@ def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) 
     for n in range(3):
         answer = list(engine.submit(ask(f"Newcomer {n} asks", max_tokens=1 + 4 * n, logprobs=None)))
         assert isinstance(answer[-1], Finished)
-    assert not stream.ended
+    assert not stream.has_ended
     logprobs = [t for e in rest if isinstance(e, TextDelta) for t in e.logprobs]
     assert logprobs == alone
 
@@ -55,7 +55,7 @@ def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEng
     rest = begun(early, 128)
     answer = list(engine.submit(ask("A client asks", max_tokens=2)))
     assert isinstance(answer[-1], Finished)
-    assert not early.ended
+    assert not early.has_ended
     early.cancel()
     assert list(rest)[-1].reason == "cancelled"
     _, usage = heard(engine, ask(tokens, max_tokens=1))
@@ -114,7 +114,7 @@ def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
         rest = begun(early, 128)
         assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
-        assert not early.ended
+        assert not early.has_ended
         assert list(rest)[-1].reason == "length"
 
 

@@ -62,19 +62,19 @@ def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> lis
         piece = tokens[start : min(start + _BATCH_TOKENS, len(tokens) - 1)]
         following = np.array(tokens[start + 1 : start + 1 + len(piece)])
         skip = max(0, SKIPPED_TOKENS - start)
-        found = []
+        log_probs = []
         for number, active in enumerate(contexts):
             decode(active, batch, piece, start)
             logits = np.ctypeslib.as_array(
                 L.llama_get_logits(active.context), shape=(len(piece), n_vocab)
             )
-            found.append(_log_probabilities(logits[skip:]))
-            rows = np.arange(len(found[-1]))
-            sums[number] -= float(found[-1][rows, following[skip:]].sum())
-        if len(found) > 1:
-            own, other = found
-            sums[2] += float((np.exp(other) * (other - own)).sum())
-            sums[3] += float((own.argmax(axis=1) == other.argmax(axis=1)).sum())
+            log_probs.append(_log_probabilities(logits[skip:]))
+            rows = np.arange(len(log_probs[-1]))
+            sums[number] -= float(log_probs[-1][rows, following[skip:]].sum())
+        if len(log_probs) > 1:
+            first, second = log_probs
+            sums[2] += float((np.exp(second) * (second - first)).sum())
+            sums[3] += float((first.argmax(axis=1) == second.argmax(axis=1)).sum())
         say(event="progress", done=start + len(piece), total=len(tokens) - 1)
     return sums
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     most_bytes = read_memory().available_bytes + sum(map(os.path.getsize, argv)) + _MAPPED_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     try:
-        reason = tried(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
+        reason = try_projector(argv[0], open_model(tuple(argv[1:])), os.cpu_count() or 1)
     except EngineError as error:
         reason = error.message
     sys.stdout.buffer.write(msgspec.json.encode(reason))
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     os._exit(0)
 
 
-def tried(path: str, model: Any, n_threads: int) -> str:
+def try_projector(path: str, model: Any, n_threads: int) -> str:
     """Return why the projector does not work, or ""."""
     try:
         projector = Projector(path, model, n_threads)

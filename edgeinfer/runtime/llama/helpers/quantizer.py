@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
         )
     log.reports_progress = True
     params = _params(job)
-    kept = _imatrix(job)
-    if kept:
-        params.imatrix = kept[0]
+    imatrix = _imatrix(job)
+    if imatrix:
+        params.imatrix = imatrix[0]
     if _run(job, params) != 0:
         return say(1, event="error", kind="refused", message=log.reason())
     return say(0, event="done")
@@ -111,7 +111,7 @@ def _imatrix(job: QuantizeJob) -> list[Any]:
     if not job.spans:
         return []
     table = (L.llama_model_imatrix_data * (len(job.spans) + 1))()  # the last stays empty: the end
-    kept: list[Any] = [table]
+    buffers: list[Any] = [table]
     for row, span in zip(table, job.spans, strict=False):
         sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
             span.n_counts, -1
@@ -120,8 +120,8 @@ def _imatrix(job: QuantizeJob) -> list[Any]:
         means = np.divide(sums, counts, out=np.ones_like(sums), where=counts > 0)
         row.name, row.size = span.name.encode(), means.size
         row.data = means.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        kept.append(means)
-    return kept
+        buffers.append(means)
+    return buffers
 
 
 def _run(job: QuantizeJob, params: Any) -> int:
