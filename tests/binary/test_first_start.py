@@ -110,16 +110,16 @@ def test_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
     assert machine.run("--version").returncode == 0
 
 
-@pytest.mark.parametrize("place", ["magic", "index", "block", "archive's trailer"])
-def test_flipped_bit_is_refused(machine, binary, place):
+@pytest.mark.parametrize("region", ["magic", "index", "block", "archive's trailer"])
+def test_flipped_bit_is_refused(machine, binary, region):
     shipped = open_shipped(binary)
-    at = {
+    offset = {
         "magic": shipped.payload_offset,
         "index": shipped.payload_offset + 500,
         "block": shipped.payload_offset + shipped.payload_length // 2,
         "archive's trailer": shipped.archive_offset - payload.TRAILER.size + 3,
-    }[place]
-    flip_bit(machine.root / PROGRAM[1:], at)
+    }[region]
+    flip_bit(machine.root / PROGRAM[1:], offset)
     done = machine.run("--version", check=False)
     assert done.returncode in (1, 5)
     assert "damaged" in done.stderr

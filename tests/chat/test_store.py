@@ -169,14 +169,14 @@ def test_deleted_conversation_can_be_restored_until_it_is_purged(store, clock):
 
 
 def test_search_finds_words_prefixes_accents_and_titles(store):
-    one = talk(store, "How do I cook a soufflé?", "Whip the egg whites until stiff.", title="Cooking")
-    two = talk(
+    first = talk(store, "How do I cook a soufflé?", "Whip the egg whites until stiff.", title="Cooking")
+    second = talk(
         store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory"
     )
-    assert [s.id for s in store.search("souffle")] == [one]
-    assert [s.id for s in store.search("endofun")] == [two]
-    assert [s.id for s in store.search("egg whites")] == [one]
-    assert [s.id for s in store.search("categ")] == [two]
+    assert [s.id for s in store.search("souffle")] == [first]
+    assert [s.id for s in store.search("endofun")] == [second]
+    assert [s.id for s in store.search("egg whites")] == [first]
+    assert [s.id for s in store.search("categ")] == [second]
     assert store.search("egg monad") == []
     assert store.search('"; DROP TABLE turn; --') == []
     assert len(store.search('"')) == 2
@@ -192,11 +192,11 @@ def test_rename_moves_the_title_in_the_index(store):
 
 
 def test_list_is_newest_first_and_leaves_out_the_empty(store):
-    one, two = talk(store, "a"), talk(store, "b")
+    first, second = talk(store, "a"), talk(store, "b")
     store.create(Conversation(title="empty"))
-    assert [s.id for s in store.listing()] == [two, one]
-    store.update(one, head_id=1)
-    assert [s.id for s in store.listing()] == [one, two]
+    assert [s.id for s in store.listing()] == [second, first]
+    store.update(first, head_id=1)
+    assert [s.id for s in store.listing()] == [first, second]
     assert [s.turns for s in store.listing()] == [1, 1]
 
 

@@ -63,7 +63,7 @@ def test_kinds_of_results_are_those_that_scripts_know():
 
 
 @pytest.mark.parametrize(
-    ("typed", "wanted"),
+    ("typed", "is_json"),
     [
         (("list", "--json"), True),
         (("list",), False),
@@ -74,9 +74,9 @@ def test_kinds_of_results_are_those_that_scripts_know():
         (("chat",), False),
     ],
 )
-def test_json_is_an_option_and_never_a_word(typed, wanted):
-    assert build_parser().parse_args(typed).json is wanted
-    assert wants_json(typed) is wanted
+def test_json_is_an_option_and_never_a_word(typed, is_json):
+    assert build_parser().parse_args(typed).json is is_json
+    assert wants_json(typed) is is_json
 
 
 def test_option_with_a_mistake_may_stand_behind_json(capsys):
@@ -101,7 +101,7 @@ def test_verb_of_snapshots_is_refused_off_linux(as_json, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("typed", "scope", "place"),
+    ("typed", "scope", "hint"),
     [
         (("warm", "m", "--temperature", "0.5"), "request", "`edgeinfer chat` or `edgeinfer run`"),
         (("serve", "--top-k=5"), "request", 'put "top_k" into the body of a request'),
@@ -113,11 +113,11 @@ def test_verb_of_snapshots_is_refused_off_linux(as_json, monkeypatch):
         (("ps", "--kv-type=q8_0"), "load", "`edgeinfer chat`"),
     ],
 )
-def test_option_of_another_scope_is_refused_with_its_place(typed, scope, place, as_json):
+def test_option_of_another_scope_is_refused_with_its_place(typed, scope, hint, as_json):
     error = as_json(*typed, code=2)
     assert error["code"] == "wrong-scope"
     assert f"is a {scope} option: `{typed[0]}` does not take it" in error["message"]
-    assert place in error["hint"]
+    assert hint in error["hint"]
 
 
 def every_parser():
@@ -170,7 +170,7 @@ def test_agents_arguments_are_left_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "completed"),
     [
         ([], ["chat"]),
         (["--continue"], ["chat", "--continue"]),
@@ -178,8 +178,8 @@ def test_agents_arguments_are_left_as_they_are():
         (["run", "x"], ["run", "x"]),
     ],
 )
-def test_chat_is_meant_where_no_verb_is_typed(typed, meant):
-    assert with_verb(typed) == meant
+def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
+    assert with_verb(typed) == completed
 
 
 # --- suggestions
@@ -312,20 +312,22 @@ def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, mon
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 @pytest.mark.parametrize(
-    ("words", "code"), [(("list",), 6), (("list", "--json"), 6), (("show", "nosuch", "--json"), 3)]
+    ("arguments", "code"), [(("list",), 6), (("list", "--json"), 6), (("show", "nosuch", "--json"), 3)]
 )
-def test_full_disk_under_stdout_is_one_error_and_no_traceback(words, code, tmp_path):
+def test_full_disk_under_stdout_is_one_error_and_no_traceback(arguments, code, tmp_path):
     with open("/dev/full", "wb") as full:
-        done = _typed(*words, home=tmp_path, stdout=full)
+        done = _typed(*arguments, home=tmp_path, stdout=full)
     assert (done.returncode, done.stderr.count("error: ")) == (code, 1), done.stderr
     assert ("cannot write the output: No space left on device" in done.stderr) == (code == 6)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts nothing elsewhere")
-@pytest.mark.parametrize("words", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")])
-def test_closed_stdin_is_an_empty_one(words, tmp_path):
-    done = _typed(*words, home=tmp_path, preexec_fn=lambda: os.close(0))
+@pytest.mark.parametrize(
+    "arguments", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")]
+)
+def test_closed_stdin_is_an_empty_one(arguments, tmp_path):
+    done = _typed(*arguments, home=tmp_path, preexec_fn=lambda: os.close(0))
     assert done.returncode == 3, done.stderr
     assert "nosuch" in done.stderr
 

@@ -91,11 +91,11 @@ def test_raw_prompt_is_sent_unchanged(engine, capsys):
 
 
 def test_json_is_one_envelope(engine, capsys):
-    found = result(engine, capsys, "x")
-    assert (found["text"], found["reasoning"]) == ("Red, green.", "hm")
-    assert found["finish_reason"] == "stop"
-    assert found["usage"]["prompt_tokens"] == 5
-    assert found["start"]["how"] == "resumed"
+    envelope = result(engine, capsys, "x")
+    assert (envelope["text"], envelope["reasoning"]) == ("Red, green.", "hm")
+    assert envelope["finish_reason"] == "stop"
+    assert envelope["usage"]["prompt_tokens"] == 5
+    assert envelope["start"]["how"] == "resumed"
 
 
 @pytest.mark.parametrize(
@@ -342,13 +342,13 @@ def test_invalid_options_are_refused_before_the_model_is_loaded(engine, capsys, 
 def test_system_means_the_same_in_every_verb(verb, tmp_path):
     (tmp_path / "pirate.txt").write_text("You are a pirate.")
     config = Config(chat=ChatConfig(system_prompts={"pirate": "Arr."}))
-    for typed, meant in (
+    for typed, prompt in (
         (f"@{tmp_path}/pirate.txt", "You are a pirate."),
         ("pirate", "Arr."),
         ("Be brief.", "Be brief."),
     ):
         options = build_parser().parse_args([verb, "--system", typed])
-        assert requesting.system_prompt(options.system, config) == meant
+        assert requesting.system_prompt(options.system, config) == prompt
 
 
 def test_saved_system_prompt_is_sent(engine, monkeypatch):

@@ -55,10 +55,12 @@ _DROPPED_FIELDS = {"metadata", "client_metadata", "user", "prompt_cache_key", "s
 def scrub(value: Any, field: str = "") -> Any:
     """The value with other words."""
     if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if key not in _DROPPED_FIELDS}
+        fields = {key: inner for key, inner in value.items() if key not in _DROPPED_FIELDS}
         if field == "properties":  # names of fields, whatever they are
-            kept = value
-        return {key: scrub(inner, "" if field == "properties" else key) for key, inner in kept.items()}
+            fields = value
+        return {
+            key: scrub(inner, "" if field == "properties" else key) for key, inner in fields.items()
+        }
     if isinstance(value, list):
         return [scrub(inner, field) for inner in value]
     if not isinstance(value, str) or field in _KEPT_FIELDS:
@@ -66,42 +68,43 @@ def scrub(value: Any, field: str = "") -> Any:
     if field == "arguments":
         return json.dumps(scrub(json.loads(value)))
     parts = _KEPT_TEXT.split(value)
-    return "".join(part if i % 2 else _WORD.sub(_other, part) for i, part in enumerate(parts))
+    return "".join(piece if i % 2 else _WORD.sub(_other, piece) for i, piece in enumerate(parts))
 
 
-def _other(found: re.Match[str]) -> str:
+def _other(match: re.Match[str]) -> str:
     """A word of the same length, always the same for the same word."""
-    word = found[0]
+    word = match[0]
     digest = int.from_bytes(hashlib.blake2b(word.lower().encode(), digest_size=4).digest(), "little")
-    rest = len(word)
+    n_missing = len(word)
     chosen = ""
-    while rest:
-        length = rest if rest <= 12 else min(12, rest - 3)
-        words = _BY_LENGTH[length]
-        chosen += words[digest % len(words)]
-        rest -= length
+    while n_missing:
+        length = n_missing if n_missing <= 12 else min(12, n_missing - 3)
+        candidates = _BY_LENGTH[length]
+        chosen += candidates[digest % len(candidates)]
+        n_missing -= length
     return chosen.capitalize() if word[0].isupper() else chosen
 
 
 def main() -> int:
     """Record the agents that were named, or all."""
     agents = [name for name, client in table().items() if "agent" in client]
-    with run.servers() as at:
+    with run.servers() as url_of:
         for name in sys.argv[1:] or agents:
-            server = at("scripted")
+            server = url_of("scripted")
             before = server.bodies()
             session = run.drive(name, server, "reader")
             assert not session.failure, session.failure
             new = [
                 json.loads(path.read_text("utf-8")) for path in server.bodies() if path not in before
             ]
-            kept = [{**one, "body": scrub(one["body"])} for one in new]
-            raw = json.dumps({"version": session.version, "requests": kept}).encode()
+            scrubbed = [{**request, "body": scrub(request["body"])} for request in new]
+            raw = json.dumps({"version": session.version, "requests": scrubbed}).encode()
             (HERE / "recorded").mkdir(exist_ok=True)
             packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
             (HERE / "recorded" / f"{name}.json.xz").write_bytes(packed)
             print(
-                f"{name}: {len(kept)} requests, {len(raw):,} bytes, {len(packed):,} packed", flush=True
+                f"{name}: {len(scrubbed)} requests, {len(raw):,} bytes, {len(packed):,} packed",
+                flush=True,
             )
     return 0
 

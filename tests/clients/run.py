@@ -48,32 +48,32 @@ class Session(msgspec.Struct, kw_only=True):
     def calls(self) -> str:
         """The routes that it called, with how often; failed ones with their status."""
         named = Counter(
-            one["route"] + (f" → {one['status']}" if one["status"] >= 400 else "")
-            for one in self.requests
+            request["route"] + (f" → {request['status']}" if request["status"] >= 400 else "")
+            for request in self.requests
         )
         return ", ".join(f"{n} × `{route}`" for route, n in named.items())
 
     @property
     def hints(self) -> str:
         """List the ignored fields of its requests, and the moved lines."""
-        found = [
+        names = [
             name
-            for one in self.requests
+            for request in self.requests
             for key in ("ignored", "normalized")
-            for name in _words(one.get(key))
+            for name in _words(request.get(key))
         ]
-        return ", ".join(f"`{name}`" for name in dict.fromkeys(found)) or "–"
+        return ", ".join(f"`{name}`" for name in dict.fromkeys(names)) or "–"
 
     @property
     def cached(self) -> str:
         """Remembered tokens of the first request of the second turn: its largest prompt."""
         later = self.requests if self.second < 0 else self.requests[self.second :]
-        read = [one for one in later if one["prompt_tokens"]]
+        read = [request for request in later if request["prompt_tokens"]]
         if self.second < 0:
             read = read[-1:]
         if not read:
             return "–"
-        largest = max(read, key=lambda one: one["prompt_tokens"])
+        largest = max(read, key=lambda request: request["prompt_tokens"])
         return f"{largest['cached_tokens']:,} of {largest['prompt_tokens']:,}"
 
 
@@ -103,7 +103,7 @@ class Server:
     def requests(self) -> list[dict[str, Any]]:
         """Return the requests so far."""
         asked = [line for line in self._lines() if line["event"] == "request"]
-        return [one for one in asked if one["route"] not in _OF_LAUNCH]
+        return [request for request in asked if request["route"] not in _OF_LAUNCH]
 
     def bodies(self) -> list[Path]:
         """Return the bodies that the endpoint has kept (scripted.py)."""
@@ -200,8 +200,8 @@ def _agent(client: dict[str, Any], programs: Path, server: Server) -> int:
         }
         launch = [sys.executable, "-m", "edgeinfer", "launch", client["agent"]]
         said = _run([*launch, *client["first"], FIRST], environment, work)
-        made = work / "hello.txt"
-        assert made.is_file(), f"no file was made: {said}"
+        file = work / "hello.txt"
+        assert file.is_file(), f"no file was made: {said}"
         before = len(server.requests())
         said = _run([*launch, *client["second"], SECOND], environment, work)
         assert "second turn" in said, f"the second turn was not answered: {said}"
@@ -225,16 +225,16 @@ def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
 
 def main() -> int:
     """Drive the clients that were named, or all."""
-    wanted = sys.argv[1:] or list(table())
+    clients = sys.argv[1:] or list(table())
     rows = [
         "| client | version | answers | calls | hints and moved lines | remembered in turn 2 |",
         "|---" * 6 + "|",
     ]
     failed = []
-    with servers() as at:
-        for name in wanted:
+    with servers() as url_of:
+        for name in clients:
             engine = table()[name]["engine"]
-            session = drive(name, at(engine), _SMALL if engine == "model" else "reader")
+            session = drive(name, url_of(engine), _SMALL if engine == "model" else "reader")
             failed += [name] if session.failure else []
             outcome = f"failed: {session.failure}" if session.failure else session.cached
             print(f"{name} {session.version}: {outcome}", flush=True)

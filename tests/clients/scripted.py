@@ -79,14 +79,14 @@ class ScriptedEngine:
         except EngineError as error:
             stream.put(error)
 
-    def _end(self, end: Finished, script: Sequence[Event]) -> Finished:
+    def _end(self, finished: Finished, script: Sequence[Event]) -> Finished:
         """The end of the reading with the script's tokens."""
         said = "".join(e.text if isinstance(e, TextDelta) else _arguments(e) for e in script)
         usage = msgspec.structs.replace(
-            end.usage, completion_tokens=max(1, len(self._real.tokenize(said)))
+            finished.usage, completion_tokens=max(1, len(self._real.tokenize(said)))
         )
         calls = any(isinstance(event, ToolCallDelta) for event in script)
-        return msgspec.structs.replace(end, reason="tool_calls" if calls else "stop", usage=usage)
+        return msgspec.structs.replace(finished, reason="tool_calls" if calls else "stop", usage=usage)
 
 
 def _arguments(event: Event) -> str:
@@ -154,8 +154,8 @@ def keep_bodies(folder: Path) -> None:
         raw = await plain(request)
         count += 1
         facts = {"path": context_of(request).route, "user_agent": request.headers.get("user-agent", "")}
-        kept = {**facts, "body": json.loads(raw)}
-        (folder / f"request-{count:03}.json").write_text(json.dumps(kept), "utf-8")
+        record = {**facts, "body": json.loads(raw)}
+        (folder / f"request-{count:03}.json").write_text(json.dumps(record), "utf-8")
         return raw
 
     request_body.read_body = keeping

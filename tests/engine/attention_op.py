@@ -201,9 +201,11 @@ def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
     context = base.ggml_init(InitParams(64 << 20, None, False))
 
     def tensor(values: NDArray[Any], kind: str, *shape: int) -> int:
-        made: int = base.ggml_new_tensor_4d(context, TYPES[kind], *shape)
-        ctypes.memmove(base.ggml_get_data(made), np.ascontiguousarray(values).tobytes(), values.nbytes)
-        return made
+        address: int = base.ggml_new_tensor_4d(context, TYPES[kind], *shape)
+        ctypes.memmove(
+            base.ggml_get_data(address), np.ascontiguousarray(values).tobytes(), values.nbytes
+        )
+        return address
 
     try:
         # as llama.cpp has them: the heads of a token lie together
@@ -241,7 +243,7 @@ def outcome(case: Case) -> Outcome:
     """Compute a case whole, and some of its rows again, elsewhere and with other numbers of threads."""
     inputs = Inputs(case)
     got = attended(inputs, slice(None), 2)
-    wanted = expected(inputs)
+    exact = expected(inputs)
     last = slice(max(0, case.rows - 3), case.rows)
     again = (
         (inputs, slice(None), 1),
@@ -252,8 +254,10 @@ def outcome(case: Case) -> Outcome:
         (shuffled(inputs), slice(None), 2),
         (shuffled(inputs), last, 1),
     )
-    same = all(np.array_equal(attended(one, rows, n), got[:, rows]) for one, rows, n in again)
-    error = float(np.abs(got - wanted).max() / wanted.std())
+    same = all(
+        np.array_equal(attended(selection, rows, n), got[:, rows]) for selection, rows, n in again
+    )
+    error = float(np.abs(got - exact).max() / exact.std())
     return Outcome(error, hashlib.sha256(got.tobytes()).hexdigest(), same)
 
 

@@ -37,8 +37,8 @@ class Outcome:
     is_nan_kept: bool
 
 
-def _error(got: Floats, wanted: np.ndarray) -> float:
-    return float(np.sqrt(((got - wanted) ** 2).mean() / (wanted**2).mean()))
+def _error(got: Floats, exact: np.ndarray) -> float:
+    return float(np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()))
 
 
 def _computed(kind: str, weights: np.ndarray, x: Floats, n_threads: int) -> Floats:
@@ -61,8 +61,8 @@ def _of_shape(kind: str, width: int, rows: int) -> tuple[float, bool, Floats]:
         for n_threads in (1, 2, 3)
     )
     usual = [0, 1, 2, 4, *range(6, _MOST)]
-    wanted = x[usual].astype(np.float64) @ dequantize(kind, weights).T
-    return _error(all_rows[usual], wanted), same and bool(np.isfinite(all_rows).all()), all_rows
+    exact = x[usual].astype(np.float64) @ dequantize(kind, weights).T
+    return _error(all_rows[usual], exact), same and bool(np.isfinite(all_rows).all()), all_rows
 
 
 def _of_experts(kind: str) -> tuple[float, bool]:
@@ -71,34 +71,34 @@ def _of_experts(kind: str) -> tuple[float, bool]:
     random = np.random.default_rng(4)
     x = random.normal(size=(29, 512)).astype(np.float32)
     ids = np.array([random.permutation(experts)[:used] for _ in x], np.int32)
-    found = []
+    results = []
     for tokens in (slice(None), slice(5, 6)):
         products = Products(kind, [weights], len(x[tokens]), experts, used)
         products.compute(x[tokens], ids[tokens])
-        found.extend(products.results())
+        results.extend(products.results())
         products.close()
     exact = dequantize(kind, weights).reshape(experts, 64, 512)
-    wanted = np.einsum("nk,nurk->nur", x.astype(np.float64), exact[ids])
-    return _error(found[0], wanted), np.array_equal(found[1][0], found[0][5])
+    products_exact = np.einsum("nk,nurk->nur", x.astype(np.float64), exact[ids])
+    return _error(results[0], products_exact), np.array_equal(results[1][0], results[0][5])
 
 
 def _keeps_nan(kind: str) -> bool:
     weights = random_weights(kind, 32, 512)
     x = np.ones((3, 512), np.float32)
     x[1, 77] = np.nan
-    found = np.isnan(_computed(kind, weights, x, 1))
-    return bool(found[1].all() and not found[[0, 2]].any())
+    is_nan = np.isnan(_computed(kind, weights, x, 1))
+    return bool(is_nan[1].all() and not is_nan[[0, 2]].any())
 
 
 def outcome(kind: str) -> Outcome:
     """Compute a type's products in several shapes, whole and in parts."""
-    found = [_of_shape(kind, *shape) for shape in _SHAPES]
+    outcomes = [_of_shape(kind, *shape) for shape in _SHAPES]
     experts_error, is_same = _of_experts(kind)
     return Outcome(
-        error=max(error for error, _, _ in found),
+        error=max(error for error, _, _ in outcomes),
         experts_error=experts_error,
-        same=is_same and all(same for _, same, _ in found),
-        digest=hashlib.sha256(found[0][2].tobytes()).hexdigest(),
+        same=is_same and all(same for _, same, _ in outcomes),
+        digest=hashlib.sha256(outcomes[0][2].tobytes()).hexdigest(),
         is_nan_kept=_keeps_nan(kind),
     )
 

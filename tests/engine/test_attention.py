@@ -84,8 +84,8 @@ def outcomes(program: str, level: str) -> dict[str, Any]:
     """Run a program of this folder with the kernels of a level, "none" for llama.cpp's: case → Outcome."""
     if level != "none" and not can_run(level):
         pytest.skip(f"this processor has not the instructions of {level}")
-    found: dict[str, Any] = json.loads(run(Path(__file__).with_name(program), level))
-    return found
+    results: dict[str, Any] = json.loads(run(Path(__file__).with_name(program), level))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,11 @@ def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", OURS, ids=str)
 def test_attention_matches_float64(case: Case, ours: dict[str, Any], llamas: dict[str, Any]) -> None:
-    found = ours[str(case)]
-    assert found["error"] < TOLERANCE
-    assert found["same"], "a row's bits depend on its company, or on the threads"
+    result = ours[str(case)]
+    assert result["error"] < TOLERANCE
+    assert result["same"], "a row's bits depend on its company, or on the threads"
     if case.cells > 1:
-        assert found["digest"] != llamas[str(case)]["digest"], "this is llama.cpp's own"
+        assert result["digest"] != llamas[str(case)]["digest"], "this is llama.cpp's own"
 
 
 @pytest.mark.parametrize("case", LEFT, ids=str)
@@ -131,9 +131,9 @@ def test_logits_are_close_to_those_of_llama_cpp(smollm2: Path, tmp_path: Path) -
     if not level:
         pytest.skip("this processor's variant has no attention of ours")
     assert run("-c", STEP, smollm2, tmp_path / "theirs.npy", tmp_path) == "\n"
-    ours, theirs = (np.load(tmp_path / f"{name}.npy") for name in ("ours", "theirs"))
-    assert 0 < np.abs(ours - theirs).max() < 0.5 * theirs.std()
-    assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > 0.99
+    kernel_logits, llama_logits = (np.load(tmp_path / f"{name}.npy") for name in ("ours", "theirs"))
+    assert 0 < np.abs(kernel_logits - llama_logits).max() < 0.5 * llama_logits.std()
+    assert np.corrcoef(kernel_logits.ravel(), llama_logits.ravel())[0, 1] > 0.99
 
 
 def test_kernel_level_fits_the_cpu_variant() -> None:
@@ -206,9 +206,9 @@ def test_block_identity_depends_on_the_kernels(
     smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = libllama.build_info()
-    found = set()
+    identities = set()
     for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
         other = msgspec.structs.replace(build, kernels=level, kernels_version=version)
         monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
-        found.add(tuple(cache.identity(smol._loaded, 256).items()))
-    assert len(found) == 4
+        identities.add(tuple(cache.identity(smol._loaded, 256).items()))
+    assert len(identities) == 4

@@ -93,10 +93,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_document_is_refused_with_a_reason(words):
-    with pytest.raises(InvalidRequestError, match=words) as caught:
-        text_of(REFUSED[words], "a", "messages[0]")
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_document_is_refused_with_a_reason(message):
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        text_of(REFUSED[message], "a", "messages[0]")
     assert caught.value.param == "messages[0]"
 
 
@@ -115,15 +115,15 @@ UNFINISHED = [
 ]
 
 
-@pytest.mark.parametrize("end", ["", ">"])
+@pytest.mark.parametrize("ending", ["", ">"])
 @pytest.mark.parametrize("text", UNFINISHED)
-def test_page_takes_time_linear_in_its_length(text, end):
+def test_page_takes_time_linear_in_its_length(text, ending):
     """Some took the parser a minute, and with it one of the decoders that all requests share."""
     helper = document_reader_process
 
     def seconds(n: int) -> float:
         began = time.thread_time()
-        helper._html(f"<html>{text * n}{end}".encode(), "cp1252")
+        helper._html(f"<html>{text * n}{ending}".encode(), "cp1252")
         return time.thread_time() - began
 
     small = min(seconds(10_000) for _ in range(3))
@@ -149,9 +149,9 @@ def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
     read = []
     answer_of = pictures.answer_of
 
-    def counted(*given: object) -> tuple[bytes, bytes]:
-        read.append(given)
-        return answer_of(*given)
+    def counted(*arguments: object) -> tuple[bytes, bytes]:
+        read.append(arguments)
+        return answer_of(*arguments)
 
     monkeypatch.setattr(pictures, "answer_of", counted)
     for caller, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
@@ -162,7 +162,7 @@ def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("https://a.example/x.pdf", "addresses are not fetched"),
         ("file:///etc/passwd", "addresses are not fetched"),
@@ -170,8 +170,8 @@ def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
         (base64.b64encode(b"\xff\x00\xfe").decode(), "no PDF, DOCX, HTML or UTF-8 text"),
     ],
 )
-def test_what_is_no_document_is_refused(text, words):
-    with pytest.raises(InvalidRequestError, match=words):
+def test_what_is_no_document_is_refused(text, message):
+    with pytest.raises(InvalidRequestError, match=message):
         parts_of(text, "a")
 
 
@@ -190,17 +190,17 @@ def test_mutated_documents_are_text_or_a_refusal(original):
     rng = np.random.default_rng(28)
     for _ in range(20):
         data = bytearray(original)
-        for place in rng.integers(8, len(data), 12):
-            data[place] = rng.integers(256)
+        for offset in rng.integers(8, len(data), 12):
+            data[offset] = rng.integers(256)
         with contextlib.suppress(InvalidRequestError):
             assert isinstance(text_of(bytes(data), "a"), str)
 
 
 def test_caller_leaves_a_decoder_to_others(monkeypatch):
-    opened, begun = threading.Event(), []
+    opened, started = threading.Event(), []
 
-    def run(*command, **given):
-        begun.append(pictures.current_caller.get())
+    def run(*command, **options):
+        started.append(pictures.current_caller.get())
         assert opened.wait(30)
         return subprocess.CompletedProcess(command, 0, b"1 1\n\0\0\0", b"")
 
@@ -212,8 +212,8 @@ def test_caller_leaves_a_decoder_to_others(monkeypatch):
 
     with ThreadPoolExecutor(6) as pool:
         busy = [pool.submit(decode, "busy") for _ in range(4)]
-        wait_until(lambda: begun == ["busy"] * 2, "two decoders to work")
+        wait_until(lambda: started == ["busy"] * 2, "two decoders to work")
         other = pool.submit(decode, "other")
-        wait_until(lambda: sorted(begun) == ["busy", "busy", "other"], "the third to work")
+        wait_until(lambda: sorted(started) == ["busy", "busy", "other"], "the third to work")
         opened.set()
-        assert all(one.result(30).width == 1 for one in [*busy, other])
+        assert all(future.result(30).width == 1 for future in [*busy, other])

@@ -75,9 +75,9 @@ def test_native_code_passes_the_sanitizers(level: str, tmp_path: Path) -> None:
     assert len(lines) == _SANITIZED_CASES
 
 
-def _agree(one: list[str], two: list[str], *apart: str) -> None:
+def _agree(first: list[str], second: list[str], *apart: str) -> None:
     """Fail if outcomes differ that neither level declines and that have none of these words."""
-    pairs = list(zip(one, two, strict=True))
+    pairs = list(zip(first, second, strict=True))
     both = [
         pair
         for pair in pairs
@@ -89,8 +89,8 @@ def _agree(one: list[str], two: list[str], *apart: str) -> None:
 
 @pytest.mark.needs("levels")
 def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
-    first, *others = (_shipped(level, tmp_path) for level in LEVELS if can_run(level))
-    for other in others:
+    first, *other_digests = (_shipped(level, tmp_path) for level in LEVELS if can_run(level))
+    for other in other_digests:
         _agree(first, other, " bf16 ")  # AVX-512 has an instruction of its own for BF16
 
 
@@ -118,8 +118,8 @@ def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path
         ggml=ggml,
     )
     root = _CROSS / "usr/aarch64-linux-gnu"
-    found = _fuzz(
+    digests = _fuzz(
         *(qemu, "-cpu", processor, "-L", root, tmp_path / level, str(_ARM64_CASES), "grid"),
         libraries=(ggml, native),
     )
-    _agree(_shipped("v3", tmp_path, _ARM64_CASES), found)
+    _agree(_shipped("v3", tmp_path, _ARM64_CASES), digests)

@@ -109,9 +109,9 @@ def answering(program: str) -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def ask(process: subprocess.Popen[str], *words: str | Path) -> tuple[int, float, str]:
+def ask(process: subprocess.Popen[str], *fields: str | Path) -> tuple[int, float, str]:
     """The end of the child for these words, its seconds of processor time, and what it said."""
-    process.stdin.write("\t".join(map(str, words)) + "\n")
+    process.stdin.write("\t".join(map(str, fields)) + "\n")
     process.stdin.flush()
     code, seconds, said = process.stdout.readline().rstrip("\n").split(" ", 2)
     return int(code), float(seconds), said
@@ -167,25 +167,25 @@ _NASTY_FLOATS = tuple(
 )
 
 
-def mutated(data: bytes, end: int, chance: random.Random) -> bytearray:
+def mutated(data: bytes, header_end: int, chance: random.Random) -> bytearray:
     """A projector whose header, up to `end`, was changed in some places, or a weight to NaN."""
     out = bytearray(data)
-    keys = [at for at in range(24, end - 16) if data[at : at + 5] == b"clip."]
+    keys = [offset for offset in range(24, header_end - 16) if data[offset : offset + 5] == b"clip."]
     for _ in range(chance.choice((1, 1, 1, 2, 2, 4, 12))):
-        how, at = chance.random(), chance.randrange(24, end - 64)
-        if how < 0.05:
-            at = chance.randrange(end, len(out) - 4)
-            out[at : at + 4] = bytes.fromhex("00 7e c0 7f")  # of two bytes, or of four
-        elif how < 0.4:
-            out[at] = chance.randrange(256)
-        elif how < 0.95:
-            if how < 0.8:  # the value of a key
+        kind, offset = chance.random(), chance.randrange(24, header_end - 64)
+        if kind < 0.05:
+            offset = chance.randrange(header_end, len(out) - 4)
+            out[offset : offset + 4] = bytes.fromhex("00 7e c0 7f")  # of two bytes, or of four
+        elif kind < 0.4:
+            out[offset] = chance.randrange(256)
+        elif kind < 0.95:
+            if kind < 0.8:  # the value of a key
                 key = chance.choice(keys)
-                at = min(key + struct.unpack_from("<Q", data, key - 8)[0] + 4, end - 4)
-            struct.pack_into("<I", out, at, chance.choice(_NASTY + _NASTY_FLOATS))
+                offset = min(key + struct.unpack_from("<Q", data, key - 8)[0] + 4, header_end - 4)
+            struct.pack_into("<I", out, offset, chance.choice(_NASTY + _NASTY_FLOATS))
         else:
-            source, n_bytes = chance.randrange(24, end - 64), chance.randrange(4, 64)
-            out[at : at + n_bytes] = out[source : source + n_bytes]
+            source, n_bytes = chance.randrange(24, header_end - 64), chance.randrange(4, 64)
+            out[offset : offset + n_bytes] = out[source : source + n_bytes]
     if chance.random() < 0.05:
         del out[chance.randrange(24, len(out)) :]
     return out
@@ -224,8 +224,8 @@ def test_mutated_projectors_end_their_trial_alone(
     path = tmp_path / "mmproj.gguf"
     with answering(_ENCODING) as encoder:
         for number in range(N_PROJECTORS):
-            data, end, text = files[number % len(files)]
-            path.write_bytes(mutated(data, end, chance))
+            data, header_end, text = files[number % len(files)]
+            path.write_bytes(mutated(data, header_end, chance))
             code, seconds, said = ask(encoder, path, text)
             assert (code, seconds < _MOST_S) == (0, True), (number, seconds, said)
             longest = max(longest, seconds)

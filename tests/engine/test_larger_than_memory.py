@@ -45,22 +45,22 @@ Answer = Callable[..., dict[str, Any]]
 def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
     """`group(bytes)`: a control group with this limit, which ends with the test."""
     base = _V1 if (_V1 / "memory.limit_in_bytes").exists() else _V2
-    place = base / f"edgeinfer-test-{os.getpid()}"
+    folder = base / f"edgeinfer-test-{os.getpid()}"
     try:
-        place.mkdir()
+        folder.mkdir()
     except OSError:
         pytest.skip("no control group can be made here: it needs root")
-    limit = place / ("memory.limit_in_bytes" if base == _V1 else "memory.max")
+    limit = folder / ("memory.limit_in_bytes" if base == _V1 else "memory.max")
     if not limit.exists():
-        place.rmdir()
+        folder.rmdir()
         pytest.skip("no control group of this machine limits memory")
 
     def limited(n_bytes: int) -> str:
         limit.write_text(str(n_bytes))
-        return str(place)
+        return str(folder)
 
     yield limited
-    place.rmdir()
+    folder.rmdir()
 
 
 def answer(group: str, model: Path, n_ctx: int = 512, prompt: str = "The river") -> dict[str, Any]:
@@ -70,8 +70,8 @@ def answer(group: str, model: Path, n_ctx: int = 512, prompt: str = "The river")
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     said = run_python(PROGRAM, group, model, n_ctx, prompt, timeout=300)
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return result
 
 
 def test_a_model_larger_than_memory_answers_with_a_warning(
@@ -108,8 +108,8 @@ def test_of_a_mixture_only_the_experts_that_are_used_are_read(
     monkeypatch.setattr(made_families, "FF", wide)
     model = make_family(tmp_path / "experts.gguf", "large")
     size = model.stat().st_size
-    found = answer(group(320 * MIB), model, n_ctx=128, prompt="a")
-    (warning,) = found["warnings"]
+    result = answer(group(320 * MIB), model, n_ctx=128, prompt="a")
+    (warning,) = result["warnings"]
     assert "do not fit into the" in warning
-    assert found["n_ctx"] == 128
-    assert 0 < found["read"] < 2 * size  # in four steps, each of which reads a dense model anew
+    assert result["n_ctx"] == 128
+    assert 0 < result["read"] < 2 * size  # in four steps, each of which reads a dense model anew

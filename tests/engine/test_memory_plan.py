@@ -130,8 +130,8 @@ def devices_with(*free_gib: float) -> tuple[Room, ...]:
     return tuple(Room(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib))
 
 
-def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offload:
-    return make_offload(shape, plan_of(shape), devices_with(*free_gib), wanted)
+def spread(shape: Shape, *free_gib: float, n_layers: int | str = "auto") -> Offload:
+    return make_offload(shape, plan_of(shape), devices_with(*free_gib), n_layers)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def spread(shape: Shape, *free_gib: float, wanted: int | str = "auto") -> Offloa
     ],
 )
 def test_auto_leaves_experts_first_then_layers_then_all(shape, free_gib, n_layers, n_without) -> None:
-    found = spread(shape, *free_gib)
-    assert found.n_layers == n_layers
-    assert found.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
-    assert found.reason
-    held = found.weights_bytes + found.kv_bytes + found.compute_bytes
+    offload = spread(shape, *free_gib)
+    assert offload.n_layers == n_layers
+    assert offload.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
+    assert offload.reason
+    held = offload.weights_bytes + offload.kv_bytes + offload.compute_bytes
     assert held <= sum(
-        room.free_bytes for room in devices_with(*free_gib) if room.name in found.devices
+        room.free_bytes for room in devices_with(*free_gib) if room.name in offload.devices
     )
 
 
@@ -175,33 +175,33 @@ def test_more_room_never_holds_less() -> None:
 def test_layers_are_split_by_the_room_of_each_device() -> None:
     small, large = spread(DENSE, 6.0, 18.0).split
     assert (small < large / 2, small + large) == (True, 33)
-    assert spread(DENSE, 1.0, 1.0, wanted=8).split == (5, 3), "the output weighs two layers"
+    assert spread(DENSE, 1.0, 1.0, n_layers=8).split == (5, 3), "the output weighs two layers"
     assert spread(DENSE, 24.0, 0.1).devices == ("Vulkan0",)
 
 
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS, LARGE_OUTPUT])
 @pytest.mark.parametrize("free_gib", [(4, 2.5), (2.5, 4), (3, 3), (5, 1, 4), (8, 7)])
 def test_no_device_is_given_more_than_it_has(shape, free_gib) -> None:
-    found = spread(shape, *free_gib)
+    offload = spread(shape, *free_gib)
     layer = (shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // shape.n_layer
-    layer += found.kv_bytes // (found.n_layers - 1)
+    layer += offload.kv_bytes // (offload.n_layers - 1)
     experts = shape.expert_bytes // shape.n_layer
-    first = found.n_all - found.n_layers
-    held = [layer + experts * (i >= found.n_without_experts) for i in range(first, shape.n_layer)]
+    first = offload.n_all - offload.n_layers
+    held = [layer + experts * (i >= offload.n_without_experts) for i in range(first, shape.n_layer)]
     held.append(shape.embedding_bytes)
-    for name, n in zip(found.devices, found.split, strict=True):
+    for name, n in zip(offload.devices, offload.split, strict=True):
         free = free_gib[int(name.removeprefix("Vulkan"))] * GIB
-        assert sum(held[:n]) + found.compute_bytes / len(found.devices) <= free
+        assert sum(held[:n]) + offload.compute_bytes / len(offload.devices) <= free
         held = held[n:]
 
 
 def test_what_is_asked_is_taken_at_its_word() -> None:
-    assert spread(DENSE, 1.0, wanted="all").n_layers == 33
-    assert spread(DENSE, 24.0, wanted=7).n_layers == 7
-    assert spread(DENSE, 24.0, wanted=700).n_layers == 33
-    assert spread(DENSE, 24.0, wanted="none").devices == ()
-    assert spread(DENSE, 24.0, wanted=0).reason == "as asked"
-    assert "no device" in spread(DENSE, wanted="all").reason
+    assert spread(DENSE, 1.0, n_layers="all").n_layers == 33
+    assert spread(DENSE, 24.0, n_layers=7).n_layers == 7
+    assert spread(DENSE, 24.0, n_layers=700).n_layers == 33
+    assert spread(DENSE, 24.0, n_layers="none").devices == ()
+    assert spread(DENSE, 24.0, n_layers=0).reason == "as asked"
+    assert "no device" in spread(DENSE, n_layers="all").reason
 
 
 def test_a_person_reads_it() -> None:

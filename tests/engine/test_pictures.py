@@ -184,7 +184,7 @@ def answer_as_bare_calls(engine: LlamaEngine, request: GenerateRequest) -> Colle
     logits = scores(engine, *spans_of(engine, request))
     expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     reply = answer(engine, request)
-    top = [one.logprob for one in reply.logprobs[0].top]
+    top = [token.logprob for token in reply.logprobs[0].top]
     np.testing.assert_allclose(top, expected[np.argsort(expected)[::-1][:3]], atol=2e-3)
     return reply
 
@@ -500,15 +500,15 @@ def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
 
 
 def test_projector_of_another_model_is_refused(smollm2: Path, tmp_path: Path) -> None:
-    made = make_projector(tmp_path / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
+    foreign = make_projector(tmp_path / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
     narrow = make_projector(tmp_path / "narrow.gguf", "gemma3", 64)
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(made.read_bytes()[:5000])
-    for projector, words in ((made, "another model"), (narrow, "load"), (broken, "load")):
+    broken.write_bytes(foreign.read_bytes()[:5000])
+    for projector, message in ((foreign, "another model"), (narrow, "load"), (broken, "load")):
         files = ModelFiles(name="m", paths=(str(smollm2),), projector=str(projector))
         with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1))) as engine:
             assert not engine.info.can_see
-            with pytest.raises(InvalidRequestError, match=rf"was refused: .*{words}"):
+            with pytest.raises(InvalidRequestError, match=rf"was refused: .*{message}"):
                 engine.submit(chat(picture()))
             assert answer(engine, ask()).finish is not None
 
@@ -528,18 +528,18 @@ def test_memory_plan_leaves_room_for_the_projector(tmp_path: Path) -> None:
     projector.write_bytes(bytes(5000))
     machine = read_machine()
     files = ModelFiles(name="m", paths=(), projector=str(projector))
-    left = _beside_projector(machine, files).memory.available_bytes
-    assert machine.memory.available_bytes - left == 5000
+    remaining_bytes = _beside_projector(machine, files).memory.available_bytes
+    assert machine.memory.available_bytes - remaining_bytes == 5000
 
 
 def test_picture_that_none_waits_for_is_not_encoded() -> None:
     """A client that sends large pictures and leaves takes no time of others' encoding."""
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
     encoded: list[Picture] = []
 
     class Slow:
         def encode(self, picture: Picture) -> list[np.ndarray]:
-            begun.set()
+            started.set()
             go_on.wait()
             encoded.append(picture)
             return [np.zeros((1, 4), np.float32)]
@@ -554,7 +554,7 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
     ]
     for request in requests:
         request.encode_behind(0)
-    assert begun.wait(60)
+    assert started.wait(60)
     for request in requests[:3]:  # the first is encoding, and another request waits for the third
         request.close()
     go_on.set()

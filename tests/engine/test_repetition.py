@@ -20,8 +20,8 @@ PARAGRAPH = " ".join(
 #: No two neighbouring parts of these are equal, as a penalty on repeats makes them.
 MONOTONOUS = {
     "a poem": "".join(
-        f"A place where the soul of the sea {verb} over {place},\n"
-        for verb, place in zip(itertools.islice(itertools.cycle(VERBS), 80), PLACES, strict=False)
+        f"A place where the soul of the sea {verb} over {landscape},\n"
+        for verb, landscape in zip(itertools.islice(itertools.cycle(VERBS), 80), PLACES, strict=False)
     ),
     "a list": "".join(
         f"- 1 teaspoon of {fruit} {verb}, melted\n"
@@ -78,8 +78,8 @@ def test_a_monotonous_answer_is_seen_though_nothing_repeats_exactly(name):
 def test_a_loop_ends_at_one_character_however_the_answer_is_cut(size, text):
     by_character, watch = RepetitionWatch(), RepetitionWatch()
     first = next(i for i, character in enumerate(text, 1) if by_character.add(character))
-    pieces = [(at, watch.add(text[at : at + size])) for at in range(0, len(text), size)]
-    assert next(at + kept for at, kept in pieces if kept is not None) == first
+    pieces = [(offset, watch.add(text[offset : offset + size])) for offset in range(0, len(text), size)]
+    assert next(offset + n_kept for offset, n_kept in pieces if n_kept is not None) == first
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -40,13 +40,13 @@ SETS: tuple[Lora, ...] = (
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Adapter, ...]:
     folder = tmp_path_factory.mktemp("lora")
-    made = {
+    paths = {
         "a": make_adapter(folder / "a.gguf", 0, 0.05, 16, modules=ALL),
         "b": make_adapter(folder / "b.gguf", 1, 0.05, 4, modules=ALL, kind=Kind.F16, alpha=2),
         "c": make_adapter(folder / "c.gguf", 2, 0.05, 3, modules=ALL[2:], kind=Kind.BF16),
         "d": make_adapter(folder / "d.gguf", 3, 0.05, 8),
     }
-    return tuple(Adapter(name, path, 0.0) for name, path in made.items())
+    return tuple(Adapter(name, path, 0.0) for name, path in paths.items())
 
 
 def opened(smollm2: Path, adapters: tuple[Adapter, ...], **options: Any) -> LlamaEngine:
@@ -73,7 +73,7 @@ def ask(i: int, lora: Lora, **fields: Any) -> GenerateRequest:
 
 def answers(engine: LlamaEngine, requests: list[GenerateRequest]) -> list[list[TokenLogprobs]]:
     """The tokens of all answers, computed at once, with the log-probabilities of the likeliest."""
-    return [found.logprobs for found in engines.answers(engine, requests)]
+    return [reply.logprobs for reply in engines.answers(engine, requests)]
 
 
 def alone(engine: LlamaEngine, requests: list[GenerateRequest]) -> list[list[TokenLogprobs]]:
@@ -84,18 +84,18 @@ def test_rows_of_any_adapters_share_steps_and_are_bit_identical_to_unbatched_one
     engine: LlamaEngine,
 ) -> None:
     requests = [ask(i, lora) for i, lora in enumerate(SETS)]
-    wanted = alone(engine, requests)
+    unbatched = alone(engine, requests)
     before = engine.metrics().steps_total
-    assert answers(engine, requests) == wanted
+    assert answers(engine, requests) == unbatched
     assert engine.metrics().steps_total - before < 2 * N_TOKENS
     same_prompt = alone(engine, [ask(0, lora) for lora in SETS[:6]])
-    assert len({str(one) for one in same_prompt}) == 6
+    assert len({str(answer) for answer in same_prompt}) == 6
 
 
 def test_draft_tokens_of_a_row_with_an_adapter_are_bit_identical(engine: LlamaEngine) -> None:
-    wanted = alone(engine, [ask(i, lora) for i, lora in enumerate(SETS)])
+    unbatched = alone(engine, [ask(i, lora) for i, lora in enumerate(SETS)])
     drafted = [ask(i, lora, speculative="ngram") for i, lora in enumerate(SETS)]
-    assert alone(engine, drafted) == wanted
+    assert alone(engine, drafted) == unbatched
     assert engine.metrics().draft_tokens_total > 0
 
 
@@ -103,30 +103,30 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
     engine: LlamaEngine, adapters: tuple[Adapter, ...]
 ) -> None:
     requests = [ask(i, lora, max_tokens=60) for i, lora in enumerate(SETS[:3])]
-    wanted = alone(engine, requests)
+    unbatched = alone(engine, requests)
     running = [engine.submit(request) for request in requests]
     engine.use_adapters(adapters[:2])
     engine.use_adapters(adapters)
-    assert [collected(generation).logprobs for generation in running] == wanted
+    assert [collected(generation).logprobs for generation in running] == unbatched
     assert engine.info.lora == adapters
 
 
 def prompt_scores(engine: LlamaEngine, lora: Lora) -> np.ndarray:
     """Log-probabilities of the tokens of one prompt."""
-    found = engines.answer(engine, ask(3, lora, max_tokens=1, prompt_logprobs=0)).prompt
-    return np.array([one.chosen.logprob for one in found.tokens])
+    prompt = engines.answer(engine, ask(3, lora, max_tokens=1, prompt_logprobs=0)).prompt
+    return np.array([token.chosen.logprob for token in prompt.tokens])
 
 
 def test_kernels_add_what_llama_cpp_computes(
     engine: LlamaEngine, smollm2: Path, adapters: tuple[Adapter, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = [prompt_scores(engine, lora) for lora in SETS]
+    kernel_scores = [prompt_scores(engine, lora) for lora in SETS]
     monkeypatch.setattr(row_adapters, "_GET_TENSOR", "no such function")
     with closing(opened(smollm2, adapters)) as llamas:
-        theirs = [prompt_scores(llamas, lora) for lora in SETS]
-    for lora, own, other in zip(SETS, ours, theirs, strict=True):
-        changed = abs(own - ours[0]).mean()
-        assert abs(own - other).mean() <= changed / 5
+        llama_scores = [prompt_scores(llamas, lora) for lora in SETS]
+    for lora, kernel_score, llama_score in zip(SETS, kernel_scores, llama_scores, strict=True):
+        changed = abs(kernel_score - kernel_scores[0]).mean()
+        assert abs(kernel_score - llama_score).mean() <= changed / 5
         assert changed > 0.1 or not lora
 
 
@@ -139,11 +139,11 @@ def test_adapters_of_other_types_take_turns(
     with closing(opened(smollm2, (*adapters, Adapter("q", path, 0.0)))) as engine:
         sets: list[Lora] = [(), (("a", 1.0),), (("q", 1.0),), (("a", 1.0), ("q", 1.0))]
         requests = [ask(i, lora) for i, lora in enumerate(sets)]
-        wanted = alone(engine, requests)
+        unbatched = alone(engine, requests)
         before = engine.metrics().steps_total
-        assert answers(engine, requests) == wanted
+        assert answers(engine, requests) == unbatched
         assert engine.metrics().steps_total - before >= 2 * N_TOKENS
-        assert len({str(one) for one in alone(engine, [ask(0, lora) for lora in sets])}) == 4
+        assert len({str(answer) for answer in alone(engine, [ask(0, lora) for lora in sets])}) == 4
 
 
 def test_llama_cpp_computes_adapters_that_the_kernels_missed(
@@ -153,10 +153,10 @@ def test_llama_cpp_computes_adapters_that_the_kernels_missed(
     with monkeypatch.context() as patch:
         patch.setattr(row_adapters, "_GET_TENSOR", "no such function")
         with closing(opened(smollm2, adapters)) as llamas:
-            wanted = alone(llamas, requests)
+            unbatched = alone(llamas, requests)
     kernels = row_adapters._kernels()
-    end = kernels.edgeinfer_adapters_end
-    monkeypatch.setattr(kernels, "edgeinfer_adapters_end", lambda step: end(step) and False)
+    end_adapters = kernels.edgeinfer_adapters_end
+    monkeypatch.setattr(kernels, "edgeinfer_adapters_end", lambda step: end_adapters(step) and False)
     with closing(opened(smollm2, adapters)) as engine:
-        assert alone(engine, requests) == wanted
+        assert alone(engine, requests) == unbatched
         assert len(answers(engine, requests)) == len(requests)

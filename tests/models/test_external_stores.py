@@ -173,7 +173,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(("break_it", "said"), BREAKS.items(), ids=[one.__name__ for one in BREAKS])
+@pytest.mark.parametrize(
+    ("break_it", "said"), BREAKS.items(), ids=[function.__name__ for function in BREAKS]
+)
 def test_broken_model_is_listed_with_what_to_do_and_never_written_to(
     external, break_it, said, capsys, list_models
 ) -> None:
@@ -194,20 +196,20 @@ def test_broken_model_is_listed_with_what_to_do_and_never_written_to(
 
 
 def test_unreadable_folder_is_reported(external, list_models) -> None:
-    place = external.root / "manifests" if isinstance(external, OllamaStore) else external.root
-    place.chmod(0)
+    folder = external.root / "manifests" if isinstance(external, OllamaStore) else external.root
+    folder.chmod(0)
     try:
-        found = list_models()
+        listing = list_models()
         if os.geteuid():
-            (row,) = found["unusable"]
+            (row,) = listing["unusable"]
             assert row["name"].endswith("*")
             assert "can't be looked into" in row["problem"]
             with pytest.raises(ModelNotPulledError):
                 resolve(external.name).files()
         else:
-            assert found["models"]
+            assert listing["models"]
     finally:
-        place.chmod(0o700)
+        folder.chmod(0o700)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,8 @@ def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, list_m
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
-    found = list_models()
-    assert (found["models"], found["unusable"]) == ([], [])
+    listing = list_models()
+    assert (listing["models"], listing["unusable"]) == ([], [])
     with pytest.raises(ModelNotPulledError, match=r"Ollama has no llama3:8b in .*nowhere"):
         resolve("ollama/llama3:8b").files()
 
@@ -266,15 +268,15 @@ def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, list_m
 
 def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     external = OllamaStore(home, TINY)
-    for place in (
+    for path in (
         "registry.ollama.ai/library/big/latest",
         "registry.ollama.ai/someone/tiny/q8_0",
         "hf.co/someone/Tiny-GGUF/Q4_K_M",
     ):
-        external.write_manifest(external.root / "manifests" / place)
+        external.write_manifest(external.root / "manifests" / path)
     names = {model.name for model in stores.search("ollama/")}
-    others = {"ollama/big", "ollama/someone/tiny:q8_0", "ollama/hf.co/someone/Tiny-GGUF:Q4_K_M"}
-    assert names == {"ollama/tiny:1b", *others}
+    foreign = {"ollama/big", "ollama/someone/tiny:q8_0", "ollama/hf.co/someone/Tiny-GGUF:Q4_K_M"}
+    assert names == {"ollama/tiny:1b", *foreign}
     assert resolve("ollama/big:latest").files().name == "ollama/big"
     assert len({safe_name(name) for name in names}) == 4
     assert part_of("Ollama/Big:latest") == part_of("ollama/big")
@@ -395,7 +397,11 @@ def test_ollamas_projector_is_found(home: Path, tmp_path: Path) -> None:
     blob = external.blob(projector.read_bytes())
     external.write_manifest()
     assert resolve(external.name).files().projector == str(blob)
-    assert next(one for one, _ in every_model(load_catalog()) if one.name == external.name).can_see
+    assert next(
+        listed_model
+        for listed_model, _ in every_model(load_catalog())
+        if listed_model.name == external.name
+    ).can_see
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])

@@ -24,38 +24,38 @@ def tree(root: Path, cgroup: str, files: dict[str, object]) -> Path:
 
 
 def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
-    found = machine.read_memory(tree(tmp_path, "0::/user\n", {"user/memory.max": "max\n"}))
-    assert (found.total_bytes, found.available_bytes) == (16_000_000 * 1024, 12_000_000 * 1024)
-    assert "MemAvailable" in found.reason
+    memory = machine.read_memory(tree(tmp_path, "0::/user\n", {"user/memory.max": "max\n"}))
+    assert (memory.total_bytes, memory.available_bytes) == (16_000_000 * 1024, 12_000_000 * 1024)
+    assert "MemAvailable" in memory.reason
 
 
-def group(limit: object, used: int, stat: str = "", at: str = "") -> dict[str, object]:
+def group(limit: object, used: int, stat: str = "", folder: str = "") -> dict[str, object]:
     """The memory files of a control group (version 2)."""
-    return {f"{at}memory.max": limit, f"{at}memory.current": used, f"{at}memory.stat": stat}
+    return {f"{folder}memory.max": limit, f"{folder}memory.current": used, f"{folder}memory.stat": stat}
 
 
 IN_CACHE = f"anon {GB}\ninactive_file {2 * GB}\nactive_file {4 * GB}\nshmem 5"
 HALF_IN_CACHE = group(4 * GB, 3 * GB, f"inactive_file {GB // 2}", "a/")
-TIGHTER_ABOVE = group(6 * GB, 0, at="a/b/") | group(8 * GB, 7 * GB, at="a/")
+TIGHTER_ABOVE = group(6 * GB, 0, folder="a/b/") | group(8 * GB, 7 * GB, folder="a/")
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "files", "total", "available", "place"),
+    ("cgroup", "files", "total", "available", "ending"),
     [
         # a container, whose root is its own group, with the weights in the page cache
         ("/", group(8 * GB, 7 * GB, IN_CACHE), 8 * GB, 7 * GB, "memory.max"),
         # limit and usage come from the same group, wherever the limit is
-        ("/a/b", group("max", GB, at="a/b/") | HALF_IN_CACHE, 4 * GB, 3 * GB // 2, "a/memory.max"),
+        ("/a/b", group("max", GB, folder="a/b/") | HALF_IN_CACHE, 4 * GB, 3 * GB // 2, "a/memory.max"),
         # the group that leaves least counts, not the first
         ("/a/b", TIGHTER_ABOVE, 6 * GB, GB, "a/memory.max"),
         ("/", group(GB, 2 * GB), GB, 0, "memory.max"),
     ],
     ids=["container", "same group", "tightest group", "over its limit"],
 )
-def test_control_group_limits_memory(tmp_path: Path, cgroup, files, total, available, place) -> None:
+def test_control_group_limits_memory(tmp_path: Path, cgroup, files, total, available, ending) -> None:
     memory = machine.read_memory(tree(tmp_path, f"0::{cgroup}\n", files))
     assert (memory.total_bytes, memory.available_bytes) == (total, available)
-    assert memory.reason.endswith(place)
+    assert memory.reason.endswith(ending)
 
 
 def test_version_1_groups(tmp_path: Path) -> None:

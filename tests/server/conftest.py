@@ -59,8 +59,8 @@ class Served:
     #: Runs requests beside the test.
     pool: ThreadPoolExecutor
 
-    def drain(self, why: str = "SIGTERM") -> None:
-        self.loop.call_soon_threadsafe(self.server.drain, why)
+    def drain(self, reason: str = "SIGTERM") -> None:
+        self.loop.call_soon_threadsafe(self.server.drain, reason)
 
     def wait_ended(self) -> ServeOutcome:
         return self.outcome.result(30)
@@ -81,12 +81,12 @@ class Served:
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
         """Stream an answer; return names and data of its events, without comments and `[DONE]`."""
         text = self.client.post(path, json=body | {"stream": True}).text
-        found = []
+        received = []
         for block in text.split("\n\n"):
             fields = dict(line.split(": ", 1) for line in block.splitlines() if line[:1] not in ":")
             if fields.get("data", "[DONE]") != "[DONE]":
-                found.append((fields.get("event", ""), json.loads(fields["data"])))
-        return found
+                received.append((fields.get("event", ""), json.loads(fields["data"])))
+        return received
 
 
 @contextlib.contextmanager
@@ -230,10 +230,10 @@ def _as_nobody() -> Iterator[None]:
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """`with stranger():` makes sockets that are another user's, as this program sees it."""
-    own = os.getuid()
-    if own == 0:
+    uid = os.getuid()
+    if uid == 0:
         return _as_nobody
-    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     return contextlib.nullcontext
 
 

@@ -34,9 +34,9 @@ def _is_world_accessible(path: Path) -> bool:
     return all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
 
 
-def _world_accessible_copy(place: Path) -> Path:
+def _world_accessible_copy(folder: Path) -> Path:
     """A copy of the virtual environment, with the CRIU in it told where it is now."""
-    target = place / "venv"
+    target = folder / "venv"
     shutil.copytree(sys.prefix, target, symlinks=True)
     criu = target / "criu/bin/criu"
     if criu.exists():
@@ -157,16 +157,21 @@ class Person:
             raise
         return Outcome(process.returncode, out, err)
 
-    def logged(self, words: str) -> str:
+    def logged(self, message: str) -> str:
         """Wait until the background warm has said something with these words; its whole log."""
         log = self.data / "state/auto-warm.log"
-        wait_until(lambda: log.exists() and words in log.read_text(), f"{words!r} in {log}", 120)
+        wait_until(lambda: log.exists() and message in log.read_text(), f"{message!r} in {log}", 120)
         return log.read_text()
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """A short greedy answer of the small model."""
-        words = ("run", MODEL, "Name three colours.", *"--max-tokens 6 --temperature 0 --json".split())
-        return self.run(*words, *arguments, **settings)
+        command = (
+            "run",
+            MODEL,
+            "Name three colours.",
+            *"--max-tokens 6 --temperature 0 --json".split(),
+        )
+        return self.run(*command, *arguments, **settings)
 
 
 class Outcome:
@@ -198,12 +203,12 @@ class Outcome:
 class Endpoint:
     """A running `serve`, and a client that connects anew for each request."""
 
-    def __init__(self, person: Person, *words: str, **settings) -> None:
+    def __init__(self, person: Person, *arguments: str, **settings) -> None:
         self.port = free_port()
         self.log = person.home / "serve.log"
         with open(self.log, "wb") as log:
             self.process = person.popen(
-                "serve", *words, "--port", str(self.port), stderr=log, stdout=log, **settings
+                "serve", *arguments, "--port", str(self.port), stderr=log, stdout=log, **settings
             )
         limits = httpx2.Limits(max_keepalive_connections=0)
         self.client = httpx2.Client(
@@ -258,9 +263,9 @@ class Endpoint:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Place:
-    found = probe()
-    if found.tier is None:
-        pytest.skip(f"snapshots do not work here: {found.reason}")
+    probed = probe()
+    if probed.tier is None:
+        pytest.skip(f"snapshots do not work here: {probed.reason}")
     folder = Path("/var/tmp") / f"edgeinfer-tests-{os.getpid()}"
     folder.mkdir(mode=0o755)
     yield Place(folder)

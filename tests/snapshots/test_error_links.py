@@ -64,12 +64,12 @@ def test_a_code_of_another_version_gives_the_root():
 
 
 def test_from_a_worker_to_its_engine_s_stand_in():
-    live_server, there = socket.socketpair()
+    live_server, worker_end = socket.socketpair()
 
     def load(_progress):
         raise raised_here()
 
-    worker = threading.Thread(target=serve_engine, args=(there, Start(), load))
+    worker = threading.Thread(target=serve_engine, args=(worker_end, Start(), load))
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
         RemoteEngine(live_server)
@@ -78,7 +78,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
 
 
 def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
-    ours, theirs = socket.socketpair()
+    app_end, launcher_end = socket.socketpair()
     launcher = Launcher(["chat"], 0, 0)
     launcher._apps.choice = LaunchChoice("m", {}, "auto")
 
@@ -87,11 +87,11 @@ def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
 
     monkeypatch.setattr(launcher._apps, "start", no_start)
     answering = threading.Thread(
-        target=lambda: launcher._read_app(SimpleNamespace(link=theirs, role="verb"))
+        target=lambda: launcher._read_app(SimpleNamespace(link=launcher_end, role="verb"))
     )
     answering.start()
-    with ours, theirs, pytest.raises(OutOfMemoryError) as raised:
-        AppHost(Start(), ours, None).worker("m", LoadOptions())
+    with app_end, launcher_end, pytest.raises(OutOfMemoryError) as raised:
+        AppHost(Start(), app_end, None).worker("m", LoadOptions())
     answering.join(10)
     assert survives(raised.value)
 

@@ -59,8 +59,8 @@ def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
     assert [s["details"]["name"] for s in listed] == [MODEL]
     # each sweeps what the one before has left, this one what the last kill has
     warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()
-    left = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
-    assert left == set()
+    leftovers = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
+    assert leftovers == set()
     warm.run("snapshots", "rm", f"{MODEL},ctx640").check()
 
 
@@ -155,9 +155,9 @@ def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
         os.utime(person.model, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def not_resumed(person, words: str) -> None:
+def not_resumed(person, message: str) -> None:
     outcome = person.ask("--resume=always")
-    assert (outcome.code, words in outcome.err) == (7, True), outcome.err
+    assert (outcome.code, message in outcome.err) == (7, True), outcome.err
 
 
 def test_folders_and_files_others_could_write_are_refused(spoiled):
@@ -223,9 +223,9 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
     inside = ["unshare", "--time", f"--monotonic={offset_s}", "--fork"]
     inside += ["setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
     program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
-    words = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
+    command = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
     done = subprocess.run(
-        [*inside, "--clear-groups", str(warm.place.python), "-c", program, *words],
+        [*inside, "--clear-groups", str(warm.place.python), "-c", program, *command],
         env=warm.environment,
         cwd=warm.home,
         capture_output=True,
@@ -243,17 +243,17 @@ BROKEN = '[ "$1" = --version ] && { echo Version: 4.1; exit; }\necho "Error no" 
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "message"),
     [(None, "of unknown"), ("exit 1", "of unknown"), (OLD, "3.17.1"), (BROKEN, "could not dump")],
 )
-def test_warm_without_a_criu_that_works_says_so_and_leaves_nothing(user, script, words):
+def test_warm_without_a_criu_that_works_says_so_and_leaves_nothing(user, script, message):
     criu = user.home / "criu"
     if script is not None:
         criu.write_text(f"#!/bin/sh\n{script}\n")
         criu.chmod(0o755)
     outcome = user.run("warm", MODEL, "--quiet", env={"EDGEINFER_CRIU": str(criu)})
     assert outcome.code == 7
-    assert words in outcome.err
+    assert message in outcome.err
     assert "hint:" in outcome.err
     assert folders(user) == set()
 

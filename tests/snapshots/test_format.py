@@ -18,7 +18,7 @@ from edgeinfer.errors import (
 from edgeinfer.launcher import messages
 from edgeinfer.snapshot_format import format
 
-words = st.text(
+text_values = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),
     max_size=30,
 )
@@ -33,7 +33,10 @@ def manifest(**tables) -> format.Manifest:
     return document
 
 
-@given(st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), words), st.lists(words, max_size=4))
+@given(
+    st.dictionaries(st.sampled_from(["cpu", "kernel", "user"]), text_values),
+    st.lists(text_values, max_size=4),
+)
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
     files = {f"/{path}": f"{n} {n * 1000} {n}" for n, path in enumerate(paths)}
     options = {"n_ctx": "8"}
@@ -148,10 +151,10 @@ def test_garbage_decodes_to_a_message_or_value_error(body):
 
 
 def test_descriptors_and_long_messages_go_through():
-    left, right = socket.socketpair()
+    sender_end, right = socket.socketpair()
     reader, writer = os.pipe()
     big = messages.Payload(content=os.urandom(3 << 20))
-    sender = threading.Thread(target=messages.send, args=(left, big, [writer]))
+    sender = threading.Thread(target=messages.send, args=(sender_end, big, [writer]))
     sender.start()
     received = messages.receive(right)
     sender.join()
@@ -162,14 +165,14 @@ def test_descriptors_and_long_messages_go_through():
     assert not os.get_inheritable(fds[0])
     for fd in (reader, writer, *fds):
         os.close(fd)
-    left.close()
+    sender_end.close()
     assert messages.receive(right) is None
     right.close()
 
 
 def test_torn_message_ends_the_stream():
-    left, right = socket.socketpair()
-    left.sendall((100).to_bytes(4, "little") + messages.encode(messages.Exit(code=0)))
-    left.close()
+    sender_end, right = socket.socketpair()
+    sender_end.sendall((100).to_bytes(4, "little") + messages.encode(messages.Exit(code=0)))
+    sender_end.close()
     assert messages.receive(right) is None
     right.close()

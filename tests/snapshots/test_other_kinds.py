@@ -34,7 +34,7 @@ def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, pla
     assert once == again != ""
     canary = msgspec.msgpack.decode(bytes.fromhex(once))
     assert (
-        {type(one) for one in canary} == {float}
+        {type(number) for number in canary} == {float}
         if kind == "ranker"
         else {*map(len, canary)} == {N_EMBD}
     )

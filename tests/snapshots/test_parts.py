@@ -361,13 +361,13 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
     ("role", "argv", "n_lines"), [("verb", "run", 1), ("verb", "chat", 0), ("worker", "run", 0)]
 )
 def test_cold_start_is_said_once_and_never_where_a_chat_draws(capsys, role, argv, n_lines):
-    ours, theirs = socket.socketpair()
+    app_end, launcher_end = socket.socketpair()
     request = LaunchRequest(role=role, argv=(argv,), hint="warm it")
-    host = AppHost(Start(how="cold", reason="no snapshot"), ours, None, request=request)
+    host = AppHost(Start(how="cold", reason="no snapshot"), app_end, None, request=request)
     host._say_cold_start()
     assert len(capsys.readouterr().err.splitlines()) == n_lines
-    ours.close()
-    theirs.close()
+    app_end.close()
+    launcher_end.close()
 
 
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
@@ -380,14 +380,14 @@ def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
 
 @pytest.mark.criu
 def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
-    def filtered(*words: str) -> subprocess.CompletedProcess[str]:
+    def filtered(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
             ROOT / "tests/made/filtered.py",
             sys.executable,
             "-m",
             "edgeinfer",
-            *words,
+            *arguments,
         ]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -424,9 +424,9 @@ def test_criu_that_hangs_in_a_restore_is_ended(tmp_path):
         link_inode=1,
         wake_inode=1,
     )
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = supervise.resume(manifest, str(tmp_path), theirs.fileno())
+    app_end, worker_end = socket.socketpair()
+    with app_end, worker_end:
+        child = supervise.resume(manifest, str(tmp_path), worker_end.fileno())
         with open(child.status_fd, encoding="utf-8") as reports:
             assert reports.read().startswith(f"failed criu did not end within {criu.RESTORE_LIMIT_S} s")
     os.waitpid(child.pid, 0)
@@ -545,10 +545,14 @@ print(os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
-@pytest.mark.parametrize(("theirs", "while_mapped", "after"), [("", "1000", "None"), ("7", "7", "7")])
-def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(theirs, while_mapped, after):
+@pytest.mark.parametrize(
+    ("user_spin_count", "while_mapped", "after"), [("", "1000", "None"), ("7", "7", "7")]
+)
+def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(
+    user_spin_count, while_mapped, after
+):
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    environment |= {"GOMP_SPINCOUNT": theirs} if theirs else {}
+    environment |= {"GOMP_SPINCOUNT": user_spin_count} if user_spin_count else {}
     assert run_python(SPIN_COUNTS, env=environment).split() == [while_mapped, after]
 
 
@@ -563,12 +567,12 @@ print(resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
 
 
-@pytest.mark.parametrize(("words", "bytes_allowed"), [((), "0"), (("debug",), "4096")])
-def test_core_file_is_written_only_for_debugging(words, bytes_allowed):
+@pytest.mark.parametrize(("arguments", "bytes_allowed"), [((), "0"), (("debug",), "4096")])
+def test_core_file_is_written_only_for_debugging(arguments, bytes_allowed):
     def allow():
         resource.setrlimit(resource.RLIMIT_CORE, (4096, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
-    assert run_python(LIMITED, *words, preexec_fn=allow).strip() == bytes_allowed
+    assert run_python(LIMITED, *arguments, preexec_fn=allow).strip() == bytes_allowed
 
 
 ABORT = """

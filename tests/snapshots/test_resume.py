@@ -97,12 +97,12 @@ request.limits = {"RLIMIT_NOFILE": "200"}
 
 def test_launch_request_sets_the_process_environment(warm):
     program = FACTS.replace("sys.stdout", f"{ENVIRONMENT}sys.stdout")
-    found = json.loads(warm.run(program=program).check().out)
-    given = {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C.UTF-8", "ONLY": "this"}
-    assert found["environment"] == given
-    assert (found["cwd"], found["umask"], found["timezone"]) == ("/usr", 0o027, "JST")
-    assert found["affinity"] == [0]
-    assert found["nofile"] == 200
+    result = json.loads(warm.run(program=program).check().out)
+    environment = {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C.UTF-8", "ONLY": "this"}
+    assert result["environment"] == environment
+    assert (result["cwd"], result["umask"], result["timezone"]) == ("/usr", 0o027, "JST")
+    assert result["affinity"] == [0]
+    assert result["nofile"] == 200
 
 
 def test_a_resumed_process_is_not_niced_like_its_builder(warm):
@@ -164,15 +164,15 @@ def test_sixteen_at_once_from_one_snapshot(warm):
 
 
 @pytest.mark.parametrize(
-    "words", [("--max-tokens", "100"), ("--max-tokens", "1")], ids=["outlives CRIU", "ends before"]
+    "options", [("--max-tokens", "100"), ("--max-tokens", "1")], ids=["outlives CRIU", "ends before"]
 )
-def test_a_criu_that_ends_late_takes_nothing_with_it(warm, tmp_path_factory, words):
+def test_a_criu_that_ends_late_takes_nothing_with_it(warm, tmp_path_factory, options):
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.c").write_text(SLOW_EXIT)
     library = folder / "slow.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "slow.c"], check=True)
     shutil.copy(library, warm.home / "slow.so")
-    ask = ("run", MODEL, "Count to fifty.", *words, "--temperature", "0", "--json")
+    ask = ("run", MODEL, "Count to fifty.", *options, "--temperature", "0", "--json")
     late = warm.run(str(warm.home / "slow.so"), *ask, "--resume=always", program=SLOW_CRIU).check()
     assert late.result["text"] == warm.run(*ask, "--resume=always").check().result["text"] != ""
     assert late.start["how"] == "resumed"

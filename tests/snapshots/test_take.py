@@ -37,8 +37,8 @@ def somebody(anybody) -> Person:
     return person
 
 
-def take(person, *words: str):
-    return person.run("snapshots", "take", *words, "--quiet", "--json")
+def take(person, *arguments: str):
+    return person.run("snapshots", "take", *arguments, "--quiet", "--json")
 
 
 class Stream(threading.Thread):
@@ -102,13 +102,13 @@ def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
         for stream in running:
             assert stream.began.wait(60)
         try:
-            taken = take(somebody, "--name", "live")
+            snapshot = take(somebody, "--name", "live")
         finally:
             for stream in running:
                 stream.hang_up.set()
                 stream.join(60)
-        assert taken.result["was_built"]
-        assert taken.result["pid"] == endpoint.process.pid
+        assert snapshot.result["was_built"]
+        assert snapshot.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
         description = process_metadata.left_by(app, process_metadata.DESCRIPTION, ProcessDescription)
         assert SECRET not in repr(description)
@@ -207,8 +207,8 @@ def test_impossible_take_reports_a_next_step(somebody):
     assert "there is no process" in take(somebody, str(1 << 22)).error["message"]
     assert "nothing that runs has unheard" in take(somebody, "unheard").error["message"]
     if somebody.uid != os.stat("/proc/1").st_uid:
-        others = take(somebody, "1")
-        assert (others.code, "belongs to another user" in others.error["message"]) == (2, True)
+        outcome = take(somebody, "1")
+        assert (outcome.code, "belongs to another user" in outcome.error["message"]) == (2, True)
     program = somebody.popen(program="import time; time.sleep(60)")
     stranger = take(somebody, str(program.pid))
     program.kill()

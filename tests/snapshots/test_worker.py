@@ -20,19 +20,19 @@ from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
 @contextlib.contextmanager
 def remote(engine, progress=None):
-    live_server, there = socket.socketpair()
+    live_server, worker_end = socket.socketpair()
 
     def load(report):
         report("load", 0.5)
         return engine
 
     worker = threading.Thread(
-        target=serve_engine, args=(there, Start(how="resumed", snapshot="fake"), load)
+        target=serve_engine, args=(worker_end, Start(how="resumed", snapshot="fake"), load)
     )
     worker.start()
     made = RemoteEngine(live_server, progress)
     try:
-        yield made, there
+        yield made, worker_end
     finally:
         made.close()
         worker.join(10)
@@ -72,10 +72,10 @@ def test_calls_answer_as_the_engine_does():
 
 def test_the_death_of_the_worker_ends_everything_in_flight():
     gate = StepGate(threading.Event())
-    with remote(FakeEngine([("a", gate)])) as (engine, there):
+    with remote(FakeEngine([("a", gate)])) as (engine, worker_end):
         generation = iter(engine.submit(ask()))
         assert gate.reached.wait(10)
-        there.shutdown(socket.SHUT_RDWR)
+        worker_end.shutdown(socket.SHUT_RDWR)
         with pytest.raises(EngineClosedError):
             list(generation)
         with pytest.raises(EngineClosedError):
@@ -99,8 +99,8 @@ def test_closing_waits_until_the_worker_has_closed_its_engine():
 
 
 def test_a_worker_that_dies_before_it_is_ready():
-    live_server, there = socket.socketpair()
-    there.close()
+    live_server, worker_end = socket.socketpair()
+    worker_end.close()
     with pytest.raises(EngineClosedError):
         RemoteEngine(live_server)
     assert live_server.fileno() == -1

@@ -26,15 +26,15 @@ END = Finished(reason="stop", usage=Usage(), timings=Timings())
 # --- a request on its way
 
 
-def _routed(ended: list[str]) -> RoutedRequest:
+def _routed(ends: list[str]) -> RoutedRequest:
     return RoutedRequest(
-        GenerateRequest(prompt="x"), lambda _: ended.append("end"), lambda _: ended.append("lost")
+        GenerateRequest(prompt="x"), lambda _: ends.append("end"), lambda _: ends.append("lost")
     )
 
 
 def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
-    ended: list[str] = []
-    request = _routed(ended)
+    ends: list[str] = []
+    request = _routed(ends)
     cancelled: list[int] = []
     first = EventStream(lambda: cancelled.append(1))
     request.follow(first)
@@ -49,7 +49,7 @@ def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
     assert not request.withdraw()
     second.put(END)
     assert [type(event) for event in request.stream] == [Progress, Progress, TextDelta, Finished]
-    assert (ended, cancelled) == (["end"], [1])
+    assert (ends, cancelled) == (["end"], [1])
 
 
 def test_request_cancelled_between_two_replicas_is_cancelled_in_the_second():
@@ -84,19 +84,19 @@ class Shop:
         engine = FakeEngine([self.script], info=self.info)
         engine.n_threads = n_threads
         self.engines.append(engine)
-        live_server, there = socket.socketpair()
-        self.sockets.append(there)
+        live_server, worker_end = socket.socketpair()
+        self.sockets.append(worker_end)
         worker = threading.Thread(
             target=serve_engine,
-            args=(there, Start(how="resumed"), lambda progress: engine),
+            args=(worker_end, Start(how="resumed"), lambda progress: engine),
             daemon=True,
         )
         worker.start()
         self.workers.append(worker)
         return Replica(RemoteEngine(live_server), "resumed", n_threads)
 
-    def kill(self, at: int) -> None:
-        self.sockets[at].shutdown(socket.SHUT_RDWR)
+    def kill(self, index: int) -> None:
+        self.sockets[index].shutdown(socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def open(self, count: int = 2, cores: int = 4) -> Iterator:
@@ -191,8 +191,8 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
         def health(self) -> str:
             return "the decode loop failed: MemoryError: no more"
 
-    live_server, there = socket.socketpair()
-    thread = threading.Thread(target=serve_engine, args=(there, Start(), lambda progress: Dead()))
+    live_server, worker_end = socket.socketpair()
+    thread = threading.Thread(target=serve_engine, args=(worker_end, Start(), lambda progress: Dead()))
     thread.start()
     engine = RemoteEngine(live_server)
     assert engine.health() == ""

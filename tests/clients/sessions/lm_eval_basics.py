@@ -98,34 +98,34 @@ def main(url: str, model: str) -> dict[str, Any]:
     """Return what became of every item."""
     items = [json.loads(line) for line in SET.read_text("utf-8").splitlines()]
     choices = [item for item in items if "choices" in item]
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as made:
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
         plain = {"model": model, "base_url": f"{url}/v1/completions", "tokenized_requests": True}
         for item, sample in zip(
             choices,
-            run(Path(made), "choices", choices, CHOICES, "local-completions", plain),
+            run(Path(folder), "choices", choices, CHOICES, "local-completions", plain),
             strict=True,
         ):
-            logprobs = [float(one[0][0]) for one in sample["resps"]]
-            found[item["id"]] = {
+            logprobs = [float(logprob[0][0]) for logprob in sample["resps"]]
+            results[item["id"]] = {
                 "passed": sample["acc"] == 1,
-                "logprobs": [round(one, 4) for one in logprobs],
+                "logprobs": [round(logprob, 4) for logprob in logprobs],
             }
         chat = {"model": model, "base_url": f"{url}/v1/chat/completions", "num_concurrent": 1}
         for tokens in sorted({item["max_tokens"] for item in items if "max_tokens" in item}):
-            some = [item for item in items if item.get("max_tokens") == tokens]
+            group = [item for item in items if item.get("max_tokens") == tokens]
             kind = OTHERS.replace("TOKENS", str(tokens))
             for item, sample in zip(
-                some,
-                run(Path(made), f"chat_{tokens}", some, kind, "local-chat-completions", chat),
+                group,
+                run(Path(folder), f"chat_{tokens}", group, kind, "local-chat-completions", chat),
                 strict=True,
             ):
                 answer = sample["resps"][0][0]
-                found[item["id"]] = {"passed": passes(item, answer), "answer": answer}
+                results[item["id"]] = {"passed": passes(item, answer), "answer": answer}
     return {
         "lm_eval": version("lm_eval"),
         "model": model,
-        "items": {item["id"]: found[item["id"]] for item in items},
+        "items": {item["id"]: results[item["id"]] for item in items},
     }
 
 

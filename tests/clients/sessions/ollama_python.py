@@ -12,10 +12,10 @@ FUNCTION = {"name": "get_weather", "description": "The weather in a city.", "par
 tools = [{"type": "function", "function": FUNCTION}]
 options = {"num_predict": 60, "temperature": 0}
 
-assert any(model in one.model for one in client.list().models)
+assert any(model in listed.model for listed in client.list().models)
 assert client.show(model).capabilities
 assert "".join(
-    part.response for part in client.generate(model, "hi", stream=True, options={"num_predict": 8})
+    chunk.response for chunk in client.generate(model, "hi", stream=True, options={"num_predict": 8})
 )
 talk = [{"role": "user", "content": "What is the weather in Paris?"}]
 said = client.chat(model, messages=talk, tools=tools, options=options).message

@@ -36,18 +36,18 @@ def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
 def touched(engine: LlamaEngine, size: int) -> int:
     """Pieces of `size` bytes of the cells' memory that take pages."""
     pieces = (
-        (at, min(at + size, high))
+        (address, min(address + size, high))
         for low, high in engine._loaded.cells.pages()
-        for at in range(low, high, size)
+        for address in range(low, high, size)
     )
     return sum(is_touched(*piece) for piece in pieces)
 
 
 def is_touched(low: int, high: int) -> bool:
     """Return whether a page of these addresses is present or swapped."""
-    first, end = low // mmap.PAGESIZE, -(-high // mmap.PAGESIZE)
+    first, stop = low // mmap.PAGESIZE, -(-high // mmap.PAGESIZE)
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
-        entries = os.pread(file.fileno(), 8 * (end - first), 8 * first)
+        entries = os.pread(file.fileno(), 8 * (stop - first), 8 * first)
     return any(entry >> 62 for entry in memoryview(entries).cast("Q"))
 
 

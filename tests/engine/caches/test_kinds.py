@@ -73,23 +73,23 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
     oracle = {}
     for _, asked, _ in talk.prompts():
         oracle[asked], _ = heard(engine, ask(asked, cache_prompt=False))
-    for what, asked, n_new in talk.prompts():
+    for case, asked, n_new in talk.prompts():
         logprobs, usage = heard(engine, ask(asked))
-        assert is_the_same(logprobs, oracle[asked]), what
-        assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, what
-        assert usage.cached_disk_tokens == 0, what
+        assert is_the_same(logprobs, oracle[asked]), case
+        assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, case
+        assert usage.cached_disk_tokens == 0, case
     engine.close()
 
     other = load(make_llama(tmp_path / "other.gguf", n_ctx=512), store)
     heard(other, ask(tuple(other.tokenize("somebody else's words " * 15)), max_tokens=2))
     other.close()
 
-    for what, asked, n_new in talk.prompts():
+    for case, asked, n_new in talk.prompts():
         engine = load(model, store, kv_type="q8_0")
         logprobs, usage = heard(engine, ask(asked))
-        assert is_the_same(logprobs, oracle[asked]), what
-        assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, what
-        assert usage.cached_disk_tokens == usage.cached_tokens > 0, what
+        assert is_the_same(logprobs, oracle[asked]), case
+        assert usage.prompt_tokens - usage.cached_tokens - n_new <= BLOCK, case
+        assert usage.cached_disk_tokens == usage.cached_tokens > 0, case
         engine.close()
 
 
@@ -97,8 +97,8 @@ def is_the_same(logprobs: list[object], expected: list[object]) -> bool:
     """Compare two greedy answers up to a near tie of the two best tokens: for Gemma's weights a kernel
     rounds otherwise in batches of other sizes (decision 022).
     """
-    for one, other in zip(logprobs, expected, strict=True):
-        if one.chosen.token_id != other.chosen.token_id:  # type: ignore[attr-defined]
+    for token, other in zip(logprobs, expected, strict=True):
+        if token.chosen.token_id != other.chosen.token_id:  # type: ignore[attr-defined]
             best, second = other.top[:2]  # type: ignore[attr-defined]
             return bool(best.logprob - second.logprob < _ROUNDING)
     return True

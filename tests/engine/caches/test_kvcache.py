@@ -41,19 +41,19 @@ class CountingMemory:
             assert (pos, 0) not in held
             held[pos, 0] = object()
 
-    def remove(self, seq_id: int, start: int, end: int) -> bool:
+    def remove(self, seq_id: int, start: int, stop: int) -> bool:
         held = self.sequences.get(seq_id, {})
         if not self._supports_truncation and start > 0:
             return False
         low = max(0, start)
-        for place in [p for p in held if p[0] >= low and (end < 0 or p[0] < end)]:
-            del held[place]
+        for cell in [p for p in held if p[0] >= low and (stop < 0 or p[0] < stop)]:
+            del held[cell]
         return True
 
-    def copy(self, source: int, target: int, end: int) -> None:
+    def copy(self, source: int, target: int, stop: int) -> None:
         held = self.sequences[source]
         assert not self.sequences.get(target)
-        self.sequences[target] = {p: c for p, c in held.items() if end < 0 or p[0] < end}
+        self.sequences[target] = {p: c for p, c in held.items() if stop < 0 or p[0] < stop}
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         held = self.sequences[seq_id]
@@ -130,29 +130,29 @@ def test_a_running_sequence_shares_its_prefix_for_free() -> None:
 
 def test_cells_that_are_not_kept_are_free_at_once() -> None:
     kv, memory = make(n_cells=200)
-    ended, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
-    kv.release(ended, keep=False)
+    finished, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
+    kv.release(finished, keep=False)
     assert kv.used_cells == memory.cells == 10
     assert kv.match(PromptTokens(list(range(12))), ()) == (None, 0)
     assert kv.cached_sequences == [running]
 
 
-@pytest.mark.parametrize(("n_running", "left"), [(2, 9), (3, 6)])
-def test_short_idle_sequences_are_limited_beside_many(n_running: int, left: int) -> None:
+@pytest.mark.parametrize(("n_running", "n_left"), [(2, 9), (3, 6)])
+def test_short_idle_sequences_are_limited_beside_many(n_running: int, n_left: int) -> None:
     kv, memory = make(n_cells=20_000, n_seq_max=32)
     running = [claim(kv, memory, [base]) for base in range(n_running)]
     long = claim(kv, memory, list(range(5000, 5300)))
     kv.release(long, keep=True)
-    ended = []
+    finished = []
     for base in range(1000, 1900, 100):
-        ended.append(claim(kv, memory, list(range(base, base + 60))))
-        kv.release(ended[-1], keep=True)
+        finished.append(claim(kv, memory, list(range(base, base + 60))))
+        kv.release(finished[-1], keep=True)
     reusable = [
         cached_seq
-        for cached_seq in ended
+        for cached_seq in finished
         if kv.match(PromptTokens([*cached_seq.tokens, 1]), ())[0] is cached_seq
     ]
-    assert reusable == ended[-left:]
+    assert reusable == finished[-n_left:]
     assert kv.match(PromptTokens([*long.tokens, 1]), ())[0] is long
     for cached_seq in running:
         kv.release(cached_seq, keep=True)
@@ -239,18 +239,18 @@ class Histories:
         tokens = PromptTokens([token for piece in prompt for token in self.pieces[piece]])
         usable = [self.held[c.seq_id] for c in self.kv.cached_sequences]
         shared = max((common_prefix(other, prompt[:-1]) for other in usable), default=0)
-        wanted = sum(len(self.pieces[piece]) for piece in prompt[:shared])
-        assert self.kv.match(tokens, ())[1] == wanted
+        n_shared = sum(len(self.pieces[piece]) for piece in prompt[:shared])
+        assert self.kv.match(tokens, ())[1] == n_shared
         seq = self.kv.claim(tokens, ())
         if seq is None:
             assert len(self.active) == 6
             return
-        kept = tokens.cut(common_prefix(seq.tokens, tokens[:-1]))
-        assert kept == wanted
-        self.kv.truncate(seq, kept)
+        n_kept = tokens.cut(common_prefix(seq.tokens, tokens[:-1]))
+        assert n_kept == n_shared
+        self.kv.truncate(seq, n_kept)
         self.held[seq.seq_id] = prompt[:shared]
         self.active.append(seq)
-        if self.kv.make_room(len(tokens) - kept):
+        if self.kv.make_room(len(tokens) - n_kept):
             self.compute(seq, prompt[shared:])
 
     def extend(self) -> None:
@@ -263,10 +263,10 @@ class Histories:
         if not self.active:
             return
         seq = self.rng.choice(self.active)
-        at = seq.tokens.cut(self.rng.randrange(len(seq.tokens) + 1))
-        self.kv.truncate(seq, at)
+        n_tokens = seq.tokens.cut(self.rng.randrange(len(seq.tokens) + 1))
+        self.kv.truncate(seq, n_tokens)
         pieces = self.held[seq.seq_id]
-        while sum(len(self.pieces[piece]) for piece in pieces) > at:
+        while sum(len(self.pieces[piece]) for piece in pieces) > n_tokens:
             pieces.pop()
 
     def shift(self) -> None:
@@ -297,16 +297,23 @@ class Histories:
 @pytest.mark.parametrize("kind", ["text", "pictures", "M-RoPE"])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: str) -> None:
-    made = Histories(seed, kind)
-    actions = (made.claim, made.extend, made.truncate, made.shift, made.release, made.drop)
+    histories = Histories(seed, kind)
+    actions = (
+        histories.claim,
+        histories.extend,
+        histories.truncate,
+        histories.shift,
+        histories.release,
+        histories.drop,
+    )
     for _ in range(200):
-        made.rng.choices(actions, (4, 2, 2, 1, 4, 1))[0]()
-        made.check()
-    for seq in made.active:
-        made.kv.release(seq, keep=False)
-    made.kv.drop_idle(pinned=True)
-    assert made.kv.used_cells == made.memory.cells == 0
-    assert made.kv.cached_sequences == []
+        histories.rng.choices(actions, (4, 2, 2, 1, 4, 1))[0]()
+        histories.check()
+    for seq in histories.active:
+        histories.kv.release(seq, keep=False)
+    histories.kv.drop_idle(pinned=True)
+    assert histories.kv.used_cells == histories.memory.cells == 0
+    assert histories.kv.cached_sequences == []
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
@@ -369,17 +376,17 @@ class _States:
 
 def test_checkpoints_are_bounded_and_the_oldest_evicted() -> None:
     checkpoints = Checkpoints(_States(), most_bytes=25)
-    one, two = [], []  # type: ignore[var-annotated]
-    checkpoints.save(one, 0, 5)
-    checkpoints.save(one, 0, 5)
-    checkpoints.save(one, 0, 9)
-    checkpoints.save(two, 1, 7)
-    assert [p.n_tokens for p in one] == [9]
-    assert [p.n_tokens for p in two] == [7]
-    assert checkpoints.latest_before(one, 8) is None
-    checkpoints.drop_after(one)
-    checkpoints.save(two, 1, 8)
-    assert [p.n_tokens for p in two] == [7, 8]
+    first, second = [], []  # type: ignore[var-annotated]
+    checkpoints.save(first, 0, 5)
+    checkpoints.save(first, 0, 5)
+    checkpoints.save(first, 0, 9)
+    checkpoints.save(second, 1, 7)
+    assert [p.n_tokens for p in first] == [9]
+    assert [p.n_tokens for p in second] == [7]
+    assert checkpoints.latest_before(first, 8) is None
+    checkpoints.drop_after(first)
+    checkpoints.save(second, 1, 8)
+    assert [p.n_tokens for p in second] == [7, 8]
 
 
 @pytest.mark.parametrize(

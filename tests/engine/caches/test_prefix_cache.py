@@ -97,8 +97,8 @@ def test_ready_block_is_never_too_slow() -> None:
     ready, missing = Future[KvBlock | None](), Future[KvBlock | None]()
     ready.set_result(None)
     for future, is_too_slow in ((ready, False), (missing, True)):
-        one = Restore([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
-        assert one.is_too_slow(1.0) is is_too_slow
+        restore = Restore([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
+        assert restore.is_too_slow(1.0) is is_too_slow
 
 
 def test_new_session_finds_the_shared_prefix(engine: LlamaEngine, store: BlockStore) -> None:
@@ -155,20 +155,20 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     blocks = engine._scheduler.prefixes.prefix_cache
     heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
     assert engine.flush_blocks()  # this model is proven
-    others = {block.path for block in list_blocks(store.root)}
+    foreign = {block.path for block in list_blocks(store.root)}
     late = threading.Event()
     blocks.folder.writer_thread.put(lambda: late.wait(60) and None)
     heard(engine, ask(tuple(engine.tokenize(text(700))), conversation="talk"))
     engine._loop.stop()  # everything has been handed to the writer
-    assert {block.path for block in list_blocks(store.root)} == others
+    assert {block.path for block in list_blocks(store.root)} == foreign
     late.set()
     assert engine.flush_blocks()
-    written = [block.path.stem for block in list_blocks(store.root) if block.path not in others]
+    written = [block.path.stem for block in list_blocks(store.root) if block.path not in foreign]
     cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
     assert written[-1] == blocks.folder.names.chain(cached_seq.tokens, (), "").names[1].hex()
     assert len(written) > 1
     assert forget_conversations(store.root, "talk") > 0
-    assert {block.path for block in list_blocks(store.root)} == others
+    assert {block.path for block in list_blocks(store.root)} == foreign
 
 
 def test_prefetched_prompt_is_stored_once_sent(engine: LlamaEngine, store: BlockStore) -> None:
@@ -223,7 +223,7 @@ def test_long_prefill_evicts_idle_sequences(engine: LlamaEngine, is_prefetched: 
     (logprobs,), usage = heard(engine, ask(first, max_tokens=1))
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (1099, 0 if is_prefetched else 1099)
     # over an f16 cache a lone token's attention is split among threads by the cells that are used
-    chosen = [cast(TokenLogprobs, one).chosen.token_id for one in (logprobs, expected)]
+    chosen = [cast(TokenLogprobs, token).chosen.token_id for token in (logprobs, expected)]
     assert chosen[0] == chosen[1]
 
 
@@ -282,7 +282,7 @@ def _next_talk(rng: random.Random, talks: list[list[int]], pool: list[list[int]]
     talk = list(rng.choice(talks)) if talks and rng.random() < 0.8 else []
     if talk and rng.random() < 0.5:
         del talk[rng.randrange(1, len(talk)) :]
-    part = rng.choice(pool)
-    talk += part[: rng.randrange(20, len(part))]
+    piece = rng.choice(pool)
+    talk += piece[: rng.randrange(20, len(piece))]
     talks.append(talk[:700])
     return talks[-1]

@@ -29,8 +29,8 @@ WORDS = ("bread", "moons", "rivers", "maps")
 
 def find_draft(file: AnswerFile | None, text: list[int]) -> list[int]:
     """The two tokens that followed the end of `text`."""
-    place, length = file.find(np.array(text, np.int32))
-    return file.ring[place : place + 2].tolist() if length else []
+    position, length = file.find(np.array(text, np.int32))
+    return file.ring[position : position + 2].tolist() if length else []
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def test_answer_with_drafts_equals_that_without(
     )
     expected, plain = answer(engine, request, speculative="off", cache_on_disk=False)
     assert plain.timings.draft_tokens == 0
-    for how in ("auto", "ngram"):
-        text, _ = answer(engine, request, speculative=how)
+    for method in ("auto", "ngram"):
+        text, _ = answer(engine, request, speculative=method)
         assert text == expected
     engine.flush_blocks()
     text, again = answer(engine, request, speculative="ngram")
@@ -260,11 +260,11 @@ def test_nothing_of_a_forgotten_answer_is_left(tmp_path: Path, seed: int) -> Non
     for _ in range(rng.randrange(5, 60)):
         owner = rng.choice(OWNERS)
         file.add(owner, tokens_of(owner, rng.choice([1, 3, 20, 60, 128, 300]), rng))
-    others = {owner: int((file.ring // 1000 == owner).sum()) for owner in OWNERS}
+    counts = {owner: int((file.ring // 1000 == owner).sum()) for owner in OWNERS}
     for owner in OWNERS[:2]:
         file.forget([owner])
         assert not is_left(file, owner)
-    assert (file.ring // 1000 == OWNERS[2]).sum() == others[OWNERS[2]]
+    assert (file.ring // 1000 == OWNERS[2]).sum() == counts[OWNERS[2]]
 
 
 @pytest.mark.usefixtures("small")
@@ -359,16 +359,16 @@ try:
 except OSError:
     pass
 """
-    place = tmp_path / "home"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", place]
+    home = tmp_path / "home"
+    home.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", home]
     if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     try:
-        done = subprocess.run([sys.executable, "-c", code, place], check=False)
+        done = subprocess.run([sys.executable, "-c", code, home], check=False)
         assert done.returncode == 0
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", home], check=True)
 
 
 def test_answers_are_added_until_the_process_has_ended(answers: PastAnswers, tmp_path: Path) -> None:

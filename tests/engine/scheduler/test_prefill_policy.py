@@ -6,10 +6,10 @@ from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, ChunkSiz
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> ChunkSizer:
-    made = ChunkSizer(BatchInvariance(rows=rows, cells=None))
+    sizer = ChunkSizer(BatchInvariance(rows=rows, cells=None))
     for _ in range(50):
-        made.note(100, 100 * ms_per_token / 1000, is_long=True)
-    return made
+        sizer.note(100, 100 * ms_per_token / 1000, is_long=True)
+    return sizer
 
 
 def test_short_prompts_fill_an_idle_batch_and_long_ones_are_chunked() -> None:
@@ -43,16 +43,16 @@ def test_chunk_beside_streams_takes_a_tenth_of_a_second(ms_per_token: float, exp
 
 
 def test_chunk_beside_streams_follows_the_cost_of_long_prompts() -> None:
-    made = chunks(ms_per_token=1.25)
+    sizer = chunks(ms_per_token=1.25)
     for _ in range(50):
-        made.note(100, 0.01, is_long=False)
-    assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
+        sizer.note(100, 0.01, is_long=False)
+    assert sizer.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
 
 
 def test_cost_ignores_short_chunks() -> None:
-    made = chunks(ms_per_token=1.25)
-    made.note(3, 10.0, is_long=True)
-    assert made.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
+    sizer = chunks(ms_per_token=1.25)
+    sizer.note(3, 10.0, is_long=True)
+    assert sizer.budget(512, 2, [2000]) == pytest.approx(80, abs=2)
 
 
 def test_decode_budget_is_a_tenth_and_a_second_ahead() -> None:

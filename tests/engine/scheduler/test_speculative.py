@@ -23,11 +23,11 @@ from ..conftest import answer, ask
 
 def curve(costs: Callable[[int], float]) -> StepCurve:
     """A measured curve: seconds by rows, and steps of up to 32 sequences."""
-    made = StepCurve()
-    made.measure(costs)
+    step_curve = StepCurve()
+    step_curve.measure(costs)
     for n in range(2, 33):
-        made.note(n, n, costs(n))
-    return made
+        step_curve.note(n, n, costs(n))
+    return step_curve
 
 
 FREE = curve(lambda rows: 0.010)
@@ -54,11 +54,11 @@ def decode(drafting: Drafting, answer: Sequence[int], costs: StepCurve) -> list[
     tokens, drafted = [0], []
     while len(tokens) <= len(answer):
         drafts = drafting.propose(tokens, len(answer) - len(tokens), DraftBudget(costs, 1, 1))
-        rest = answer[len(tokens) - 1 :]
+        continuation = answer[len(tokens) - 1 :]
         right = 0
-        while right < len(drafts) and drafts[right] == rest[right]:
+        while right < len(drafts) and drafts[right] == continuation[right]:
             right += 1
-        tokens += rest[: right + 1]
+        tokens += continuation[: right + 1]
         drafting.record_acceptance(tokens, len(drafts), right)
         drafted.append(len(drafts))
     return drafted
@@ -222,9 +222,9 @@ def test_steps_say_how_many_of_their_rows_are_forced(
 def test_all_sequences_of_a_step_share_its_rows() -> None:
     """Eight rows are as cheap as one, and more cost as much as they gain."""
     budget = DraftBudget(curve(lambda rows: 0.010 * max(1.0, rows / 8)), 2, 2)
-    taken = [budget.take([0.9] * 6) for _ in range(2)]
-    assert taken[0] == 6
-    assert taken[1] == 0
+    counts = [budget.take([0.9] * 6) for _ in range(2)]
+    assert counts[0] == 6
+    assert counts[1] == 0
 
 
 def test_forced_tokens_are_no_reason_to_draft() -> None:
@@ -295,14 +295,14 @@ def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts
             seconds = step_s(len(running) + n_drafts) * noise.uniform(0.85, 1.15)
             costs.note(len(running), len(running) + n_drafts, seconds)
             took_s += seconds
-            for (text, drafting, tokens), ours in zip(running, proposed, strict=True):
-                rest, right = text.answer[len(tokens) :], 0
-                while right < len(ours) and rest[right] == 0:
+            for (text, drafting, tokens), row_drafts in zip(running, proposed, strict=True):
+                continuation, right = text.answer[len(tokens) :], 0
+                while right < len(row_drafts) and continuation[right] == 0:
                     right += 1
-                tokens += rest[: right + 1]
+                tokens += continuation[: right + 1]
                 n_tokens += right + 1
-                drafting.record_acceptance(tokens, len(ours), right)
-            running = [one for one in running if len(one[2]) < 96]
+                drafting.record_acceptance(tokens, len(row_drafts), right)
+            running = [stream for stream in running if len(stream[2]) < 96]
     return n_tokens / took_s
 
 

@@ -68,18 +68,18 @@ def test_block_round_trip(blocks: BlockFolder) -> None:
 
 
 def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
-    made = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
+    contents = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
     places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
-    state = State(tuple(memoryview(piece) for piece in made), places)
+    state = State(tuple(memoryview(piece) for piece in contents), places)
     header = make_block(blocks, TOKENS).header
     data = memoryview(b"".join(encode(KvBlock(header, (state, whole(memoryview(b"point")))))))
     back, point = decode(data).states
-    assert [bytes(piece) for piece in back.pieces] == made
+    assert [bytes(piece) for piece in back.pieces] == contents
     assert bytes(data).index(b"ccc") % 4096 == 64
     assert bytes(data).index(b"ddd") % 4096 == 4095
     assert (back.places, bytes(back.join_pieces()), bytes(point.join_pieces())) == (
         places,
-        b"".join(made),
+        b"".join(contents),
         b"point",
     )
     assert back.file is None
@@ -123,12 +123,12 @@ def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: Bl
     assert names.tail(roots.pop(), TOKENS) != names.tail(roots.pop(), TOKENS)
 
 
-@pytest.mark.parametrize("at", [0, 5, 9, 13, 17, 30, 200, 5000, -1])
-def test_flipped_bit_is_detected_and_the_file_deleted(blocks: BlockFolder, at: int) -> None:
+@pytest.mark.parametrize("offset", [0, 5, 9, 13, 17, 30, 200, 5000, -1])
+def test_flipped_bit_is_detected_and_the_file_deleted(blocks: BlockFolder, offset: int) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     path = blocks.path(name)
     data = bytearray(path.read_bytes())
-    data[at] ^= 4
+    data[offset] ^= 4
     path.write_bytes(data)
     assert blocks.read(name) is None
     assert not blocks.has(name)
@@ -145,13 +145,13 @@ def test_truncated_file_is_detected(blocks: BlockFolder, size: int) -> None:
 
 
 def test_swapped_blocks_are_detected(blocks: BlockFolder) -> None:
-    one, two = (put(blocks, make_block(blocks, [n] * 256)) for n in (1, 2))
-    spare = blocks.path(one).with_name("spare")
-    blocks.path(one).rename(spare)
-    blocks.path(two).rename(blocks.path(one))
-    spare.rename(blocks.path(two))
-    assert blocks.read(one) is None
-    assert blocks.read(two) is None
+    first, second = (put(blocks, make_block(blocks, [n] * 256)) for n in (1, 2))
+    spare = blocks.path(first).with_name("spare")
+    blocks.path(first).rename(spare)
+    blocks.path(second).rename(blocks.path(first))
+    spare.rename(blocks.path(second))
+    assert blocks.read(first) is None
+    assert blocks.read(second) is None
 
 
 def test_wrong_sizes_are_refused(blocks: BlockFolder) -> None:
@@ -207,13 +207,13 @@ def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
     blocks.touch(chain[:3])
     put(blocks, make_block(blocks, [8] * 256, n_bytes=16_000))
     put(blocks, make_block(blocks, [9] * 256, n_bytes=16_000))
-    left = [blocks.has(name) for name in chain]
-    assert left == [True, True, True, False, False]
+    present = [blocks.has(name) for name in chain]
+    assert present == [True, True, True, False, False]
     blocks.touch(chain[:3])
     for n in range(20, 24):
         put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000))
-    left = [blocks.has(name) for name in chain[:3]]
-    assert left == sorted(left, reverse=True)
+    present = [blocks.has(name) for name in chain[:3]]
+    assert present == sorted(present, reverse=True)
     assert blocks.traffic.pruned > 2
 
 
@@ -234,9 +234,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Path]:
     seen: list[Path] = []
     function = getattr(retention, name)
 
-    def noted(path: Path, *rest: object) -> object:
+    def noted(path: Path, *arguments: object) -> object:
         seen.append(path)
-        return function(path, *rest)
+        return function(path, *arguments)
 
     monkeypatch.setattr(retention, name, noted)
     return seen
@@ -296,18 +296,18 @@ for n in range(100):
 def test_forgetting_many_conversations_is_one_walk(
     store: BlockStore, blocks: BlockFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared, kept = (put(blocks, make_block(blocks, [n] * 256)) for n in range(2))
+    shared, private = (put(blocks, make_block(blocks, [n] * 256)) for n in range(2))
     names = [put(blocks, make_block(blocks, [n] * 256)) for n in range(2, 22)]
     for n, name in enumerate(names):
         blocks.own(f"chat-{n}", [shared, name])
-    blocks.own("other", [kept])
+    blocks.own("other", [private])
     assert blocks.writer_thread.flush(30)
     listed = count_calls(monkeypatch, "list_blocks")
     owners = count_calls(monkeypatch, "owned_names")
     assert folders.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
     assert listed == []
     assert len(owners) == len(set(owners)) == 21
-    assert [blocks.has(name) for name in (shared, kept, *names)] == [False, True] + [False] * 20
+    assert [blocks.has(name) for name in (shared, private, *names)] == [False, True] + [False] * 20
 
 
 def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: BlockFolder) -> None:
@@ -346,8 +346,8 @@ for n in range(3):
 assert len(said) == 1, said
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": "."})
-    left = [f for _, _, files in os.walk(tmp_path / "blocks") for f in files]
-    assert sorted(left) == ["secret", "used"]
+    leftovers = [f for _, _, files in os.walk(tmp_path / "blocks") for f in files]
+    assert sorted(leftovers) == ["secret", "used"]
 
 
 def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
@@ -408,24 +408,24 @@ def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: BlockFolder) -> None:
-    shared, mine, theirs = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
+    shared, mine, foreign = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
     blocks.own("mine", [shared, mine])
-    blocks.own("theirs", [shared, theirs])
+    blocks.own("theirs", [shared, foreign])
     assert blocks.writer_thread.flush(30)
     assert folders.forget_conversations(store.root, "mine") > 0
-    assert [blocks.has(name) for name in (shared, mine, theirs)] == [True, False, True]
+    assert [blocks.has(name) for name in (shared, mine, foreign)] == [True, False, True]
     assert folders.forget_conversations(store.root, "theirs") > 0
     assert retention.list_blocks(store.root) == []
 
 
-@pytest.mark.parametrize("place", ["secret", "owners/talk"])
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("path", ["secret", "owners/talk"])
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, path: str) -> None:
     store = BlockStore(tmp_path / "blocks", ROOMY)
     store.note_owner("talk", [b"name"])
-    fifo = store.root / place
+    fifo = store.root / path
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo, 0o600)
-    if place == "secret":
+    if path == "secret":
         with pytest.raises(PermissionError, match="not a regular file"):
             BlockStore(store.root, ROOMY)
     else:
@@ -435,8 +435,8 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, place: str) -> Non
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
     blocks = store.model("sha", {})
-    gone, kept, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
-    for conversation, block in (("gone", gone), ("kept", kept)):
+    gone, kept_block, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
+    for conversation, block in (("gone", gone), ("kept", kept_block)):
         blocks.own(conversation, [put(blocks, block)])
     blocks.own("new", [new.header.name])
     assert blocks.writer_thread.flush(30)
@@ -450,9 +450,9 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
 def test_forget_a_model_and_all(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = store.model("other", {})
-    kept = put(other, make_block(other, TOKENS))
+    foreign = put(other, make_block(other, TOKENS))
     assert folders.forget_model(store.root, "sha") > 0
-    assert (blocks.has(name), other.has(kept)) == (False, True)
+    assert (blocks.has(name), other.has(foreign)) == (False, True)
     assert folders.forget_all(store.root) > 0
     assert [path.name for path in store.root.iterdir()] == ["secret"]
 

@@ -44,8 +44,8 @@ def with_adapter_added(name, folder, factor):
     return folder
 
 
-def gap(ours, theirs) -> float:
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+def gap(converted, reference) -> float:
+    return float(np.linalg.norm(converted - reference) / np.linalg.norm(reference))
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -88,7 +88,7 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"use_dora": True}, "is a DoRA"),
         ({"peft_type": "IA3"}, "adapter type IA3"),
@@ -101,10 +101,10 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
         ({"lora_alpha": "much"}, "cannot be converted: ValueError"),
     ],
 )
-def test_unsupported_adapter_is_refused_by_name(config, words, tmp_path) -> None:
+def test_unsupported_adapter_is_refused_by_name(config, message, tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION, **config)
-    with pytest.raises(ConversionError, match=words):
+    with pytest.raises(ConversionError, match=message):
         pull_adapter(str(folder), "base")
     assert adapters.list_adapters() == []
 

@@ -86,8 +86,8 @@ def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
         token_ids = [digest(vocab.tokenize(text, parse_special=True)) for text in texts]
     wrong = [
         text
-        for text, ours, theirs in zip(texts, token_ids, recorded["ids"], strict=True)
-        if ours != theirs
+        for text, ids, recorded_ids in zip(texts, token_ids, recorded["ids"], strict=True)
+        if ids != recorded_ids
     ]
     assert wrong == []
 
@@ -100,10 +100,10 @@ def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
     reader = gguf_package.GGUFReader(tmp_path / "made.gguf")
     tensor = next(candidate for candidate in reader.tensors if candidate.name == "blk.1.ffn_up.weight")
     assert tensor.tensor_type.name == kind
-    found = gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
+    values = gguf_package.quants.dequantize(tensor.data, tensor.tensor_type)
     expected = weights("model.layers.1.mlp.up_proj.weight", (48, 32))
     step = np.abs(expected).max() / 127 if kind == "Q8_0" else 0
-    assert np.abs(found - expected).max() <= step
+    assert np.abs(values - expected).max() <= step
     assert gguf.check(tmp_path / "made.gguf").quantization == kind
 
 
@@ -235,23 +235,23 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_converter_refuses_and_leaves_nothing(words, tmp_path) -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_converter_refuses_and_leaves_nothing(message, tmp_path) -> None:
     folder = make_checkpoint("llama3", tmp_path / "made", shards=2)
-    REFUSED[words](folder)
-    with pytest.raises((ConversionError, SourceNotFoundError), match=words):
+    REFUSED[message](folder)
+    with pytest.raises((ConversionError, SourceNotFoundError), match=message):
         pull(str(folder))
     assert store.list_pulled() == []
     assert not list((tmp_path / "made").glob("*.part"))
 
 
 @pytest.mark.parametrize(
-    ("magic", "words"), [(b"tjgg", "of the time before GGUF"), (b"PK\x03\x04", "archive of pickles")]
+    ("magic", "message"), [(b"tjgg", "of the time before GGUF"), (b"PK\x03\x04", "archive of pickles")]
 )
-def test_other_programs_files_are_called_what_they_are(magic, words, tmp_path) -> None:
+def test_other_programs_files_are_called_what_they_are(magic, message, tmp_path) -> None:
     old_file = tmp_path / "old.bin"
     old_file.write_bytes(magic + bytes(100))
-    with pytest.raises(InvalidGgufError, match=words) as caught:
+    with pytest.raises(InvalidGgufError, match=message) as caught:
         pull(f"file:{old_file}")
     assert caught.value.hint is not None
     assert "edgeinfer pull" in caught.value.hint

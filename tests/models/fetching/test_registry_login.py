@@ -119,19 +119,23 @@ class Endless(httpx2.SyncByteStream):
             yield b" " * (1 << 20)
 
 
-@pytest.mark.parametrize("what", ["manifest", "token", "refusal", "upload"])
-def test_endless_answer_is_not_read_to_its_end(what: str) -> None:
+@pytest.mark.parametrize("operation", ["manifest", "token", "refusal", "upload"])
+def test_endless_answer_is_not_read_to_its_end(operation: str) -> None:
     body = Endless()
 
     def handle(request: httpx2.Request) -> httpx2.Response:
-        if what == "token" and "/token" not in request.url.path:
+        if operation == "token" and "/token" not in request.url.path:
             challenge = f'Bearer realm="https://{SOURCE.registry}/token",service="s"'
             return httpx2.Response(401, headers={"WWW-Authenticate": challenge})
-        return httpx2.Response(404 if what == "refusal" else 200, stream=body)
+        return httpx2.Response(404 if operation == "refusal" else 200, stream=body)
 
     with httpx2.Client(transport=httpx2.MockTransport(handle), follow_redirects=True) as client:
         store = Registry(SOURCE, client)
-        ask = partial(store.put_manifest, b"{}") if what == "upload" else partial(store.manifest, "a")
+        ask = (
+            partial(store.put_manifest, b"{}")
+            if operation == "upload"
+            else partial(store.manifest, "a")
+        )
         with pytest.raises(DownloadError, match="more than 4 MiB"):
             ask()
     assert body.taken <= 8 << 20

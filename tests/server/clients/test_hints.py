@@ -80,8 +80,8 @@ def test_nulls_and_empty_lists_of_known_fields_are_nothing(live_server, path, se
 
 def test_an_unknown_field_follows_the_configuration(serve):
     sent = STREAMING[CHAT] | {"mood": 1, "zesty\r\nx: y": 2}
-    taken = serve(FakeEngine()).client.post(CHAT, json=sent)
-    assert _ignored(taken) == ["mood", "zesty??x:?y"]
+    accepted = serve(FakeEngine()).client.post(CHAT, json=sent)
+    assert _ignored(accepted) == ["mood", "zesty??x:?y"]
     refused = serve(FakeEngine(), refuse_unknown=True).client.post(CHAT, json=sent)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
 
@@ -105,8 +105,14 @@ def test_what_the_official_clients_echo_is_taken(live_server, engine):
     answer = live_server.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
     assert "messages[].tool_calls[].function.parsed_arguments" in _ignored(answer)
     assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
-    part = {"type": "output_text", "text": "x", "annotations": [], "parsed": None, "logprobs": []}
-    item = {"type": "message", "role": "assistant", "content": [part], "phase": None}
+    content_part = {
+        "type": "output_text",
+        "text": "x",
+        "annotations": [],
+        "parsed": None,
+        "logprobs": [],
+    }
+    item = {"type": "message", "role": "assistant", "content": [content_part], "phase": None}
     assert _ignored(live_server.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
 
 
@@ -156,8 +162,8 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 
     assert offered(HI) == ["ToolSearch"]
     use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}
-    found = [{"type": "tool_reference", "tool_name": "paint"}]
-    result = {"type": "tool_result", "tool_use_id": "t", "content": found}
+    references = [{"type": "tool_reference", "tool_name": "paint"}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": references}
     turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     assert offered(turns) == ["ToolSearch", "paint"]
     del tools[0]

@@ -52,13 +52,13 @@ def _words(kind: Any) -> Iterator[str]:
             yield from _words(inner)
 
 
-def _compared(ours: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:
+def _compared(own_type: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
     """Yield the parts of their type that ours does not know."""
-    if (ours, theirs) in seen:
+    if (own_type, official) in seen:
         return
-    seen.add((ours, theirs))
-    facts = facts_of(ours)
-    for name, kind in get_type_hints(theirs).items():
+    seen.add((own_type, official))
+    facts = facts_of(own_type)
+    for name, kind in get_type_hints(official).items():
         live_server = f"{where}.{name}"
         field = facts.fields.get(name)
         if field is not None:
@@ -68,35 +68,35 @@ def _compared(ours: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[st
             yield live_server
 
 
-def _placed(plan: Any, theirs: Any, where: str, seen: set[Any]) -> Iterator[str]:
+def _placed(plan: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
     """Their object among the alternatives of our field."""
     plan = plan if plan.objects or plan.item is None else plan.item
     if not plan.objects:
         return  # any JSON object
     if not plan.tag_field:
-        yield from _compared(plan.objects[""], theirs, where, seen)
+        yield from _compared(plan.objects[""], official, where, seen)
         return
-    tags = list(_words(get_type_hints(theirs).get(plan.tag_field)))
-    assert tags, f"{where}: {theirs.__name__} has no {plan.tag_field}"
+    tags = list(_words(get_type_hints(official).get(plan.tag_field)))
+    assert tags, f"{where}: {official.__name__} has no {plan.tag_field}"
     for tag in tags:
         if tag in plan.objects:
-            yield from _compared(plan.objects[tag], theirs, f"{where}<{tag}>", seen)
+            yield from _compared(plan.objects[tag], official, f"{where}<{tag}>", seen)
         elif not tag.startswith((*plan.dropped, *plan.others)):
             yield f"{where}<{tag}>"
 
 
-@pytest.mark.parametrize(("ours", "theirs"), ROUTES, ids=[name for _, name in ROUTES])
-def test_every_field_and_type_is_honoured_a_hint_or_refused(ours, theirs):
-    module, name = theirs.split(":")
+@pytest.mark.parametrize(("struct", "path"), ROUTES, ids=[name for _, name in ROUTES])
+def test_every_field_and_type_is_honoured_a_hint_or_refused(struct, path):
+    module, name = path.split(":")
     official = getattr(importlib.import_module(module), name)
     seen: set[Any] = set()
-    assert list(_compared(ours, official, ours.__name__, seen)) == []
-    assert len(seen) >= AT_LEAST[ours], "the walk went past their types"
+    assert list(_compared(struct, official, struct.__name__, seen)) == []
+    assert len(seen) >= AT_LEAST[struct], "the walk went past their types"
 
 
-@pytest.mark.parametrize("ours", [ours for ours, _ in ROUTES])
-def test_a_field_is_of_one_kind(ours):
-    facts = facts_of(ours)
+@pytest.mark.parametrize("struct", [struct for struct, _ in ROUTES])
+def test_a_field_is_of_one_kind(struct):
+    facts = facts_of(struct)
     assert not facts.hints & set(facts.refused)
     assert not set(facts.fields) & set(facts.refused)
     assert set(facts.hint_values) <= set(facts.fields) | set(facts.refused)

@@ -116,7 +116,7 @@ def test_codex_context_names_its_folder_last():
 
 
 @pytest.mark.parametrize(
-    ("line", "rest"),
+    ("line", "following"),
     [
         ("Current working directory: /w", ""),
         ("You have a persistent file-based memory at `/h/-w/memory/`.", "Each is a file:"),
@@ -128,11 +128,11 @@ def test_codex_context_names_its_folder_last():
         ("## /h/-w/memory/MEMORY.md", ""),
     ],
 )
-def test_project_line_moves_to_the_first_user_turn(line, rest):
-    system = f"Rules.\n{line}{' ' if rest else ''}{rest}\nBe brief."
+def test_project_line_moves_to_the_first_user_turn(line, following):
+    system = f"Rules.\n{line}{' ' if following else ''}{following}\nBe brief."
     normalized, applied = normalize((_turn("system", system), _turn("user", "hi")))
     assert applied == ("environment",)
-    assert normalized[0].content == f"Rules.\n{rest}{chr(10) if rest else ''}Be brief."
+    assert normalized[0].content == f"Rules.\n{following}{chr(10) if following else ''}Be brief."
     assert normalized[1].content == f"{line}\n\nhi"
 
 
@@ -298,9 +298,9 @@ def _said(form: str, folder: str, day: date, git: bool) -> str:
 @pytest.mark.parametrize("form", [CLAUDE_CODE, CODEX, OPENCODE, PI])
 def test_predicted_prefix_has_the_new_folder_and_day_and_no_words(form):
     said = _said(form, "/home/ada/old_one", date(2026, 11, 22), False) + "fix it, please"
-    there = _said(form, "/srv/new", DAY, True)
-    found = predict_prefix(said, "/srv/new", DAY, is_repository=True)
-    assert found == there if form is not CODEX else found.startswith(there)
+    launched = _said(form, "/srv/new", DAY, True)
+    predicted = predict_prefix(said, "/srv/new", DAY, is_repository=True)
+    assert predicted == launched if form is not CODEX else predicted.startswith(launched)
 
 
 def test_prefix_without_a_folder_stays():

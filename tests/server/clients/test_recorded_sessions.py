@@ -33,21 +33,21 @@ def live_server(smollm2, serve_module, load_model, tmp_path_factory):
 def _session(agent: str) -> list[dict[str, Any]]:
     """The requests of the main conversation: the one whose first request offers most."""
     raw = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))
-    found = raw["requests"]
-    most = max(len(one["body"].get("tools") or ()) for one in found)
-    return [one for one in found if len(one["body"].get("tools") or ()) == most]
+    requests = raw["requests"]
+    most = max(len(request["body"].get("tools") or ()) for request in requests)
+    return [request for request in requests if len(request["body"].get("tools") or ()) == most]
 
 
-def _prefill(live_server, agent: str, one: dict[str, Any], salt: str) -> tuple[int, int]:
+def _prefill(live_server, agent: str, request: dict[str, Any], salt: str) -> tuple[int, int]:
     """Send a recorded request for no answer: tokens of the prompt, and how many were cached."""
-    user_agent = one["user_agent"] if agent != "pi" else "pi/launched"  # recorded without `launch`
+    user_agent = request["user_agent"] if agent != "pi" else "pi/launched"  # recorded without `launch`
     limits = {"/v1/responses": "max_output_tokens"}
-    limit = limits.get(one["path"], "max_tokens")
-    body = one["body"] | {"model": "reader", "stream": False, limit: 0, "cache_salt": salt}
+    limit = limits.get(request["path"], "max_tokens")
+    body = request["body"] | {"model": "reader", "stream": False, limit: 0, "cache_salt": salt}
     body.pop("stream_options", None)
     body.pop("max_completion_tokens", None)
     headers = {"user-agent": user_agent}
-    answer = live_server.client.post(one["path"], json=body, headers=headers, timeout=120)
+    answer = live_server.client.post(request["path"], json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     (slot,) = live_server.client.get("/slots").json()["slots"][:1]
     return slot["n_prompt_tokens"], slot["cache_n"]
@@ -58,8 +58,8 @@ def test_session_prefills_only_new_tokens(live_server, agent):
     session = _session(agent)
     assert len(session) >= 2
     before = 0
-    for number, one in enumerate(session):
-        n_prompt, n_cached = _prefill(live_server, agent, one, agent)
+    for number, request in enumerate(session):
+        n_prompt, n_cached = _prefill(live_server, agent, request, agent)
         resumed = number == len(session) - 1 and agent in REWRITES_ITS_PAST
         if number and not resumed:
             assert n_prompt - n_cached <= n_prompt - before + MORE_THAN_NEW + NOTE.get(agent, 0)

@@ -60,12 +60,12 @@ def test_fields_of_the_prefix_cache_reach_the_engine(live_server, engine):
 
 
 def test_statistics_are_nanoseconds(serve):
-    end = Finished(
+    finished = Finished(
         reason="length",
         usage=Usage(prompt_tokens=7, completion_tokens=3),
         timings=Timings(prefill_ms=1.5, decode_ms=2.0),
     )
-    said = _chat(serve(FakeEngine([["a", end]])), stream=False).json()
+    said = _chat(serve(FakeEngine([["a", finished]])), stream=False).json()
     assert (said["prompt_eval_count"], said["eval_count"]) == (7, 3)
     assert (said["prompt_eval_duration"], said["eval_duration"]) == (1_500_000, 2_000_000)
     assert said["done_reason"] == "length"
@@ -154,7 +154,7 @@ def test_no_limit_is_no_limit(live_server, engine, predict):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "constraint"),
+    ("response_format", "constraint"),
     [
         ("json", JsonSchema({"type": "object"})),
         ({"type": "array"}, JsonSchema({"type": "array"})),
@@ -162,8 +162,8 @@ def test_no_limit_is_no_limit(live_server, engine, predict):
         (None, None),
     ],
 )
-def test_format_is_json_or_a_schema(live_server, engine, wanted, constraint):
-    _chat(live_server, format=wanted)
+def test_format_is_json_or_a_schema(live_server, engine, response_format, constraint):
+    _chat(live_server, format=response_format)
     assert engine.requests[-1].constraint == constraint
 
 
@@ -279,7 +279,7 @@ def test_a_name_may_have_its_tag(live_server, name):
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("keep_alive", "seconds"),
     [
         *(
             (None, None),
@@ -294,14 +294,14 @@ def test_a_name_may_have_its_tag(live_server, name):
         *(("5m", 300), ("-1m", -1), ("300", 300), ("-1", -1), ("0", 0), ("0s", 0), ("999999h", -1)),
     ],
 )
-def test_keep_alive_has_many_forms(given, seconds):
-    assert keep_alive_s(given) == seconds
+def test_keep_alive_has_many_forms(keep_alive, seconds):
+    assert keep_alive_s(keep_alive) == seconds
 
 
-@pytest.mark.parametrize("given", ["", "soon", "5 m", "5x", "m", "1h5", "--1s", "1e9s", "NaN"])
-def test_keep_alive_refuses_other_words(given):
+@pytest.mark.parametrize("keep_alive", ["", "soon", "5 m", "5x", "m", "1h5", "--1s", "1e9s", "NaN"])
+def test_keep_alive_refuses_other_words(keep_alive):
     with pytest.raises(InvalidRequestError):
-        keep_alive_s(given)
+        keep_alive_s(keep_alive)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
@@ -330,13 +330,13 @@ def test_show_says_what_a_loaded_model_can_do(live_server):
 
 
 def test_embeddings_have_two_routes(live_server):
-    one = live_server.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
+    single = live_server.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
     many = live_server.client.post(
         "/api/embed", json={"model": "fake", "input": ["river", "sea"]}
     ).json()
     old = live_server.client.post("/api/embeddings", json={"model": "fake", "prompt": "river"}).json()
-    assert one["embeddings"][0] == many["embeddings"][0] == old["embedding"]
-    assert (one["prompt_eval_count"], len(many["embeddings"])) == (5, 2)
+    assert single["embeddings"][0] == many["embeddings"][0] == old["embedding"]
+    assert (single["prompt_eval_count"], len(many["embeddings"])) == (5, 2)
     short = live_server.client.post(
         "/api/embed", json={"model": "fake", "input": "river", "dimensions": 2}
     )

@@ -25,17 +25,17 @@ START = {
 @pytest.fixture
 def place(monkeypatch):
     """Ollama's address, taken until the test gives it away."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         monkeypatch.setenv("EDGEINFER_OLLAMA_PORT", str(port))
-        yield taken, port
+        yield listener, port
 
 
 @contextlib.contextmanager
-def _serving(start: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*START[start], "serve", *words, "--port", "0", "--log", "json", "--resume", "never"]
+def _serving(start: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*START[start], "serve", *arguments, "--port", "0", "--log", "json", "--resume", "never"]
     with subprocess.Popen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -56,13 +56,13 @@ def _urls(process: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize("start", START)
 def test_both_addresses_answer(place, tmp_path, start):
-    taken, port = place
-    taken.close()
+    listener, port = place
+    listener.close()
     model = make_llama(tmp_path / "made.gguf")
     with _serving(start, str(model), "--ctx", "256", "--threads", "1", "--ollama") as process:
-        own, ollamas = _urls(process)
+        own_url, ollamas = _urls(process)
         assert ollamas == f"http://127.0.0.1:{port}"
-        assert httpx2.get(ollamas).text == httpx2.get(own).text == "Ollama is running"
+        assert httpx2.get(ollamas).text == httpx2.get(own_url).text == "Ollama is running"
         (listed,) = httpx2.get(f"{ollamas}/api/tags").json()["models"]
         asked = {
             "model": listed["model"],
@@ -89,19 +89,19 @@ def test_a_place_that_is_taken_is_said(place, tmp_path, start):
 def test_it_speaks_no_tls(place, tmp_path):
     model = make_llama(tmp_path / "made.gguf")
     (tmp_path / "pem").touch()
-    words = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]
-    command = [*START["alone"], "serve", str(model), "--port", "0", *words]
+    arguments = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]
+    command = [*START["alone"], "serve", str(model), "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "plain HTTP" in done.stderr
 
 
 def test_without_the_option_the_port_is_free(place, tmp_path):
-    taken, port = place
-    taken.close()
+    listener, port = place
+    listener.close()
     model = make_llama(tmp_path / "made.gguf")
     with _serving("alone", str(model), "--ctx", "256", "--threads", "1") as process:
-        (own,) = _urls(process)
-        assert httpx2.get(own).text == "edgeinfer is running"
+        (own_url,) = _urls(process)
+        assert httpx2.get(own_url).text == "edgeinfer is running"
         with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port)):
             pass

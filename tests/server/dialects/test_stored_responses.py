@@ -21,8 +21,10 @@ def client(serve):
 
         def make(engine: FakeEngine | None = None, **fields):
             live_server = serve(engine or FakeEngine(), store_responses=True, **fields)
-            made = openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0)
-            return live_server, stack.enter_context(made)
+            openai_client = openai.OpenAI(
+                base_url=f"{live_server.url}/v1", api_key="none", max_retries=0
+            )
+            return live_server, stack.enter_context(openai_client)
 
         yield make
 
@@ -135,8 +137,8 @@ def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client)
 def test_the_oldest_go_first(client) -> None:
     live_server, _ = client(limits=Limits(stored_responses=2))
     names = [live_server.client.post(URL, json={"input": "x"}).json()["id"] for _ in range(3)]
-    found = [live_server.client.get(f"{URL}/{name}").status_code for name in names]
-    assert found == [404, 200, 200]
+    codes = [live_server.client.get(f"{URL}/{name}").status_code for name in names]
+    assert codes == [404, 200, 200]
 
 
 def test_answers_that_are_never_read_are_evicted(client) -> None:
@@ -144,10 +146,10 @@ def test_answers_that_are_never_read_are_evicted(client) -> None:
     for number in range(20):
         text = "x" * (30_000 if number > 15 else 10)
         assert live_server.client.post(URL, json={"input": text}).status_code == 200
-        kept = live_server.endpoint.responses._responses.values()
-        assert len(kept) <= 8
-        assert sum(answer.size_bytes for answer in kept) <= 100_000
-    assert len(kept) == 3
+        stored = live_server.endpoint.responses._responses.values()
+        assert len(stored) <= 8
+        assert sum(answer.size_bytes for answer in stored) <= 100_000
+    assert len(stored) == 3
 
 
 def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:

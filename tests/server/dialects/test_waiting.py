@@ -22,13 +22,13 @@ TOO_LONG = ContextLengthError(
 
 def _events(lines, n):
     """The first `n` events of a stream that is held."""
-    found = []
+    events = []
     for line in lines:
         if line.startswith("data: "):
-            found.append(json.loads(line.removeprefix("data: ")))
-        if len(found) == n:
-            return found
-    raise AssertionError(found)
+            events.append(json.loads(line.removeprefix("data: ")))
+        if len(events) == n:
+            return events
+    raise AssertionError(events)
 
 
 @pytest.mark.parametrize("path", STREAMING)
@@ -39,7 +39,7 @@ def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
         lines = answer.iter_lines()
         waiting = _events(lines, 5)[-1]
         gate.opened.set()
-        rest = list(lines)
+        remaining = list(lines)
     if path == "/v1/responses":
         assert (waiting["type"], waiting["response"]["status"]) == (
             "response.in_progress",
@@ -51,7 +51,7 @@ def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
         choice = waiting["choices"][0]
         assert choice["finish_reason"] is None
         assert choice.get("delta", choice.get("text")) in ({}, "")
-    assert any(line.startswith("data: ") for line in rest)
+    assert any(line.startswith("data: ") for line in remaining)
 
 
 @pytest.mark.parametrize("path", STREAMING)
@@ -61,21 +61,21 @@ def test_pause_between_tokens_is_bridged_and_called_by_its_name(serve, path):
     live_server = serve(engine, limits=Limits(comment_s=0.02))
     with live_server.client.stream("POST", path, json=STREAMING[path] | {"stream": True}) as answer:
         lines = answer.iter_lines()
-        begun = list(itertools.takewhile(lambda line: "first" not in line, lines))
+        opening = list(itertools.takewhile(lambda line: "first" not in line, lines))
         comments = [line for line in itertools.islice(lines, 20) if line.startswith(":")]
         gate.opened.set()
-        rest = "\n".join(lines)
-    assert not any("generating" in line for line in begun)
+        remaining = "\n".join(lines)
+    assert not any("generating" in line for line in opening)
     assert comments
     assert set(comments) == {": generating"}
-    assert "last" in rest
+    assert "last" in remaining
 
 
 def test_a_message_begins_once_its_prompt_is_known():
     renderer = MessageRenderer("msg_1", "fake")
     assert renderer.opening() + renderer.event(0, Progress(0, 9, queued=True)) == b""
-    begun = renderer.event(0, Progress(2, 9))
-    usage = json.loads(begun.partition(b"data: ")[2].partition(b"\n")[0])["message"]["usage"]
+    opening = renderer.event(0, Progress(2, 9))
+    usage = json.loads(opening.partition(b"data: ")[2].partition(b"\n")[0])["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (7, 2)
     assert renderer.event(0, Progress(9, 9)) == b""
 
@@ -103,6 +103,6 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
 
 
 def test_the_lengths_cross_to_another_process():
-    there = from_fields(to_fields(TOO_LONG))
-    assert isinstance(there, ContextLengthError)
-    assert (there.n_tokens, there.n_ctx, there.param) == (9, 8, "messages")
+    received = from_fields(to_fields(TOO_LONG))
+    assert isinstance(received, ContextLengthError)
+    assert (received.n_tokens, received.n_ctx, received.param) == (9, 8, "messages")

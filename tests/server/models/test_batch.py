@@ -95,9 +95,9 @@ def test_a_second_run_does_only_what_is_missing(files):
     paths = files(*(_chat(str(n)) for n in range(10)))
     _run(paths)
     with open(paths[1]) as file:
-        kept = file.readlines()[:6]
+        lines = file.readlines()[:6]
     with open(paths[1], "w") as file:
-        file.writelines(kept)
+        file.writelines(lines)
         file.write('{"id":"torn","custom_id":"9"')
     result, engine = _run(paths)
     assert (result.done, result.skipped) == (4, 6)
@@ -165,12 +165,12 @@ def hasty(monkeypatch):
 
 def _failing(*scripts):
     """An engine that plays `scripts` for the request that says "b", the last one for ever."""
-    left = list(scripts)
+    scripts_left = list(scripts)
 
     def choose(request):
         if request.messages[-1].content != "b":
             return ["fine"]
-        return left.pop(0) if len(left) > 1 else left[0]
+        return scripts_left.pop(0) if len(scripts_left) > 1 else scripts_left[0]
 
     return FakeEngine(choose)
 
@@ -239,8 +239,8 @@ def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
     killed_at = lines()
     assert 9 <= killed_at < 60
     done = subprocess.run(words(0.0), capture_output=True, text=True, check=True)
-    answered, left = map(int, done.stdout.split())
-    assert left == 30
+    answered, n_missing = map(int, done.stdout.split())
+    assert n_missing == 30
     assert answered in (60 - killed_at, 61 - killed_at)  # the last line may have been torn
     result, _ = _run(paths)
     assert (result.done, result.skipped, result.left) == (30, 60, 0)

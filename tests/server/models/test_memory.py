@@ -101,8 +101,8 @@ def test_store_none_keeps_nothing_and_store_false_is_about_the_answer_alone(serv
 @pytest.mark.parametrize("path", GENERATING)
 def test_usage_and_timings_tell_memory_from_disk(serve, path):
     usage = Usage(prompt_tokens=9, cached_tokens=6, cached_disk_tokens=4, completion_tokens=1)
-    end = Finished(reason="stop", usage=usage, timings=Timings())
-    reply = serve(FakeEngine([["a", end]])).client.post(path, json=GENERATING[path]).json()
+    finished = Finished(reason="stop", usage=usage, timings=Timings())
+    reply = serve(FakeEngine([["a", finished]])).client.post(path, json=GENERATING[path]).json()
     assert (reply["timings"]["cache_n"], reply["timings"]["cache_disk_n"]) == (6, 4)
     told = reply.get("usage", {})
     details = told.get("prompt_tokens_details") or told.get("input_tokens_details") or told
@@ -155,10 +155,10 @@ def test_one_keys_blocks_are_not_found_by_another(serve_reader):
 
 def test_one_key_shares_with_every_client_of_this_user(serve):
     engine = FakeEngine()
-    for keys, wanted in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
+    for keys, is_shared in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
         live_server = serve(engine, keys=keys)
         _completed(live_server, "hi", key=keys[0])
-        assert (engine.requests[-1].cache_salt == "") is wanted
+        assert (engine.requests[-1].cache_salt == "") is is_shared
 
 
 def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader, tmp_path):
@@ -225,12 +225,12 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
     port = free_port()
-    words = f"serve small --port {port} --threads 1 --ctx 2048 --log off".split()
-    program = subprocess.Popen([sys.executable, "-c", LAUNCHER, *words])
+    command = f"serve small --port {port} --threads 1 --ctx 2048 --log off".split()
+    program = subprocess.Popen([sys.executable, "-c", LAUNCHER, *command])
     headers = {"connection": "close"}  # one that is kept dies with its application
     client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, headers=headers)
     turns = [{"role": "user", "content": STORY}]
-    known = 0
+    n_known = 0
 
     def post(path: str, **body: object) -> dict:
         answer = client.post(path, json=body)
@@ -248,12 +248,12 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
 
     def go_on(where: str, most: int) -> None:
         """Take a turn; at `where`, at most `most` tokens are computed beyond those that are new."""
-        nonlocal known
+        nonlocal n_known
         reply = post(
             "/v1/chat/completions", model="small", messages=turns, max_tokens=16, temperature=0
         )
-        assert known - _cached(reply)[0] <= most
-        known = reply["usage"]["prompt_tokens"]
+        assert n_known - _cached(reply)[0] <= most
+        n_known = reply["usage"]["prompt_tokens"]
         answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
         turns.extend((answer, {"role": "user", "content": "Go on, please."}))
         report = client.get("/props").json()["models"]

@@ -43,16 +43,16 @@ def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(live_server, path, ma
         live_server, prompt=OPTIONS, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
     )
     for option, choice in zip(OPTIONS, reply["choices"], strict=True):
-        found = choice["logprobs"]
-        own, best = _raw_logprobs(path, option)
-        assert len(found["token_logprobs"]) == len(option) + max_tokens
-        assert found["token_logprobs"][0] is None
-        np.testing.assert_allclose(found["token_logprobs"][1 : len(option)], own, atol=ROUNDED)
-        tops = [max(top.values()) for top in found["top_logprobs"][1 : len(option)]]
+        logprobs = choice["logprobs"]
+        raw, best = _raw_logprobs(path, option)
+        assert len(logprobs["token_logprobs"]) == len(option) + max_tokens
+        assert logprobs["token_logprobs"][0] is None
+        np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(option)], raw, atol=ROUNDED)
+        tops = [max(top.values()) for top in logprobs["top_logprobs"][1 : len(option)]]
         np.testing.assert_allclose(tops, best, atol=ROUNDED)
         assert choice["text"].startswith(bytes(option).decode())
-        sums = sum(found["token_logprobs"][len(CONTEXT) : len(option)])
-        assert sums == pytest.approx(own[len(CONTEXT) - 1 :].sum(), abs=4 * ROUNDED)
+        sums = sum(logprobs["token_logprobs"][len(CONTEXT) : len(option)])
+        assert sums == pytest.approx(raw[len(CONTEXT) - 1 :].sum(), abs=4 * ROUNDED)
 
 
 def test_shared_prefix_is_computed_once_in_a_list_and_across_requests(live_server):
@@ -69,9 +69,9 @@ def test_prefix_cached_without_logprobs_is_computed_again(live_server, path):
     _complete(live_server, prompt=prompt, max_tokens=1)
     scored = _complete(live_server, prompt=prompt, echo=True, logprobs=1, max_tokens=0)
     assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    own, _ = _raw_logprobs(path, prompt)
+    raw, _ = _raw_logprobs(path, prompt)
     logprobs = scored["choices"][0]["logprobs"]["token_logprobs"][1:]
-    np.testing.assert_allclose(logprobs, own, atol=ROUNDED)
+    np.testing.assert_allclose(logprobs, raw, atol=ROUNDED)
     plain = _complete(live_server, prompt=[*prompt, 65], max_tokens=1)["usage"]
     assert plain["prompt_tokens_details"]["cached_tokens"] == len(prompt)
 
@@ -88,17 +88,22 @@ def test_cached_logprobs_end_where_another_text_went_on(engine, path):
     score(begin)
     for _ in engine.submit(GenerateRequest(prompt=(*begin, *b" goes on"), max_tokens=4)):
         pass
-    for end in (b" goes on", b" ends otherwise", b""):
-        own, _ = _raw_logprobs(path, [*begin, *end])
-        np.testing.assert_allclose(score([*begin, *end]), own, atol=ROUNDED)
+    for ending in (b" goes on", b" ends otherwise", b""):
+        raw, _ = _raw_logprobs(path, [*begin, *ending])
+        np.testing.assert_allclose(score([*begin, *ending]), raw, atol=ROUNDED)
 
 
 def test_generated_end_counts_as_a_token(live_server, engine):
     """Evaluators drop the last entry as the one of the generated token."""
-    (end,) = engine.tokenize("<|end|>", parse_special=True)
+    (end_token,) = engine.tokenize("<|end|>", parse_special=True)
     prompt = OPTIONS[0]
     reply = _complete(
-        live_server, prompt=prompt, echo=True, logprobs=1, max_tokens=1, logit_bias={str(end): 100}
+        live_server,
+        prompt=prompt,
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        logit_bias={str(end_token): 100},
     )
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "stop"
@@ -116,7 +121,7 @@ def test_streamed_echo_joins_to_the_whole_one(live_server):
     assert "".join(choice["text"] for choice in choices) == whole["text"]
 
     def joined(field):
-        return [part for choice in choices for part in (choice["logprobs"] or {}).get(field, [])]
+        return [entry for choice in choices for entry in (choice["logprobs"] or {}).get(field, [])]
 
     for field in ("tokens", "text_offset"):
         assert joined(field) == whole["logprobs"][field]

@@ -13,8 +13,8 @@ ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 1
 def test_speculation_changes_nothing_but_the_counts(real):
     asked = ASK | {"prompt": "one two three " * 8}
     off, ngram = (
-        real.client.post("/v1/completions", json=asked | {"speculative": how}).json()
-        for how in ("off", "ngram")
+        real.client.post("/v1/completions", json=asked | {"speculative": mode}).json()
+        for mode in ("off", "ngram")
     )
     assert off["choices"][0]["text"] == ngram["choices"][0]["text"]
     assert off["timings"]["draft_n"] == 0
@@ -42,13 +42,13 @@ def test_an_encoder_embeds_as_numbers_and_as_base64(bert):
     packed = live_server.client.post(
         "/v1/embeddings", json={"input": texts, "encoding_format": "base64"}
     ).json()
-    wanted = engine.embed(texts)
+    vectors = engine.embed(texts)
     assert plain["usage"]["prompt_tokens"] == sum(
         len(engine.tokenize(text, add_special=True)) for text in texts
     )
-    for place, vector in enumerate(wanted):
-        assert plain["data"][place]["embedding"] == pytest.approx(vector, abs=1e-5)
-        raw = base64.b64decode(packed["data"][place]["embedding"])
+    for index, vector in enumerate(vectors):
+        assert plain["data"][index]["embedding"] == pytest.approx(vector, abs=1e-5)
+        raw = base64.b64decode(packed["data"][index]["embedding"])
         assert struct.unpack(f"<{N_EMBD}f", raw) == pytest.approx(vector, abs=1e-5)
 
 

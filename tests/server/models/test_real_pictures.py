@@ -105,7 +105,7 @@ def test_chat_completion_reads_a_picture(sees, url):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_reads_pictures_where_its_prompt_has_them(sees, text, data, refusal, stream):
-    encoded = [one if isinstance(one, str) else base64_of(one) for one in data]
+    encoded = [piece if isinstance(piece, str) else base64_of(piece) for piece in data]
     prompt = {"prompt_string": text, "multimodal_data": encoded}
     body = {"temperature": 0.0, "top_k": 1, "n_predict": 8, "prompt": prompt, "stream": stream}
     reply = sees.client.post("/completion", json=body)
@@ -123,7 +123,7 @@ def test_completion_without_pictures_keeps_its_marker_as_text(sees):
         answered(prompt_string=marker, **data)
         for data in ({}, {"multimodal_data": [base64_of(RED)]}, {"multimodal_data": [base64_of(BLUE)]})
     )
-    assert len({one["content"] for one in (as_text, red, blue)}) == 3
+    assert len({reply["content"] for reply in (as_text, red, blue)}) == 3
     assert red["prompt"] == marker
     assert red["tokens_evaluated"] == blue["tokens_evaluated"]
 
@@ -138,58 +138,58 @@ def test_embeddings_of_pictures_are_refused(sees):
 
 
 def by_openai_chat(client, *pictures):
-    parts = [{"type": "image_url", "image_url": {"url": uri(one)}} for one in pictures]
-    found = client.chat.completions.create(
+    parts = [{"type": "image_url", "image_url": {"url": uri(picture)}} for picture in pictures]
+    reply = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": [*parts, {"type": "text", "text": ASKED}]}],
         max_tokens=8,
         **GREEDY,
     )
-    return found.choices[0].message.content, found.usage.prompt_tokens
+    return reply.choices[0].message.content, reply.usage.prompt_tokens
 
 
 def by_openai_responses(client, *pictures):
-    parts = [{"type": "input_image", "image_url": uri(one)} for one in pictures]
-    found = client.responses.create(
+    parts = [{"type": "input_image", "image_url": uri(picture)} for picture in pictures]
+    reply = client.responses.create(
         model=MODEL,
         input=[{"role": "user", "content": [*parts, {"type": "input_text", "text": ASKED}]}],
         max_output_tokens=8,
         **GREEDY,
     )
-    return found.output_text, found.usage.input_tokens
+    return reply.output_text, reply.usage.input_tokens
 
 
 def blocks(*pictures: bytes) -> list[dict]:
     source = {"type": "base64", "media_type": "image/png"}
-    return [{"type": "image", "source": source | {"data": base64_of(one)}} for one in pictures]
+    return [{"type": "image", "source": source | {"data": base64_of(picture)}} for picture in pictures]
 
 
 def by_anthropic(client, *pictures):
     content = [*blocks(*pictures), {"type": "text", "text": ASKED}]
-    found = client.messages.create(
+    reply = client.messages.create(
         model=MODEL, max_tokens=8, messages=[{"role": "user", "content": content}], extra_body=GREEDY
     )
-    used = found.usage
+    used = reply.usage
     cached = (used.cache_read_input_tokens or 0) + (used.cache_creation_input_tokens or 0)
-    return found.content[0].text, used.input_tokens + cached
+    return reply.content[0].text, used.input_tokens + cached
 
 
 def by_ollama(client, *pictures):
     turns = [{"role": "user", "content": ASKED, "images": list(pictures)}]
-    found = client.chat(model=MODEL, messages=turns, options=GREEDY | {"num_predict": 8})
-    return found.message.content, found.prompt_eval_count
+    reply = client.chat(model=MODEL, messages=turns, options=GREEDY | {"num_predict": 8})
+    return reply.message.content, reply.prompt_eval_count
 
 
 def test_four_clients_get_one_answer_about_each_picture(openai_client, anthropic_client, ollama_client):
     asked = [(RED,), (BLUE,), (RED, BLUE), (BLUE, RED)]
-    found = [by_openai_chat(openai_client, *pictures) for pictures in asked]
-    assert len({text for text, _ in found}) == len(asked)
+    answers = [by_openai_chat(openai_client, *pictures) for pictures in asked]
+    assert len({text for text, _ in answers}) == len(asked)
     for ask, client in (
         (by_openai_responses, openai_client),
         (by_anthropic, anthropic_client),
         (by_ollama, ollama_client),
     ):
-        assert [ask(client, *pictures) for pictures in asked] == found
+        assert [ask(client, *pictures) for pictures in asked] == answers
 
 
 def test_tokens_of_pictures_are_counted_as_they_are_used(anthropic_client):
@@ -206,12 +206,12 @@ def test_tokens_of_pictures_are_counted_as_they_are_used(anthropic_client):
         anthropic_client.messages.count_tokens(model=MODEL, messages=turns[:n]).input_tokens
         for n in (1, 3)
     ]
-    one, both = (
+    single, both = (
         anthropic_client.messages.create(model=MODEL, max_tokens=1, messages=turns[:n]).usage
         for n in (1, 3)
     )
     assert [
         used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens
-        for used in (one, both)
+        for used in (single, both)
     ] == counts
     assert both.cache_read_input_tokens > 0

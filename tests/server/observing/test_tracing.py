@@ -18,7 +18,7 @@ BODY = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 4}
 def spans(path):
     """The spans of each trace in the file: its root first."""
     lines = [json.loads(line)["resourceSpans"] for line in path.read_text().splitlines()]
-    return [one["scopeSpans"][0]["spans"] for [one] in lines]
+    return [resource["scopeSpans"][0]["spans"] for [resource] in lines]
 
 
 def is_written(path):
@@ -45,7 +45,9 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     assert {span["parentSpanId"] for span in parts} == {root["spanId"]}
     assert root["parentSpanId"] == parent
     assert [round(milliseconds(span)) for span in parts[-3:]] == [1, 3, 8]
-    facts = {one["key"]: next(iter(one["value"].values())) for one in root["attributes"]}
+    facts = {
+        attribute["key"]: next(iter(attribute["value"].values())) for attribute in root["attributes"]
+    }
     assert (facts["http.response.status_code"], facts["gen_ai.usage.input_tokens"]) == ("200", "5")
     assert facts["edgeinfer.cached_tokens"] == "3"
     assert "secret" not in path.read_text()

@@ -37,7 +37,7 @@ def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     assert len(engine.requests) == 3
     assert _ask(live_server, OTHER).status_code == 200
     gate.opened.set()
-    assert [one.result().status_code for one in asking] == [200] * 12
+    assert [future.result().status_code for future in asking] == [200] * 12
     assert not live_server.endpoint.engine_slots
 
 
@@ -52,7 +52,7 @@ def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
     assert _ask(live_server, OTHER).status_code == 200
     gate.opened.set()
-    assert [one.result().status_code for one in asking] == [200] * 6
+    assert [future.result().status_code for future in asking] == [200] * 6
     assert not live_server.endpoint.engine_slots
 
 
@@ -63,7 +63,7 @@ def test_lone_key_has_the_engine_for_itself(serve, until):
     asking = [live_server.pool.submit(_ask, live_server, BUSY) for _ in range(12)]
     until(lambda: len(engine.requests) == 12, "all to be in the engine")
     gate.opened.set()
-    assert [one.result().status_code for one in asking] == [200] * 12
+    assert [future.result().status_code for future in asking] == [200] * 12
 
 
 def test_places_of_clients_that_leave_are_given_on(serve, until):
@@ -97,7 +97,7 @@ def test_waiting_stream_is_told_that_it_waits(serve, until):
         assert next(line for line in lines if line) == ": queued"
         gate.opened.set()
         assert "data: [DONE]" in list(lines)
-    assert all(one.result().status_code == 200 for one in asking)
+    assert all(future.result().status_code == 200 for future in asking)
 
 
 def test_callers_take_turns():
@@ -158,7 +158,7 @@ def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
     assert _ask(live_server, OTHER, response_format=SCHEMA).status_code == 200
     assert _ask(live_server, BUSY).status_code == 200
     engine.opened.set()
-    assert [one.result().status_code for one in asking] == [200] * 6
+    assert [future.result().status_code for future in asking] == [200] * 6
 
 
 def test_calls_of_one_key_do_not_stop_those_of_another(serve):
@@ -175,22 +175,22 @@ def test_calls_of_one_key_do_not_stop_those_of_another(serve):
     assert tokenize(OTHER, "a") == 200
     assert live_server.client.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
     engine.opened.set()
-    assert [one.result() for one in asking] == [200] * 12
+    assert [future.result() for future in asking] == [200] * 12
 
 
 def test_pool_gives_a_key_half_of_its_threads_and_turns_to_all():
     pool, opened = FairPool("test", 4), threading.Event()
     done: list[str] = []
-    begun = threading.Semaphore(0)
+    started = threading.Semaphore(0)
 
     def work(caller: str) -> None:
-        begun.release()
+        started.release()
         assert opened.wait(30)
         done.append(caller)
 
     futures = [pool.begin(caller, lambda caller=caller: work(caller)) for caller in "aaaaaabbc"]
     for _ in range(4):
-        assert begun.acquire(timeout=20)
+        assert started.acquire(timeout=20)
     assert pool.is_stuck(0)
     running = Counter(a for a, future in zip("aaaaaabbc", futures, strict=True) if future.running())
     assert running == {"a": 2, "b": 2}
@@ -283,7 +283,7 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
             if framing == "length"
             else _head(path, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
         )
-        part = b" " * 65_536 if framing == "length" else b"10000\r\n" + b" " * 65_536 + b"\r\n"
+        piece = b" " * 65_536 if framing == "length" else b"10000\r\n" + b" " * 65_536 + b"\r\n"
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
@@ -291,6 +291,6 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
                 client.sendall(head)
                 with contextlib.suppress(OSError):
                     for _ in range(64):
-                        client.sendall(part)
+                        client.sendall(piece)
             assert live_server.client.get("/health").status_code == 200
     assert _rss_bytes() - before < 40 << 20

@@ -121,7 +121,7 @@ def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_e
         client.settimeout(20)
         client.sendall(_head(len(BODY)) + BODY + health)
         reply = b"".join(iter(lambda: client.recv(65_536), b""))
-    assert [int(part[:3]) for part in reply.split(b"HTTP/1.1 ")[1:]] == [401, 200]
+    assert [int(response[:3]) for response in reply.split(b"HTTP/1.1 ")[1:]] == [401, 200]
 
 
 def test_slow_headers_and_silence_are_cut_off(serve, raw_exchange):
@@ -187,7 +187,7 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
     assert refused.headers["retry-after"] == "1"
     assert live_server.client.get("/health").status_code == 200
     gate.opened.set()
-    assert [one.result().status_code for one in asking] == [200, 200]
+    assert [future.result().status_code for future in asking] == [200, 200]
     assert live_server.chat().status_code == 200
     assert (
         'edgeinfer_requests_refused_total{limit="requests"} 1.0'
@@ -197,19 +197,19 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
 
 def test_one_key_cannot_take_every_place(serve, until):
     gate = StepGate()
-    one, two = "first-key-0123456789", "second-key-0123456789"
-    live_server = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[one, two])
+    first_key, second_key = "first-key-0123456789", "second-key-0123456789"
+    live_server = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[first_key, second_key])
 
     def ask(key: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {key}"}
         return live_server.client.post("/v1/chat/completions", json=json.loads(BODY), headers=headers)
 
-    asking = live_server.pool.submit(ask, one)
+    asking = live_server.pool.submit(ask, first_key)
     until(lambda: live_server.endpoint.in_flight == 1, "the first request to run")
-    refused = ask(one)
+    refused = ask(first_key)
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert "retry-after" in refused.headers
-    assert ask(two).status_code == 200
+    assert ask(second_key).status_code == 200
     gate.opened.set()
     assert asking.result().status_code == 200
 
@@ -228,18 +228,18 @@ def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "1"
     gate.opened.set()
-    assert [one.result().status_code for one in asking] == [200] * 6
+    assert [future.result().status_code for future in asking] == [200] * 6
     assert live_server.chat().status_code == 200
     assert not live_server.endpoint.inside
 
 
 def test_connections_are_limited(serve):
     live_server = serve(limits=Limits(max_connections=3))
-    kept = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(3)]
+    connections = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(3)]
     with socket.create_connection(("127.0.0.1", live_server.port)) as extra:
         extra.settimeout(20)
         assert _status(extra.recv(1000)) == 503
-    for connection in kept:
+    for connection in connections:
         connection.close()
 
 
@@ -293,7 +293,7 @@ def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, unt
     engine = _Stuck()
     live_server = serve(engine, limits=Limits(prepare_s=0.2))
     asking = [live_server.pool.submit(live_server.chat, response_format=SCHEMA) for _ in range(4)]
-    answers = [one.result(30) for one in asking]
+    answers = [future.result(30) for future in asking]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].json()["error"]["code"] == "preparation_timeout"
     until(
@@ -388,8 +388,8 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40])
-@pytest.mark.parametrize("place", ["schema", "tool", "template"])
-def test_an_integer_beyond_64_bits_is_refused(serve, number, place):
+@pytest.mark.parametrize("field", ["schema", "tool", "template"])
+def test_an_integer_beyond_64_bits_is_refused(serve, number, field):
     fields = {
         "schema": lambda n: {
             "response_format": {
@@ -412,11 +412,11 @@ def test_an_integer_beyond_64_bits_is_refused(serve, number, place):
     }
     live_server = serve()
     refused = live_server.client.post(
-        "/v1/chat/completions", json={**json.loads(BODY), **fields[place](number)}
+        "/v1/chat/completions", json={**json.loads(BODY), **fields[field](number)}
     )
     assert refused.status_code == 400
     assert "beyond 64 bits" in refused.text
-    taken = live_server.client.post(
-        "/v1/chat/completions", json={**json.loads(BODY), **fields[place](2**63)}
+    accepted = live_server.client.post(
+        "/v1/chat/completions", json={**json.loads(BODY), **fields[field](2**63)}
     )
-    assert "beyond 64 bits" not in taken.text
+    assert "beyond 64 bits" not in accepted.text

@@ -36,13 +36,13 @@ def ask_for(live_server, operation, **kw):
 
 
 def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
-    assert {one.path for one in WEB.operations if one.web == "open"} == {
+    assert {guarded.path for guarded in WEB.operations if guarded.web == "open"} == {
         "/web",
         "/web/static/{id}",
         "/web/session",
     }
-    assert not [one for one in OPERATIONS if one.web]
-    assert all(one.web for one in WEB.operations)
+    assert not [guarded for guarded in OPERATIONS if guarded.web]
+    assert all(guarded.web for guarded in WEB.operations)
 
 
 @pytest.mark.parametrize("operation", GUARDED, ids=lambda o: f"{o.method} {o.path}")
@@ -162,12 +162,12 @@ def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, c
     monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
     monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
     monkeypatch.setattr(Host, "files", lambda *_: None)
-    for found in (None, live_server):
-        monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, found=found: found)
+    for endpoint in (None, live_server):
+        monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, endpoint=endpoint: endpoint)
         web.run(SimpleNamespace(model=None, json=True), Host())
         said = capfd.readouterr().err
-        assert ("an endpoint was started for it" in said) == (found is None)
-        assert ("`edgeinfer stop 4242`" in said) == (found is None)
+        assert ("an endpoint was started for it" in said) == (endpoint is None)
+        assert ("`edgeinfer stop 4242`" in said) == (endpoint is None)
 
 
 def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
@@ -175,8 +175,8 @@ def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
     assert live_server.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413
     head = f"POST /web/session HTTP/1.1\r\nhost: 127.0.0.1:{live_server.port}\r\ncontent-type: application/json\r\n"
     for length in ("content-length: 30000000", "transfer-encoding: chunked"):
-        begun = f"{head}{length}\r\n\r\n".encode() + b"2400\r\n" * (length[0] == "t") + b" " * 9216
-        reply = raw_exchange(live_server.port, begun + b"\r\n2400\r\n")  # the rest is never sent
+        opening = f"{head}{length}\r\n\r\n".encode() + b"2400\r\n" * (length[0] == "t") + b" " * 9216
+        reply = raw_exchange(live_server.port, opening + b"\r\n2400\r\n")  # the rest is never sent
         assert reply.startswith(b"HTTP/1.1 413 "), length
 
 

@@ -87,15 +87,15 @@ def test_stop_continue_reload_and_a_second_tab_in_mid_answer(serve, tab):
     other = tab(SimpleNamespace(url=page.js("location.origin")), fragment=page.js("location.hash"))
     other.see("One two")
     other.click("button.stop")
-    for one in (page, other):
-        one.see("stopped")
+    for window in (page, other):
+        window.see("stopped")
     page.click("button", "Continue")
-    for one in (page, other):
-        one.see("One two three")
+    for window in (page, other):
+        window.see("One two three")
     second.opened.set()
-    for one in (page, other):
-        one.see("One two three four")
-        one.wait(IDLE)
+    for window in (page, other):
+        window.see("One two three four")
+        window.wait(IDLE)
 
 
 def test_reasoning_streams_folds_and_survives_a_reload(serve, tab):
@@ -227,8 +227,8 @@ def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab)
     page.wait(IDLE)
     page.wait("!document.querySelector('.error')")
     page.js("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    for words, text in (("Copy", "ls\n"), ("Link", None)):
-        page.click(".code .copy" if words == "Copy" else ".answer .foot button", words)
+    for label, text in (("Copy", "ls\n"), ("Link", None)):
+        page.click(".code .copy" if label == "Copy" else ".answer .foot button", label)
         page.wait("document.querySelector('button.copied')")
         assert text in (None, page.js("window.copied"))
         page.wait("!document.querySelector('button.copied')")
@@ -331,8 +331,8 @@ def test_kills_lose_nothing_that_was_shown(tab, tmp_path, repeats):
             shown = page.js("document.querySelector('.answer .body').textContent").strip()
             start()
             page.see("interrupted")
-            kept = page.js("document.querySelector('.answer .body').textContent").strip()
-            assert kept.startswith(shown)
+            saved = page.js("document.querySelector('.answer .body').textContent").strip()
+            assert saved.startswith(shown)
             page.click("button", "Continue")
     finally:
         running.kill()
@@ -399,10 +399,10 @@ def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
 
 def violations(page):
     """Return what axe holds against the page."""
-    found = BUILD_CACHE / "axe/axe.min.js"
-    if not found.exists():
+    script = BUILD_CACHE / "axe/axe.min.js"
+    if not script.exists():
         pytest.skip("needs axe-core: scripts/setup.sh test-all")
-    page.js(found.read_text())
+    page.js(script.read_text())
     return page.js(
         "axe.run({resultTypes: ['violations']}).then((found) => found.violations.map((one) => [one.id, one.nodes.map((node) => node.html + node.failureSummary)]))"
     )
@@ -587,8 +587,8 @@ def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     page.wait("document.querySelector('[aria-label=Model]').value === 'someone.tiny-gguf-q8_0'")
 
 
-def token(piece, share, *others):
-    top = tuple(Logprob(0, other, math.log(p)) for other, p in ((piece, share), *others))
+def token(piece, share, *alternatives):
+    top = tuple(Logprob(0, other, math.log(p)) for other, p in ((piece, share), *alternatives))
     return TokenLogprobs(Logprob(0, piece, math.log(share)), top)
 
 
@@ -609,23 +609,23 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     page.js("document.querySelector('#right-temperature').value = 0")
     page.type("What shall I drink?")
     page.key("Enter")
-    left, right = (
+    left_side, right_side = (
         f"document.querySelector('section[aria-label={side}]')" for side in ("left", "right")
     )
-    page.wait(f"{left}.querySelector('.tokens').textContent === 'é<b>'")
-    page.wait(f"{right}.querySelector('.tokens').textContent === 'tea'")
-    page.wait(f"{left}.querySelector('.stats').textContent.includes('tokens/s')")
-    assert page.js(f"{left}.querySelectorAll('.tokens b').length") == 0
-    page.js(f"{left}.querySelector('.tokens').focus()")
+    page.wait(f"{left_side}.querySelector('.tokens').textContent === 'é<b>'")
+    page.wait(f"{right_side}.querySelector('.tokens').textContent === 'tea'")
+    page.wait(f"{left_side}.querySelector('.stats').textContent.includes('tokens/s')")
+    assert page.js(f"{left_side}.querySelectorAll('.tokens b').length") == 0
+    page.js(f"{left_side}.querySelector('.tokens').focus()")
     for _ in range(2):
         page.key("ArrowRight")
-    page.wait(f"{left}.querySelector('.said').textContent.includes('40.0 %; else')")
+    page.wait(f"{left_side}.querySelector('.said').textContent.includes('40.0 %; else')")
     page.key("ArrowRight")
-    page.wait(f"{left}.querySelector('.said').textContent.includes('\"<b>\" < 0.1 %')")
-    assert page.js(f"{left}.querySelector('.tokens span').title").endswith("90.0 %")
+    page.wait(f"{left_side}.querySelector('.said').textContent.includes('\"<b>\" < 0.1 %')")
+    assert page.js(f"{left_side}.querySelector('.tokens span').title").endswith("90.0 %")
     assert page.js("document.documentElement.scrollWidth") <= 320
     page.click("button", "Stop")
-    page.wait(f"{right}.textContent.includes('stopped')")
+    page.wait(f"{right_side}.textContent.includes('stopped')")
     page.wait("document.querySelector('form .primary').textContent === 'Run'")
     assert live_server.client.get("/health").json()["status"] == "ok"
     assert ConversationStore.open().listing() == []
@@ -684,8 +684,8 @@ def test_pictures_of_the_guide(serve, tab, tmp_path):
     titles = ["Name three colours of autumn", "A regular expression for dates"]
     sky = []
     for word, p in SKY.items():
-        others = (b" light", 0.6 * (1 - p)), (b" it", 0.2 * (1 - p))
-        sky += [TextDelta(word, (token(word.encode(), p, *others),)), Delay(0.02)]
+        alternatives = (b" light", 0.6 * (1 - p)), (b" it", 0.2 * (1 - p))
+        sky += [TextDelta(word, (token(word.encode(), p, *alternatives),)), Delay(0.02)]
     engine = FakeEngine([["Red."], ["Sure."], spoken(PLAN), sky])
     page = tab(with_page(serve(engine)), width=1000, height=720)
     for title in [*titles, "How do I make green tea?"]:

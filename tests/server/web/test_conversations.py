@@ -39,7 +39,7 @@ def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
         "complete",
     )
     assert answer["stats"]["completion_tokens"] == 2
-    assert [one["id"] for one in page.get("/conversations?q=green")] == [number]
+    assert [conversation["id"] for conversation in page.get("/conversations?q=green")] == [number]
     assert page.get("/conversations?q=coffee") == []
 
     chat = terminal(engine)
@@ -69,7 +69,10 @@ def test_edit_regenerate_branches_and_fork(paged):
     assert words(page.ended(number)[-1]) == "three"
     fork = page.post(f"/conversations/{number}", action="fork", turn=third["id"])["id"]
     assert [words(t) for t in page.ended(fork)] == ["first, edited", "three"]
-    assert [one["title"] for one in page.get("/conversations")] == ["first (fork)", "first"]
+    assert [conversation["title"] for conversation in page.get("/conversations")] == [
+        "first (fork)",
+        "first",
+    ]
 
 
 def test_delete_undo_rename_and_settings(paged):
@@ -268,7 +271,7 @@ def test_only_the_catalogue_and_hugging_face_are_pulled_from(paged):
     ):
         assert "catalogue" in page.post("/pulls", status=400, name=name)["error"]["message"]
     assert page.get("/pulls") == []
-    assert "smollm2-135m-instruct" in [one["name"] for one in page.get("/models")]
+    assert "smollm2-135m-instruct" in [model["name"] for model in page.get("/models")]
 
 
 def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(paged, hub):
@@ -277,7 +280,7 @@ def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(page
     page.post("/pulls", **pull)
     wait_until(lambda: page.get("/pulls")[0]["done"], "bytes")
     assert page.live_server.endpoint.in_flight == 1  # so that it does not end as idle
-    assert [one["text"] for one in page.post("/pulls", **pull, stop=True)] == ["stopping"]
+    assert [event["text"] for event in page.post("/pulls", **pull, stop=True)] == ["stopping"]
     wait_until(lambda: not page.get("/pulls"), "its end")
     assert page.live_server.endpoint.in_flight == 0
     page.post("/pulls", **pull)

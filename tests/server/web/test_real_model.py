@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 PROGRAM = str(Path(sys.executable).with_name("edgeinfer"))
 OPTIONS = ("--resume", "never", "--ctx", "2048")
 LONG, MORE, LAST = (
-    f"Here is a list of words: {' '.join(f'word{n}' for n in words)}. Which is the first?"
-    for words in (range(120), range(200, 240), range(300, 340))
+    f"Here is a list of words: {' '.join(f'word{n}' for n in numbers)}. Which is the first?"
+    for numbers in (range(120), range(200, 240), range(300, 340))
 )
 
 
@@ -67,7 +67,7 @@ def serving():
     """Serve the model in a process of its own; yield the page's requests."""
     command = [PROGRAM, "serve", "small", "--port", "0", "--log", "text", *OPTIONS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as running:
-        url = next(found[0] for line in running.stderr if (found := re.search(r"http://[\d.:]+", line)))
+        url = next(match[0] for line in running.stderr if (match := re.search(r"http://[\d.:]+", line)))
         page = Signed(SimpleNamespace(url=url))
         try:
             yield page
@@ -143,6 +143,6 @@ def test_terminal_and_page_are_live(typing, serve, tab):
     terminal.until_shown("One two three")
     page.see("what comes next?")
     page.wait("document.querySelectorAll('.answer .stats').length === 3")
-    kept = page.js("document.querySelectorAll('.answer .body')[2].textContent").split()[:2]
-    terminal.until(lambda: all(word in terminal.screen() for word in kept))
+    shown = page.js("document.querySelectorAll('.answer .body')[2].textContent").split()[:2]
+    terminal.until(lambda: all(word in terminal.screen() for word in shown))
     assert engine.requests[-1].messages[-1].content == "count"
