@@ -19,7 +19,7 @@ BUILD = Path(__file__).parents[2] / "build"
 
 
 @pytest.fixture(scope="module")
-def bundled(binary, smollm2, tmp_path_factory):
+def bundled_program(binary, smollm2, tmp_path_factory):
     """The shipped file with the small model inside, as `make binary MODEL=` writes it."""
     folder = tmp_path_factory.mktemp("bundled")
     environment = {**os.environ, "EDGEINFER_HOME": str(folder / "home"), "PYTHONPATH": str(BUILD)}
@@ -32,14 +32,14 @@ def bundled(binary, smollm2, tmp_path_factory):
     return out
 
 
-def test_its_size_is_the_files_and_the_models(bundled, binary, smollm2):
+def test_its_size_is_the_files_and_the_models(bundled_program, binary, smollm2):
     both = binary.stat().st_size + smollm2.stat().st_size
-    assert both <= bundled.stat().st_size <= both + (1 << 20)
-    assert open_shipped(bundled).app == open_shipped(binary).app
+    assert both <= bundled_program.stat().st_size <= both + (1 << 20)
+    assert open_shipped(bundled_program).app == open_shipped(binary).app
 
 
-def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
-    machine = Machine(tmp_path / "root", bundled)
+def test_answers_on_a_machine_without_a_network(bundled_program, tmp_path):
+    machine = Machine(tmp_path / "root", bundled_program)
     first = machine.run("run", *ASK[2:], "--resume", "never", options=("--no-network",))
     assert first.stdout.strip()
     weights = list(machine.home.rglob("*.gguf"))
@@ -49,9 +49,9 @@ def test_answers_on_a_machine_without_a_network(bundled, tmp_path):
     assert machine.json("doctor", "--verify")["findings"] == []
 
 
-def test_damaged_model_is_refused_and_nothing_is_stored(bundled, tmp_path):
-    machine = Machine(tmp_path / "root", bundled)
-    shipped = open_shipped(bundled)
+def test_damaged_model_is_refused_and_nothing_is_stored(bundled_program, tmp_path):
+    machine = Machine(tmp_path / "root", bundled_program)
+    shipped = open_shipped(bundled_program)
     flip_bit(machine.root / PROGRAM[1:], shipped.bundle_offset + shipped.bundle_length // 2)
     done = machine.run("list", check=False)
     assert done.returncode == 5

@@ -12,8 +12,8 @@ from .conftest import MODEL
 ADDED = {"PWD", "OLDPWD", "SHLVL", "_", "EDGEINFER_FILE", "SSL_CERT_FILE", "KMP_BLOCKTIME"}
 
 
-@pytest.mark.parametrize("theirs", [{}, {"LD_LIBRARY_PATH": "/opt/theirs"}])
-def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_path, theirs):
+@pytest.mark.parametrize("user_environment", [{}, {"LD_LIBRARY_PATH": "/opt/theirs"}])
+def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_path, user_environment):
     child = tmp_path / "criu"
     child.write_text('#!/bin/sh\nenv -0 > "$0.environment"\n')
     child.chmod(0o755)
@@ -21,7 +21,7 @@ def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_p
         "PATH": "/usr/bin:/bin",
         "HOME": str(tmp_path),
         "EDGEINFER_CRIU": str(child),
-        **theirs,
+        **user_environment,
     }
     subprocess.run([binary, "doctor"], env=environment, capture_output=True, check=False, timeout=300)
     lines = (tmp_path / "criu.environment").read_text().split("\0")[:-1]

@@ -87,10 +87,10 @@ def test_equal_folders_give_equal_payloads(tmp_path):
     for name in ("one", "two"):
         write_tree(tmp_path / name)
     os.utime(tmp_path / "two/note", (1, 1))
-    one, two = (pack.pack(tmp_path / name, "1.0", (), tmp_path / "cache") for name in ("one", "two"))
-    assert one == two
+    first, two = (pack.pack(tmp_path / name, "1.0", (), tmp_path / "cache") for name in ("one", "two"))
+    assert first == two
     (tmp_path / "two/note").write_text("hullo\n")
-    assert pack.pack(tmp_path / "two", "1.0", (), tmp_path / "cache").name != one.name
+    assert pack.pack(tmp_path / "two", "1.0", (), tmp_path / "cache").name != first.name
 
 
 @pytest.mark.parametrize(("number", "has_x86_filter"), [(62, True), (183, False)])

@@ -377,24 +377,24 @@ def test_renewal_changes_the_time_alone(tmp_path):
         publish.renew(tmp_path, days=3)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_workflow_signs_by_openssl_alone_and_for_known_keys(tmp_path, known):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_workflow_signs_by_openssl_alone_and_for_known_keys(tmp_path, is_known):
     for name in ("scripts/sign.sh", "scripts/debian.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "edgeinfer/data").mkdir(parents=True)
     text = new_key_text()
-    public = parse_key(text if known else new_key_text()).public.hex()
+    public = parse_key(text if is_known else new_key_text()).public.hex()
     (tmp_path / "edgeinfer/data/release.toml").write_text(f'keys = ["{public}"]')
     (tmp_path / "release.json").write_bytes(b"{}")
     (tmp_path / "SHA256SUMS").write_text(f"{sha(b'{}')}  release.json\n")
     command = [tmp_path / "scripts/sign.sh", "."]
     done = subprocess.run(command, env=os.environ | {"RELEASE_KEY": text}, check=False)
-    assert (done.returncode == 0) is known
-    for name in ("release.json", "SHA256SUMS") if known else ():
+    assert (done.returncode == 0) is is_known
+    for name in ("release.json", "SHA256SUMS") if is_known else ():
         signature = (tmp_path / f"{name}.sig").read_bytes()
         assert is_signed_by(bytes.fromhex(public), signature, (tmp_path / name).read_bytes())
-    assert known or not list(tmp_path.glob("*.sig"))
+    assert is_known or not list(tmp_path.glob("*.sig"))
 
 
 def test_publisher_writes_what_update_reads_and_signs_for_known_keys_alone(tmp_path):

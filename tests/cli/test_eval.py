@@ -68,7 +68,7 @@ def _run(*typed: str, host: Host) -> EvalResult:
     return eval_verb.run(build_parser("eval").parse_args(["eval", *typed, "--quiet"]), host)
 
 
-def _passed(result: EvalResult) -> list[bool]:
+def _passes(result: EvalResult) -> list[bool]:
     """The verdicts on the first candidate."""
     return [item.verdicts[0].passed for item in result.items]
 
@@ -114,7 +114,7 @@ def test_answers_are_checked(score):
         if answer
     ]
     result, _ = score([item for item, _ in rows])
-    assert {row[0]["id"]: v for row, v in zip(rows, _passed(result), strict=True)} == {
+    assert {row[0]["id"]: v for row, v in zip(rows, _passes(result), strict=True)} == {
         item["id"]: passed for item, passed in rows
     }
 
@@ -164,7 +164,7 @@ def test_only_what_is_new_is_asked(score):
     items[3] |= {"contains": "nothing"}  # another check costs no answer
     result, requests = score(items)
     assert [request.messages[-1].content for request in requests] == ["say it otherwise"]
-    assert _passed(result) == [True, True, True, False, True, True]
+    assert _passes(result) == [True, True, True, False, True, True]
     result, requests = score(items, models=("one", "two"))
     assert len(requests) == 6
     assert result.candidates == ["one", "two"]
@@ -219,7 +219,7 @@ def test_judge_decides(score):
     asked = {"id": "1", "messages": [{"role": "user", "content": parts}]}
     items = [asked | {"judge": "It is a colour."}, _item(2, "Say it.", exact="blue")]
     result, requests = score(items, "--judge", "wise", answers=answers)
-    assert _passed(result) == [True, True]
+    assert _passes(result) == [True, True]
     assert len(requests) == 3
     lines = requests[-1].messages[-1].content.splitlines()
     assert lines[0] == "Criterion: It is a colour."
@@ -237,18 +237,18 @@ def test_answer_that_fails_is_not_passed_and_told(score):
         return DecodeError("llama_decode failed") if text == "broken" else text
 
     result, _ = score(items, answers=answers)
-    assert _passed(result) == [True, False, False]
+    assert _passes(result) == [True, False, False]
     assert (result.exit_code, result.items[1].verdicts[0].is_cut) == (1, False)
     assert "1 have no answer" in result.human()
     result, requests = score(items)
-    assert (_passed(result), len(requests), result.exit_code) == ([True, False, True], 1, 0)
+    assert (_passes(result), len(requests), result.exit_code) == ([True, False, True], 1, 0)
 
 
 def test_check_that_does_not_end_is_told(score, monkeypatch):
     monkeypatch.setattr("edgeinfer.cli.verbs.eval._CHECK_S", 0.2)
     slow = "a" * 60
     result, _ = score([_item("slow", slow, regex="(a+)+b"), _item(2, "a", regex="a")])
-    assert _passed(result) == [False, True]
+    assert _passes(result) == [False, True]
     assert "slow: its `regex` took over 0.2 s" in result.human()
 
 
@@ -291,9 +291,9 @@ def test_intervals_cover_the_truth():
         (20, 0.5, 0.5, 0),
     ):
         rng = np.random.default_rng(n)
-        one, fresh = rng.random((2, 10_000, n))
-        two = np.where(rng.random((10_000, n)) < common, one, fresh)
-        only_one, only_two = ((one < p) & (two >= q)).sum(1), ((one >= p) & (two < q)).sum(1)
+        scores, fresh = rng.random((2, 10_000, n))
+        two = np.where(rng.random((10_000, n)) < common, scores, fresh)
+        only_one, only_two = ((scores < p) & (two >= q)).sum(1), ((scores >= p) & (two < q)).sum(1)
         intervals = [
             astuple(paired_difference(*pair, n)) for pair in zip(only_one, only_two, strict=True)
         ]
@@ -327,7 +327,7 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     other = make_llama(tmp_path / "other.gguf", n_ctx=512)
     result = _run(str(path), str(tiny), str(other), "--kv-type", "f16", host=Host())
-    assert _passed(result) == [True] * 4
+    assert _passes(result) == [True] * 4
     assert result.candidates == ["tiny.gguf", "other.gguf"]
     lines = (paths.data_dir() / "evaluations/choices.answers.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
@@ -357,8 +357,8 @@ def test_answers_get_the_verdicts_of_lm_evaluation_harness(score, basics):
     items = [item for item in items if "choices" not in item]
     texts = {item["prompt"]: recorded[item["id"]]["answer"] for item in items}
     result, _ = score(items, answers=lambda model, request: texts[request.messages[-1].content])
-    assert _passed(result) == [recorded[item["id"]]["passed"] for item in items]
-    assert {True, False} == set(_passed(result))
+    assert _passes(result) == [recorded[item["id"]]["passed"] for item in items]
+    assert {True, False} == set(_passes(result))
 
 
 @pytest.mark.model

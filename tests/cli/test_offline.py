@@ -131,14 +131,14 @@ def test_endpoint_only_listens(home):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         (("web",), None),  # starts no endpoint: the default model is not here
         (("bench", MODEL, "-p", "8", "-n", "1", "-r", "1", "--ctx", "512", "--quiet"), 0),
     ],
 )
-def test_this_machine_alone_is_asked_for_an_endpoint(home, words, code):
-    process, watch = _seen(home, *words)
+def test_this_machine_alone_is_asked_for_an_endpoint(home, arguments, code):
+    process, watch = _seen(home, *arguments)
     out, err = process.communicate(timeout=250)
     watch.join()
     assert set(watch.seen) <= {"socket 2 1", "connect 2 127.0.0.1"}

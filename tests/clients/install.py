@@ -60,5 +60,5 @@ def _install_node(folder: Path, pins: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or table():
-        print(wanted, install(wanted), flush=True)
+    for client_name in sys.argv[1:] or table():
+        print(client_name, install(client_name), flush=True)

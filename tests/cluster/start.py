@@ -25,15 +25,15 @@ serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port"
 serve.run(application(arguments))
 print("metrics", *(node["MetricsExportPort"] for node in ray.nodes()))
 print("ready", flush=True)
-ended = threading.Thread(target=sys.stdin.read)
-ended.start()
-while ended.is_alive():
+stdin_reader = threading.Thread(target=sys.stdin.read)
+stdin_reader.start()
+while stdin_reader.is_alive():
     for node in cluster.list_all_nodes():  # Ray sees a killed one as alive while it is a zombie
         for process in (
             process_info.process for group in node.all_processes.values() for process_info in group
         ):
             process.poll()
-    ended.join(0.2)
+    stdin_reader.join(0.2)
 serve.shutdown()
 ray.shutdown()
 cluster.shutdown()

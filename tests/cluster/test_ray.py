@@ -74,10 +74,10 @@ def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App
     home = tmp_path_factory.mktemp("cluster")
     folder = tempfile.mkdtemp(prefix="ei")  # short: Ray's sockets are below it
     Path(folder, "ray").mkdir()
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER", "RAY"))
     }
-    environment = kept | {
+    environment = inherited | {
         "EDGEINFER_HOME": str(home),
         "RAY_TMPDIR": folder,  # where a cluster writes its address, in a folder `ray`
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -99,15 +99,15 @@ class Inputs:
         self.q: Floats = random.normal(
             size=(case.streams, case.rows, case.heads * case.group, case.head)
         ).astype(np.float32)
-        self.k_raw, self.k = _stored(random.normal(size=(*shape, case.head)), case.kind)
-        self.v_raw, self.v = _stored(random.normal(size=(*shape, head_v)) + 0.5, case.kind)
+        self.k_raw, self.k = _store(random.normal(size=(*shape, case.head)), case.kind)
+        self.v_raw, self.v = _store(random.normal(size=(*shape, head_v)) + 0.5, case.kind)
         self.mask = _mask(case, random)
         self.sinks = (
             random.normal(size=case.heads * case.group).astype(np.float32) * 2 if case.sinks else None
         )
 
 
-def _stored(values: NDArray[np.float64], kind: str) -> tuple[NDArray[np.uint8], Floats]:
+def _store(values: NDArray[np.float64], kind: str) -> tuple[NDArray[np.uint8], Floats]:
     """The bytes of values in a type of the cache, (streams, cells, heads, bytes), and what these say."""
     floats = values.astype(np.float32)
     quantization = gguf.GGMLQuantizationType(TYPES[kind])
@@ -180,7 +180,7 @@ def moved(inputs: Inputs) -> Inputs:
     return other
 
 
-def shuffled(inputs: Inputs) -> Inputs:
+def shuffle_cells(inputs: Inputs) -> Inputs:
     """The same in a cache whose cells were written in the order of `inputs`, and lie in another."""
     if inputs.mask is None or inputs.case.streams > 1:
         return inputs
@@ -192,7 +192,7 @@ def shuffled(inputs: Inputs) -> Inputs:
     return other
 
 
-def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
+def attend(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
     """Compute some of the rows with ggml: (streams, rows, heads, head_v)."""
     case = inputs.case
     q = np.ascontiguousarray(inputs.q[:, rows])
@@ -242,7 +242,7 @@ def attended(inputs: Inputs, rows: slice, n_threads: int) -> Floats:
 def outcome(case: Case) -> Outcome:
     """Compute a case whole, and some of its rows again, elsewhere and with other numbers of threads."""
     inputs = Inputs(case)
-    got = attended(inputs, slice(None), 2)
+    got = attend(inputs, slice(None), 2)
     exact = expected(inputs)
     last = slice(max(0, case.rows - 3), case.rows)
     again = (
@@ -251,12 +251,10 @@ def outcome(case: Case) -> Outcome:
         (inputs, slice(0, 2), 2),
         (moved(inputs), slice(None), 2),
         (moved(inputs), last, 3),
-        (shuffled(inputs), slice(None), 2),
-        (shuffled(inputs), last, 1),
+        (shuffle_cells(inputs), slice(None), 2),
+        (shuffle_cells(inputs), last, 1),
     )
-    same = all(
-        np.array_equal(attended(selection, rows, n), got[:, rows]) for selection, rows, n in again
-    )
+    same = all(np.array_equal(attend(selection, rows, n), got[:, rows]) for selection, rows, n in again)
     error = float(np.abs(got - exact).max() / exact.std())
     return Outcome(error, hashlib.sha256(got.tobytes()).hexdigest(), same)
 

@@ -41,7 +41,7 @@ def _error(got: Floats, exact: np.ndarray) -> float:
     return float(np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()))
 
 
-def _computed(kind: str, weights: np.ndarray, x: Floats, n_threads: int) -> Floats:
+def _multiply(kind: str, weights: np.ndarray, x: Floats, n_threads: int) -> Floats:
     products = Products(kind, [weights], len(x))
     products.compute(x, n_threads=n_threads)
     (result,) = products.results()
@@ -54,9 +54,9 @@ def _of_shape(kind: str, width: int, rows: int) -> tuple[float, bool, Floats]:
     x = np.random.default_rng(width).normal(size=(_MOST, width)).astype(np.float32)
     x[3] *= 1e-38  # a row whose blocks have no scale
     x[5] *= 1e20
-    all_rows = _computed(kind, weights, x, 2)
+    all_rows = _multiply(kind, weights, x, 2)
     same = all(
-        np.array_equal(_computed(kind, weights, x[:n], n_threads), all_rows[:n])
+        np.array_equal(_multiply(kind, weights, x[:n], n_threads), all_rows[:n])
         for n in _ROWS
         for n_threads in (1, 2, 3)
     )
@@ -86,7 +86,7 @@ def _keeps_nan(kind: str) -> bool:
     weights = random_weights(kind, 32, 512)
     x = np.ones((3, 512), np.float32)
     x[1, 77] = np.nan
-    is_nan = np.isnan(_computed(kind, weights, x, 1))
+    is_nan = np.isnan(_multiply(kind, weights, x, 1))
     return bool(is_nan[1].all() and not is_nan[[0, 2]].any())
 
 

@@ -44,12 +44,12 @@ def test_a_vendors_own_goes_before_vulkan(shipped: Path) -> None:
 
 def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped: Path) -> None:
     put(shipped)
-    own = put(backends.added_dir())
-    assert backends.find("vulkan").path == str(own)
-    own.write_bytes(b"half")
-    assert backends.find("vulkan").path == str(own)  # as long as described
-    own.write_bytes(b"half a library")
-    assert backends.find("vulkan").path == str(shipped / own.name)
+    user_backend = put(backends.added_dir())
+    assert backends.find("vulkan").path == str(user_backend)
+    user_backend.write_bytes(b"half")
+    assert backends.find("vulkan").path == str(user_backend)  # as long as described
+    user_backend.write_bytes(b"half a library")
+    assert backends.find("vulkan").path == str(shipped / user_backend.name)
 
 
 def test_a_library_of_another_llama_is_not_for_this_one(shipped: Path) -> None:

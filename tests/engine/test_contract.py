@@ -28,8 +28,8 @@ def _open(kind: str, smollm2: Path) -> Engine:
     fake = FakeEngine([[item for i in range(900) for item in (f"word{i} ", Delay(0.002))]])
     if kind == "fake":
         return fake
-    live_server, there = socket.socketpair()
-    serving = (there, Start(), lambda progress: fake)
+    live_server, worker_end = socket.socketpair()
+    serving = (worker_end, Start(), lambda progress: fake)
     threading.Thread(target=serve_engine, args=serving, daemon=True).start()
     return RemoteEngine(live_server)
 

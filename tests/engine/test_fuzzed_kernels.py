@@ -52,7 +52,7 @@ def _fuzz(
     return done.stdout.splitlines()
 
 
-def _shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:
+def _fuzz_shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:
     _compile(
         folder / level, "-O2", libedgeinfer.library(f"kernels-{level}"), libedgeinfer.library("cells")
     )
@@ -89,7 +89,7 @@ def _agree(first: list[str], second: list[str], *apart: str) -> None:
 
 @pytest.mark.needs("levels")
 def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
-    first, *other_digests = (_shipped(level, tmp_path) for level in LEVELS if can_run(level))
+    first, *other_digests = (_fuzz_shipped(level, tmp_path) for level in LEVELS if can_run(level))
     for other in other_digests:
         _agree(first, other, " bf16 ")  # AVX-512 has an instruction of its own for BF16
 
@@ -122,4 +122,4 @@ def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path
         *(qemu, "-cpu", processor, "-L", root, tmp_path / level, str(_ARM64_CASES), "grid"),
         libraries=(ggml, native),
     )
-    _agree(_shipped("v3", tmp_path, _ARM64_CASES), digests)
+    _agree(_fuzz_shipped("v3", tmp_path, _ARM64_CASES), digests)

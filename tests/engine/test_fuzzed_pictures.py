@@ -167,7 +167,7 @@ _NASTY_FLOATS = tuple(
 )
 
 
-def mutated(data: bytes, header_end: int, chance: random.Random) -> bytearray:
+def mutate(data: bytes, header_end: int, chance: random.Random) -> bytearray:
     """A projector whose header, up to `end`, was changed in some places, or a weight to NaN."""
     out = bytearray(data)
     keys = [offset for offset in range(24, header_end - 16) if data[offset : offset + 5] == b"clip."]
@@ -225,7 +225,7 @@ def test_mutated_projectors_end_their_trial_alone(
     with answering(_ENCODING) as encoder:
         for number in range(N_PROJECTORS):
             data, header_end, text = files[number % len(files)]
-            path.write_bytes(mutated(data, header_end, chance))
+            path.write_bytes(mutate(data, header_end, chance))
             code, seconds, said = ask(encoder, path, text)
             assert (code, seconds < _MOST_S) == (0, True), (number, seconds, said)
             longest = max(longest, seconds)

@@ -30,7 +30,7 @@ def load(tmp_path_factory):
         engine.close()
 
 
-def _spelled(engine: LlamaEngine, gap: Infill, room: int = 200) -> bytes:
+def _spell(engine: LlamaEngine, gap: Infill, room: int = 200) -> bytes:
     return engine.detokenize(infill_tokens(gap, engine._loaded.vocab, room))
 
 
@@ -42,7 +42,7 @@ def test_what_is_before_and_behind_stands_between_its_tokens(load):
 
 
 def test_files_come_first_as_a_repository(load):
-    said = _spelled(load(*FIM), Infill(prefix="x", suffix="y", files=FILES))
+    said = _spell(load(*FIM), Infill(prefix="x", suffix="y", files=FILES))
     assert said == (
         b"<|repo_name|>repository\n<|file_sep|>a.py\none<|file_sep|>b.py\ntwo<|file_sep|>file\n"
         b"<|fim_prefix|>x<|fim_suffix|>y<|fim_middle|>"
@@ -50,7 +50,7 @@ def test_files_come_first_as_a_repository(load):
 
 
 def test_without_a_token_for_it_a_rule_stands_between_files(load):
-    said = _spelled(load(*PLAIN), Infill(prefix="x", files=FILES))
+    said = _spell(load(*PLAIN), Infill(prefix="x", files=FILES))
     assert said == (
         b"\n\n--- a.py ---\n\none\n\n--- b.py ---\n\ntwo<|fim_prefix|>x<|fim_suffix|><|fim_middle|>"
     )
@@ -65,7 +65,7 @@ def test_marks_in_the_text_are_text(load):
 def test_what_does_not_fit_is_left_out_far_from_the_gap(load, room):
     engine = load(*FIM)
     gap = Infill(prefix="p" * 300 + "P", suffix="S" + "s" * 300, files=FILES)
-    said = _spelled(engine, gap, room)
+    said = _spell(engine, gap, room)
     assert len(infill_tokens(gap, engine._loaded.vocab, room)) == room
     if room > 10:
         assert b"P<|fim_suffix|>S" in said
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_left_out_far_from_the_gap(load, room):
 
 
 def test_the_last_files_are_kept(load):
-    said = _spelled(load(*FIM), Infill(prefix="x", files=FILES), 39)
+    said = _spell(load(*FIM), Infill(prefix="x", files=FILES), 39)
     assert b"two" in said
     assert b"one" not in said
 

@@ -37,9 +37,9 @@ def test_a_lossless_picture_keeps_its_pixels(kind, options):
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
 def test_every_format_is_decoded(kind):
     smooth = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (40, 1, 3))
-    found = pixels_of(decode(encoded(smooth, kind)))
-    assert found.shape == smooth.shape
-    assert np.abs(found.astype(int) - smooth).max() < 16
+    pixels = pixels_of(decode(encoded(smooth, kind)))
+    assert pixels.shape == smooth.shape
+    assert np.abs(pixels.astype(int) - smooth).max() < 16
 
 
 def test_gif_and_webp_give_their_first_frame():
@@ -53,9 +53,9 @@ def test_what_is_transparent_becomes_white():
     clear = np.zeros((4, 6, 4), np.uint8)
     clear[0] = (10, 20, 30, 255)
     for data in (encoded(clear), encoded(clear, "WEBP", lossless=True)):
-        found = pixels_of(decode(data))
-        assert (found[0] == (10, 20, 30)).all()
-        assert (found[1:] == 255).all()
+        pixels = pixels_of(decode(data))
+        assert (pixels[0] == (10, 20, 30)).all()
+        assert (pixels[1:] == 255).all()
 
 
 def test_16_bits_are_scaled_to_8():

@@ -20,13 +20,13 @@ HASTY = RetryPolicy(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
 
 @pytest.fixture
 def server() -> Iterator[FaultServer]:
-    made = FaultServer()
-    thread = threading.Thread(target=made.httpd.serve_forever, kwargs={"poll_interval": 0.05})
+    fault_server = FaultServer()
+    thread = threading.Thread(target=fault_server.httpd.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    yield made
-    made.release.set()
-    made.httpd.shutdown()
-    made.httpd.server_close()
+    yield fault_server
+    fault_server.release.set()
+    fault_server.httpd.shutdown()
+    fault_server.httpd.server_close()
     thread.join()
 
 

@@ -27,7 +27,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def listed(as_json):
-    return lambda *words: as_json("list", "--fits", *words)["models"]
+    return lambda *arguments: as_json("list", "--fits", *arguments)["models"]
 
 
 def test_memory_rate_is_measured_on_this_machine() -> None:

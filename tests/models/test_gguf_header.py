@@ -52,12 +52,12 @@ def test_file_types_agree_with_llama_cpp() -> None:
     import llama_cpp
 
     prefix = "LLAMA_FTYPE_MOSTLY_"
-    theirs = {
+    llama_types = {
         value: name.removeprefix(prefix)
         for name, value in vars(llama_cpp).items()
         if name.startswith(prefix)
     }
-    assert {0: "F32", **theirs} == FILE_TYPES
+    assert {0: "F32", **llama_types} == FILE_TYPES
 
 
 def test_file_that_is_not_there_is_our_error(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def test_only_a_regular_file_is_read(make: Callable[[Path], None], tmp_path: Pat
         check(path)
 
 
-@pytest.mark.parametrize(("what", "content"), all_cases(), ids=[what for what, _ in all_cases()])
-def test_malformed_header_is_our_error(what: str, content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "content"), all_cases(), ids=[fault for fault, _ in all_cases()])
+def test_malformed_header_is_our_error(fault: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(InvalidGgufError) as caught:

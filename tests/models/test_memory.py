@@ -69,9 +69,11 @@ def test_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureReque
     assert shape.weights_bytes / 2**20 == pytest.approx(weights, abs=0.02)
     for case, (kv, compute) in zip(SHAPES, contexts, strict=True):
         n_ctx, n_seq, n_ubatch, n_outputs, kind = case
-        ours = make_buffers(shape, n_ctx, kind, n_seq_max=n_seq, n_ubatch=n_ubatch, n_outputs=n_outputs)
-        assert ours.kv_bytes / 2**20 == pytest.approx(kv, abs=0.02), case
-        assert ours.compute_bytes / 2**20 == pytest.approx(compute, rel=0.10), case
+        buffers = make_buffers(
+            shape, n_ctx, kind, n_seq_max=n_seq, n_ubatch=n_ubatch, n_outputs=n_outputs
+        )
+        assert buffers.kv_bytes / 2**20 == pytest.approx(kv, abs=0.02), case
+        assert buffers.compute_bytes / 2**20 == pytest.approx(compute, rel=0.10), case
 
 
 _ENGINE = """

@@ -66,7 +66,7 @@ def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     pulled = as_json("pull", str(local), "--name", "mine")
     blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
     other = BlockStore(paths.blocks_dir()).model("another", {})
-    folders = [one.path(b"x").parent for one in (blocks, other)]
+    folders = [block_folder.path(b"x").parent for block_folder in (blocks, other)]
     as_json("rm", "mine", "--yes")
     assert [folder.exists() for folder in folders] == [False, True]
 

@@ -68,21 +68,21 @@ def test_user_adds_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "prompt", "size_bytes"),
+    ("entry", "prompt", "size_bytes"),
     [
         ('system-prompt = "Be brief."', "Be brief.", 98_362_432),
         ('sources = ["file:/x/other.gguf"]', "", 0),
     ],
 )
-def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(own, prompt, size_bytes) -> None:
-    user_file(f"[models.smollm2-135m-instruct]\n{own}\n")
+def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, prompt, size_bytes) -> None:
+    user_file(f"[models.smollm2-135m-instruct]\n{entry}\n")
     model = load_catalog().models["smollm2-135m-instruct"]
     assert (model.system_prompt, model.size_bytes) == (prompt, size_bytes)
     assert bool(model.sha256) == bool(size_bytes)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         (
             f"{MINIMAL}contxt-length = 5\n",
@@ -102,10 +102,10 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(own, prompt,
         ("x = " + "[" * 5000, ["not valid TOML"]),
     ],
 )
-def test_errors_name_file_model_key_and_the_nearest(text: str, words: list[str]) -> None:
+def test_errors_name_file_model_key_and_the_nearest(text: str, fragments: list[str]) -> None:
     path = user_file(text)
     with pytest.raises(ConfigError) as caught:
         load_catalog()
     assert str(path) in caught.value.message
-    for word in words:
+    for word in fragments:
         assert word in caught.value.message

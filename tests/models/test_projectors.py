@@ -104,12 +104,12 @@ def test_copied_and_quantized_models_keep_a_projector_of_their_own(tmp_path, mon
     other = quantize(str(model), "Q8_0", options=options).model
     remove_model("sees")
     path.unlink()
-    for one in (small, other):
-        kept = resolve(one.name).files().projector
-        assert kept.startswith(str(one.folder))
-        with open(kept, "rb") as file:
+    for stored_model in (small, other):
+        projector = resolve(stored_model.name).files().projector
+        assert projector.startswith(str(stored_model.folder))
+        with open(projector, "rb") as file:
             assert file.read() == content
-        assert one.size_bytes > len(content)
+        assert stored_model.size_bytes > len(content)
 
 
 def test_the_catalogues_projector_is_pulled_with_the_model(tmp_path, user_models):

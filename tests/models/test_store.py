@@ -111,7 +111,8 @@ def test_split_local_files_and_a_part_under_another_parts_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"x-{part}.gguf" for part in ("00001-of-00000", "00004-of-00003", "1-of-3")), "x.gguf"]
+    "name",
+    [*(f"x-{numbers}.gguf" for numbers in ("00001-of-00000", "00004-of-00003", "1-of-3")), "x.gguf"],
 )
 def test_names_that_are_no_parts(name: str) -> None:
     assert names.split_names(name) == []

@@ -66,10 +66,10 @@ def test_doctor_reads_without_colour():
 
 
 def test_version_names_llama_cpps_commit(as_json):
-    found = as_json("version")
-    assert len(found["llama_cpp_commit"]) >= 7
-    assert found["cpu_variant"].isalnum()
-    assert found["llama_cpp_python"] == "0.3.36"
+    envelope = as_json("version")
+    assert len(envelope["llama_cpp_commit"]) >= 7
+    assert envelope["cpu_variant"].isalnum()
+    assert envelope["llama_cpp_python"] == "0.3.36"
 
 
 def test_config_shows_what_is_in_force(as_json, capsys):

@@ -48,9 +48,9 @@ def given_away(path):
     os.chown(path, 12345, 12345)
 
 
-@pytest.mark.parametrize("made", [wide, linked, given_away])
-def test_private_dir_refuses_what_others_may_enter(tmp_path, made):
+@pytest.mark.parametrize("make", [wide, linked, given_away])
+def test_private_dir_refuses_what_others_may_enter(tmp_path, make):
     path = paths.private_dir(tmp_path / "folder")
-    made(path)
+    make(path)
     with pytest.raises(SnapshotUnsafeError):
         paths.private_dir(path)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.criu
 
 
 @contextmanager
-def decayed(path: Path):
+def decay(path: Path):
     """A file with a flipped bit in its middle, and the times it had."""
     before = path.stat()
 
@@ -58,7 +58,7 @@ def test_a_bit_of_the_model_is_found(warm):
     assert result["name"] == MODEL
     assert result["files"] > len(sources(warm)) > 100
     assert result["read_bytes"] > warm.model.stat().st_size
-    with decayed(warm.model):
+    with decay(warm.model):
         assert warm.ask("--resume=always").code == 0, "a launch does not read the whole file"
         outcome = warm.run("snapshots", "verify", MODEL, "--json")
         assert (outcome.code, outcome.error["code"]) == (7, "snapshot-corrupt")
@@ -72,7 +72,7 @@ def test_other_bits_from_the_same_files_are_found(warm):
     before = details.read_text()
     details.write_text(json.dumps({**json.loads(before), "sources": {}}))
     try:
-        with decayed(warm.model):
+        with decay(warm.model):
             outcome = warm.run("snapshots", "verify", "--all")
     finally:
         details.write_text(before)
@@ -85,7 +85,7 @@ def test_a_bit_of_a_library_is_found(own_libraries):
     (library,) = (path for path in sources(own_libraries) if "/native/libedgeinfer-kernels" in path)
     assert Path(library).is_relative_to(own_libraries.home)
     assert own_libraries.run("snapshots", "verify", "--all").code == 0
-    with decayed(Path(library)):
+    with decay(Path(library)):
         outcome = own_libraries.run("snapshots", "verify", "--all")
     assert outcome.code == 7
     assert f"{library} changed since it was built" in outcome.err

@@ -30,11 +30,11 @@ def remote(engine, progress=None):
         target=serve_engine, args=(worker_end, Start(how="resumed", snapshot="fake"), load)
     )
     worker.start()
-    made = RemoteEngine(live_server, progress)
+    remote_engine = RemoteEngine(live_server, progress)
     try:
-        yield made, worker_end
+        yield remote_engine, worker_end
     finally:
-        made.close()
+        remote_engine.close()
         worker.join(10)
         assert not worker.is_alive()
 

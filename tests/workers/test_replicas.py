@@ -26,7 +26,7 @@ END = Finished(reason="stop", usage=Usage(), timings=Timings())
 # --- a request on its way
 
 
-def _routed(ends: list[str]) -> RoutedRequest:
+def _route(ends: list[str]) -> RoutedRequest:
     return RoutedRequest(
         GenerateRequest(prompt="x"), lambda _: ends.append("end"), lambda _: ends.append("lost")
     )
@@ -34,7 +34,7 @@ def _routed(ends: list[str]) -> RoutedRequest:
 
 def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
     ends: list[str] = []
-    request = _routed(ends)
+    request = _route(ends)
     cancelled: list[int] = []
     first = EventStream(lambda: cancelled.append(1))
     request.follow(first)
@@ -53,7 +53,7 @@ def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
 
 
 def test_request_cancelled_between_two_replicas_is_cancelled_in_the_second():
-    request = _routed([])
+    request = _route([])
     first = EventStream(lambda: None)
     request.follow(first)
     assert request.withdraw()

@@ -23,7 +23,7 @@ for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
     )
     talk = [{"role": "user", "content": "Where is the Louvre?"}]
     for question in ("And the Forum?", ""):
-        place = client.chat.completions.create(
+        answer = client.chat.completions.create(
             model=model,
             messages=talk,
             response_model=Place,
@@ -31,6 +31,6 @@ for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
             temperature=0,
             max_retries=1,
         )
-        assert place.city in ("Paris", "Rome")
-        talk += [{"role": "assistant", "content": place.city}, {"role": "user", "content": question}]
+        assert answer.city in ("Paris", "Rome")
+        talk += [{"role": "assistant", "content": answer.city}, {"role": "user", "content": question}]
 print(version("instructor"))

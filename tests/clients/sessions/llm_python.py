@@ -19,9 +19,9 @@ function = (
 environment = {**os.environ, "LLM_USER_PATH": str(home)}
 
 
-def ask(*words: str) -> str:
+def ask(*arguments: str) -> str:
     done = subprocess.run(
-        [*command, *words], env=environment, capture_output=True, text=True, timeout=300
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -18,8 +18,8 @@ def click(terminal: Terminal, text: str) -> None:
     """Press the mouse's button on the second cell of what the screen shows."""
     lines = terminal.until_shown(text) and terminal.screen().splitlines()
     row = next(i for i, line in enumerate(lines) if text in line)
-    at = f"{lines[row].index(text) + 2};{row + 1}"
-    terminal.type(f"\x1b[<0;{at}M\x1b[<0;{at}m")
+    position = f"{lines[row].index(text) + 2};{row + 1}"
+    terminal.type(f"\x1b[<0;{position}M\x1b[<0;{position}m")
 
 
 def hold_session(terminal: Terminal) -> None:

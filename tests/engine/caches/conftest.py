@@ -37,8 +37,8 @@ def ask(prompt: str | tuple[int, ...], **fields: object) -> GenerateRequest:
 
 def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], Usage]:
     """Every token with its logprobs, bit for bit, and the usage."""
-    found = engines.answer(engine, request)
-    return list(found.logprobs), found.finish.usage
+    reply = engines.answer(engine, request)
+    return list(reply.logprobs), reply.finish.usage
 
 
 def store_and_drop(engine: LlamaEngine) -> None:

@@ -46,11 +46,11 @@ def test_a_family(name: str, tmp_path: Path) -> None:
         _batch(engine, prompt, alone),
         _again(engine, prompt, alone),
     ]
-    row.append(_edited(engine))
+    row.append(_answer_after_edit(engine))
     assert engine.flush_blocks()
     overflow = _overflow(engine)
     engine.close()
-    row += [_restarted(path, store, prompt, alone), overflow]
+    row += [_answer_after_restart(path, store, prompt, alone), overflow]
     line = "| " + " | ".join(row) + " |"
     if os.environ.get("WRITE_FAMILIES"):
         before = HEAD if name == next(iter(FAMILIES)) else FIGURE.read_text()
@@ -69,12 +69,12 @@ def same(logprobs: list[object], expected: list[object]) -> bool:
 
 def _batch(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) -> str:
     """Beside three others, whose prompts are other words."""
-    others = [
+    other_requests = [
         engine.submit(ask(tuple(engine.tokenize(f"{word} " * 40)), cache_prompt=False, max_tokens=24))
         for word in ("moon", "whale", "ink")
     ]
     logprobs, _ = heard(engine, ask(prompt, cache_prompt=False))
-    for other in others:
+    for other in other_requests:
         list(other)
     assert same(logprobs, alone)
     return "yes"
@@ -88,7 +88,7 @@ def _again(engine: LlamaEngine, prompt: tuple[int, ...], alone: list[object]) ->
     return "all but one token" if usage.cached_tokens == len(prompt) - 1 else "in part"
 
 
-def _edited(engine: LlamaEngine) -> str:
+def _answer_after_edit(engine: LlamaEngine) -> str:
     edited = tuple(engine.tokenize(EDIT))
     expected, _ = heard(engine, ask(edited, cache_prompt=False))
     logprobs, usage = heard(engine, ask(edited))
@@ -96,7 +96,9 @@ def _edited(engine: LlamaEngine) -> str:
     return "goes on at the edit" if usage.cached_tokens >= 150 else "reads again"
 
 
-def _restarted(path: Path, store: BlockStore, prompt: tuple[int, ...], alone: list[object]) -> str:
+def _answer_after_restart(
+    path: Path, store: BlockStore, prompt: tuple[int, ...], alone: list[object]
+) -> str:
     engine = load(path, store, n_ctx=N_CTX)
     logprobs, usage = heard(engine, ask(prompt))
     engine.close()

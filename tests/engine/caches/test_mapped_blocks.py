@@ -59,7 +59,7 @@ def private_bytes(engine: LlamaEngine) -> int:
     for line in Path("/proc/self/smaps").read_text("utf-8", "surrogateescape").splitlines():
         key, _, value = line.partition(":")
         if "-" in key.split()[0]:
-            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            low, high = (int(bound, 16) for bound in line.split()[0].split("-"))
             is_inside = buffer.memory.low <= low and high <= buffer.memory.high
         elif is_inside and key == "Private_Dirty":
             total += int(value.split()[0]) * 1024
@@ -214,14 +214,16 @@ def test_state_moves_between_mapping_and_copying_contexts(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces out of one, and into one that knows of none: as after `attach`."""
-    one = load(smollm2, None)
-    tokens = tuple(one.tokenize(text(300)))
-    heard(one, ask(tokens))
-    states = one._scheduler._idle_cells._states
-    cached_seq = one._scheduler.kv.cached_sequences[0]
+    engine_copy = load(smollm2, None)
+    tokens = tuple(engine_copy.tokenize(text(300)))
+    heard(engine_copy, ask(tokens))
+    states = engine_copy._scheduler._idle_cells._states
+    cached_seq = engine_copy._scheduler.kv.cached_sequences[0]
     state = states.read(cached_seq.seq_id, 0, 256)
     assert len(state.pieces) == 2 * N_TENSORS + 1
-    assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(one._loaded.cells.rows)
+    assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(
+        engine_copy._loaded.cells.rows
+    )
     monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
     states = other._scheduler._idle_cells._states
@@ -230,4 +232,4 @@ def test_state_moves_between_mapping_and_copying_contexts(
     assert bytes(again.join_pieces()) == bytes(state.join_pieces())
     assert len(again.pieces) == 1
     other.close()
-    one.close()
+    engine_copy.close()

@@ -22,9 +22,9 @@ LONG_S = 1.0
 
 
 class _States:
-    def read(self, seq_id: int, start: int, end: int, shift: int, position: object) -> State:
+    def read(self, seq_id: int, start: int, stop: int, shift: int, position: object) -> State:
         assert shift == 0
-        return whole(memoryview(bytes(end - start)))
+        return whole(memoryview(bytes(stop - start)))
 
 
 class _Check:

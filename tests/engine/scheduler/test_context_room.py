@@ -131,7 +131,7 @@ def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
 
 def first_tokens(path: Path) -> list[Logprob]:
     with closing(load(path, n_parallel=1)) as engine:
-        return [one.chosen for one in answer(engine, ask(max_tokens=16, logprobs=0)).logprobs]
+        return [token.chosen for token in answer(engine, ask(max_tokens=16, logprobs=0)).logprobs]
 
 
 def test_bits_are_those_of_written_zeros(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_resumed_engine_knows_what_its_first_prompt_saves(engine):
 
 
 @pytest.mark.parametrize(
-    ("cost", "words"),
+    ("cost", "text"),
     [
         ((3.2, 12_300, 250.0), "3.2 s; 12,300 cached tokens saved about 4 min 10 s"),
         ((0.25, 12, 0.4), "250 ms; 12 cached tokens saved about 400 ms"),
@@ -40,8 +40,8 @@ def test_resumed_engine_knows_what_its_first_prompt_saves(engine):
         ((0.25, 0, 1.0), "250 ms"),
     ],
 )
-def test_cost_in_words(cost, words):
-    assert format_cost(*cost) == words
+def test_cost_in_words(cost, text):
+    assert format_cost(*cost) == text
 
 
 def test_total_is_that_of_a_prefill_alone_without_a_token():

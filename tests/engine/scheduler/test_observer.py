@@ -38,8 +38,8 @@ class Log(SequenceObserver):
         assert not self.ends
         self.events.append(event)
 
-    def on_end(self, end, n_broken_calls):
-        self.ends.append(end)
+    def on_end(self, event, n_broken_calls):
+        self.ends.append(event)
         self.has_ended.set()
 
 
@@ -105,9 +105,9 @@ def test_cancel_and_leaving_client_end_once(smol, logs, is_cancelled):
     assert log.has_token.wait(30)
     stream.cancel() if is_cancelled else events.close()
     assert log.has_ended.wait(30)
-    [end] = log.ends
-    assert (type(end), end.reason) == (Finished, "cancelled")
-    assert end.usage.completion_tokens == len(log.tokens)
+    [event] = log.ends
+    assert (type(event), event.reason) == (Finished, "cancelled")
+    assert event.usage.completion_tokens == len(log.tokens)
 
 
 def test_error_ends_once(smol, logs, monkeypatch):

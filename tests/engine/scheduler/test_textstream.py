@@ -17,7 +17,7 @@ def cut(data: bytes, rng: random.Random) -> list[bytes]:
 @pytest.mark.parametrize("seed", range(50))
 def test_any_cut_gives_the_same_text(seed: int) -> None:
     stream = TextStream()
-    pieces = [stream.feed(part) for part in cut(TEXT.encode(), random.Random(seed))]
+    pieces = [stream.feed(fragment) for fragment in cut(TEXT.encode(), random.Random(seed))]
     assert "".join(pieces) + stream.finish() == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -26,7 +26,8 @@ def test_any_cut_gives_the_same_text(seed: int) -> None:
 def test_any_cut_stops_at_the_same_place(seed: int) -> None:
     stream = TextStream(["never", "STOP", "STO"])
     shown = (
-        "".join(stream.feed(part) for part in cut(TEXT.encode(), random.Random(seed))) + stream.finish()
+        "".join(stream.feed(piece) for piece in cut(TEXT.encode(), random.Random(seed)))
+        + stream.finish()
     )
     assert shown == TEXT[: TEXT.index("STOP")]
     assert stream.stopped_by in ("STOP", "STO")

@@ -8,8 +8,8 @@ from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 
 
-def _names(*words: str) -> list[str]:
-    return [word.encode().ljust(20, b"-").hex() for word in words]
+def _names(*labels: str) -> list[str]:
+    return [word.encode().ljust(20, b"-").hex() for word in labels]
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ SHARD = "model-00001-of-00002.safetensors"
 DEEP = b'{"a":' + b"[" * 100_000
 
 
-def headed(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
+def with_header(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
     """A file of safetensors with a header that may lie about its length."""
     return struct.pack("<Q", length or len(header)) + header + data
 
@@ -184,7 +184,7 @@ def with_tensor_of(folder, **entry) -> None:
     """A shard whose header says `entry` of a tensor that has the bytes of another."""
     whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     header = json.dumps({"a": whole, "b": whole | entry}).encode()
-    (folder / SHARD).write_bytes(headed(header, data=bytes(64)))
+    (folder / SHARD).write_bytes(with_header(header, data=bytes(64)))
 
 
 def with_torn_merges(folder) -> None:
@@ -202,7 +202,7 @@ REFUSED = {
     "config.json cannot be read": lambda folder: (folder / "config.json").write_bytes(DEEP),
     "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_bytes(DEEP),
     "not a valid safetensors file: its header": lambda folder: (folder / SHARD).write_bytes(
-        headed(DEEP)
+        with_header(DEEP)
     ),
     "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
     "cannot be converted: ValueError": with_torn_merges,
@@ -218,7 +218,7 @@ REFUSED = {
     "bytes past the end of the file": lambda folder: os.truncate(
         folder / SHARD, (folder / SHARD).stat().st_size - 100
     ),
-    "its header would be": lambda folder: (folder / SHARD).write_bytes(headed(b"{}", 1 << 40)),
+    "its header would be": lambda folder: (folder / SHARD).write_bytes(with_header(b"{}", 1 << 40)),
     "novelty.weight has no place in llama.cpp's llama": with_a_tensor_too_many,
     "can run any program": with_pickles,
     "splits texts in a way that llama.cpp has no name for: 'x\\+'": with_other_splits,

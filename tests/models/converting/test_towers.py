@@ -67,7 +67,7 @@ def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"fullatt_block_indexes": [1, 2]}, "with other windows"),
         ({"window_size": 64}, "with other windows"),
@@ -78,7 +78,7 @@ def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> N
         ({"num_attention_heads": None}, "cannot be converted: TypeError"),
     ],
 )
-def test_tower_that_is_refused_leaves_a_model_of_text(changes, words, tmp_path) -> None:
+def test_tower_that_is_refused_leaves_a_model_of_text(changes, message, tmp_path) -> None:
     name = (
         "smolvlm"
         if changes.keys() <= golden("smolvlm")["config"]["vision_config"].keys()
@@ -92,4 +92,4 @@ def test_tower_that_is_refused_leaves_a_model_of_text(changes, words, tmp_path) 
     notes: list[PullProgress] = []
     assert pull(str(folder), notes.append).projector is None
     note = next(progress.note for progress in notes if "no pictures are read" in progress.note)
-    assert re.search(words, note), note
+    assert re.search(message, note), note

@@ -90,8 +90,8 @@ def test_pull_recovers_from_server_faults(server, url, body, options, faults) ->
     assert server.seen == [], "a model that is here needs no request"
 
 
-def redirect(place: str) -> Fault:
-    return Fault(status=302, headers={"Location": place})
+def redirect(location: str) -> Fault:
+    return Fault(status=302, headers={"Location": location})
 
 
 @pytest.mark.parametrize(
@@ -241,23 +241,23 @@ def fetch_a_part(server, url, options) -> None:
     server.always = Fault()
 
 
-@pytest.mark.parametrize("what", ["another file", "no validator", "an earlier version", "too long"])
-def test_partial_that_cannot_be_trusted_is_dropped(server, url, body, options, what) -> None:
+@pytest.mark.parametrize("reason", ["another file", "no validator", "an earlier version", "too long"])
+def test_partial_that_cannot_be_trusted_is_dropped(server, url, body, options, reason) -> None:
     """An earlier version fetched over several connections, and recorded more."""
-    if what == "no validator":
+    if reason == "no validator":
         server.etags["/tiny.gguf"] = ""
     fetch_a_part(server, url, options)
-    if what == "another file":
+    if reason == "another file":
         body = server.files["/tiny.gguf"] = other_body()
-    elif what == "an earlier version":
+    elif reason == "an earlier version":
         state = part().with_name(part().name + ".json")
         state.write_text(json.dumps(json.loads(state.read_text()) | {"boot_id": "a kernel's"}))
-    elif what == "too long":
+    elif reason == "too long":
         with open(part(), "ab") as file:
             file.write(b"\0" * SIZE)
     pull(url, options=options)
     assert is_right(body)
-    if what in ("no validator", "an earlier version"):
+    if reason in ("no validator", "an earlier version"):
         assert "range" not in server.gets("/tiny.gguf")[-1].headers
 
 

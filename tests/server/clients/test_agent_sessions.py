@@ -76,7 +76,9 @@ class ScriptedModel:
         is_cut = turn == CUT_AT
         text = text[: text.index("</parameter>", text.index("<parameter=content>"))] if is_cut else text
         events = [
-            event for at in range(0, len(text), 5) for event in prepared.parser.feed(text[at : at + 5])
+            event
+            for offset in range(0, len(text), 5)
+            for event in prepared.parser.feed(text[offset : offset + 5])
         ]
         events += prepared.parser.finish(cut=is_cut)
         reason = "length" if is_cut else "tool_calls"

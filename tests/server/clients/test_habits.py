@@ -13,7 +13,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
-    ("path", "known"),
+    ("path", "operation_path"),
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completions/", "/v1/chat/completions"),
@@ -30,9 +30,9 @@ HI = [{"role": "user", "content": "hi"}]
         ("/v1/tokenize", "/tokenize"),
     ],
 )
-def test_a_path_is_found_however_its_base_url_was_written(path, known):
+def test_a_path_is_found_however_its_base_url_was_written(path, operation_path):
     (operation, *_) = match_route(path).methods.values()
-    assert operation.path == known
+    assert operation.path == operation_path
 
 
 def test_other_paths_are_nobodys(live_server):
@@ -116,10 +116,9 @@ def test_completion_takes_prompt_lists_objects_and_bias_pairs(serve):
     engine = FakeEngine(lambda request: [f"<{request.prompt}>"])
     live_server = serve(engine)
     several = live_server.client.post("/completion", json={"prompt": ["a", "b"]}).json()
-    assert [(one["index"], one["prompt"], one["content"]) for one in several] == [
-        (0, "a", "<a>"),
-        (1, "b", "<b>"),
-    ]
+    assert [
+        (completion["index"], completion["prompt"], completion["content"]) for completion in several
+    ] == [(0, "a", "<a>"), (1, "b", "<b>")]
     events = live_server.events("/completion", {"prompt": ["a", "b"]})
     assert sorted(event["index"] for _, event in events if event["stop"]) == [0, 1]
     biased = {"prompt": {"prompt_string": "p"}, "logit_bias": [[15, False], [16, -0.5], [17, 2]]}

@@ -22,7 +22,7 @@ def live_server(serve_module, engine, request):
     return serve_module(engine, refuse_unknown=request.param)
 
 
-def _ignored(answer) -> list[str]:
+def _ignored_fields(answer) -> list[str]:
     assert answer.status_code == 200, answer.text
     return answer.headers.get("x-edgeinfer-ignored", "").split(", ")
 
@@ -58,7 +58,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
 def test_a_hint_is_taken_and_named(live_server, until, path, sent, named):
-    assert _ignored(live_server.client.post(path, json=STREAMING[path] | sent)) == [named]
+    assert _ignored_fields(live_server.client.post(path, json=STREAMING[path] | sent)) == [named]
     until(lambda: f'"ignored":"{named}"' in live_server.log.getvalue(), "the log to name it")
 
 
@@ -75,20 +75,22 @@ def test_a_hint_is_taken_and_named(live_server, until, path, sent, named):
     ],
 )
 def test_nulls_and_empty_lists_of_known_fields_are_nothing(live_server, path, sent):
-    assert _ignored(live_server.client.post(path, json=STREAMING[path] | sent)) == [""]
+    assert _ignored_fields(live_server.client.post(path, json=STREAMING[path] | sent)) == [""]
 
 
 def test_an_unknown_field_follows_the_configuration(serve):
     sent = STREAMING[CHAT] | {"mood": 1, "zesty\r\nx: y": 2}
     accepted = serve(FakeEngine()).client.post(CHAT, json=sent)
-    assert _ignored(accepted) == ["mood", "zesty??x:?y"]
+    assert _ignored_fields(accepted) == ["mood", "zesty??x:?y"]
     refused = serve(FakeEngine(), refuse_unknown=True).client.post(CHAT, json=sent)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mood")
 
 
 def test_a_large_body_is_read_alike(live_server, engine):
     turns = [{"role": "user", "content": "word " * 40_000, "name": "x"}]
-    assert _ignored(live_server.client.post(CHAT, json={"messages": turns, "user": "u"})) == ["user"]
+    assert _ignored_fields(live_server.client.post(CHAT, json={"messages": turns, "user": "u"})) == [
+        "user"
+    ]
     assert len(engine.requests[-1].messages[0].content) == 200_000
 
 
@@ -103,7 +105,7 @@ def test_what_the_official_clients_echo_is_taken(live_server, engine):
     }
     tool = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "done"}
     answer = live_server.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
-    assert "messages[].tool_calls[].function.parsed_arguments" in _ignored(answer)
+    assert "messages[].tool_calls[].function.parsed_arguments" in _ignored_fields(answer)
     assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
     content_part = {
         "type": "output_text",
@@ -113,7 +115,7 @@ def test_what_the_official_clients_echo_is_taken(live_server, engine):
         "logprobs": [],
     }
     item = {"type": "message", "role": "assistant", "content": [content_part], "phase": None}
-    assert _ignored(live_server.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
+    assert _ignored_fields(live_server.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
 
 
 def test_tools_of_a_namespace_come_back_under_it(serve):
@@ -173,7 +175,7 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 def test_beta_header_is_taken_and_named(live_server):
     """The bodies that agents send are in tests/clients/recorded; their header says what they may expect."""
     sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
-    assert _ignored(
+    assert _ignored_fields(
         live_server.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)
     ) == ["anthropic-beta"]
 

@@ -193,8 +193,8 @@ def test_every_agent_gets_endpoint_model_and_key(name, tmp_path):
     setup = AGENTS[name].setup(target, tmp_path)
     files = [path.read_text() for path in tmp_path.iterdir()]
     told = "\n".join([*setup.arguments, *setup.environment.values(), *files])
-    for what in (target.url, target.model, target.key, str(target.n_ctx)):
-        assert what in told or (name, what) == ("qwen", str(target.n_ctx))
+    for setting in (target.url, target.model, target.key, str(target.n_ctx)):
+        assert setting in told or (name, setting) == ("qwen", str(target.n_ctx))
 
 
 @pytest.mark.parametrize(

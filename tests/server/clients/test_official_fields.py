@@ -52,7 +52,7 @@ def _words(kind: Any) -> Iterator[str]:
             yield from _words(inner)
 
 
-def _compared(own_type: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
+def _unknown_parts(own_type: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
     """Yield the parts of their type that ours does not know."""
     if (own_type, official) in seen:
         return
@@ -63,24 +63,24 @@ def _compared(own_type: Any, official: Any, where: str, seen: set[Any]) -> Itera
         field = facts.fields.get(name)
         if field is not None:
             for inner in _objects(kind):
-                yield from _placed(field.plan, inner, live_server, seen)
+                yield from _unknown_parts_of_plan(field.plan, inner, live_server, seen)
         elif name != facts.tag_field and name not in facts.hints and name not in facts.refused:
             yield live_server
 
 
-def _placed(plan: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
+def _unknown_parts_of_plan(plan: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
     """Their object among the alternatives of our field."""
     plan = plan if plan.objects or plan.item is None else plan.item
     if not plan.objects:
         return  # any JSON object
     if not plan.tag_field:
-        yield from _compared(plan.objects[""], official, where, seen)
+        yield from _unknown_parts(plan.objects[""], official, where, seen)
         return
     tags = list(_words(get_type_hints(official).get(plan.tag_field)))
     assert tags, f"{where}: {official.__name__} has no {plan.tag_field}"
     for tag in tags:
         if tag in plan.objects:
-            yield from _compared(plan.objects[tag], official, f"{where}<{tag}>", seen)
+            yield from _unknown_parts(plan.objects[tag], official, f"{where}<{tag}>", seen)
         elif not tag.startswith((*plan.dropped, *plan.others)):
             yield f"{where}<{tag}>"
 
@@ -90,7 +90,7 @@ def test_every_field_and_type_is_honoured_a_hint_or_refused(struct, path):
     module, name = path.split(":")
     official = getattr(importlib.import_module(module), name)
     seen: set[Any] = set()
-    assert list(_compared(struct, official, struct.__name__, seen)) == []
+    assert list(_unknown_parts(struct, official, struct.__name__, seen)) == []
     assert len(seen) >= AT_LEAST[struct], "the walk went past their types"
 
 

@@ -39,7 +39,7 @@ def test_models_are_listed_shown_and_running(client):
 def test_a_stream_says_what_a_whole_answer_says(client):
     whole = client.chat(MODEL, HI, options=SHORT)
     parts = list(client.chat(MODEL, HI, options=SHORT, stream=True))
-    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert "".join(piece.message.content for piece in parts) == whole.message.content
     last = parts[-1]
     assert (last.done, last.eval_count, last.done_reason) == (True, whole.eval_count, whole.done_reason)
     assert last.total_duration >= last.eval_duration > 0
@@ -85,7 +85,7 @@ def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
 
 def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):
     """Version, list, show, then a chat under the listed name, as its provider does."""
-    version = [int(part) for part in real.client.get("/api/version").json()["version"].split(".")]
+    version = [int(piece) for piece in real.client.get("/api/version").json()["version"].split(".")]
     assert version >= [0, 6, 4]
     for model in real.client.get("/api/tags").json()["models"]:
         shown = real.client.post("/api/show", json={"model": model["model"]}).json()

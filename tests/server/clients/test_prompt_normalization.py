@@ -177,8 +177,8 @@ TORN = ("<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>
 )
 def test_other_turns_stay_as_they_are(turns):
     role, text, *more = turns
-    given = (_turn(role, text), *(_turn("user", said) for said in more))
-    assert normalize(given) == (given, ())
+    fixed_turns = (_turn(role, text), *(_turn("user", said) for said in more))
+    assert normalize(fixed_turns) == (fixed_turns, ())
 
 
 def test_emptied_system_turn_is_dropped():

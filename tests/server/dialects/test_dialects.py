@@ -40,10 +40,10 @@ def test_another_dialect_is_described():
 
 def test_every_operation_is_found_under_its_path_and_method():
     for operation in OPERATIONS:
-        place = match_route(operation.path.replace("{id}", "some-model"))
-        assert place.methods[operation.method] is operation
-        assert ("id" in place.params) == ("{id}" in operation.path)
-        assert operation in place.dialect.operations
+        route = match_route(operation.path.replace("{id}", "some-model"))
+        assert route.methods[operation.method] is operation
+        assert ("id" in route.params) == ("{id}" in operation.path)
+        assert operation in route.dialect.operations
 
 
 @pytest.mark.parametrize(

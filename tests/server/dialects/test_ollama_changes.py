@@ -142,7 +142,7 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
 
 
 def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(live_server, gguf, until):
-    kept = OllamaStore(Path.home(), gguf.read_bytes())
+    store = OllamaStore(Path.home(), gguf.read_bytes())
     until(lambda: "tiny:1b" in _names(live_server), "the cached list to expire")
     assert "insert" in _post(live_server, "/api/show", model="tiny:1b").json()["capabilities"]
     ask = {
@@ -164,7 +164,7 @@ def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(live_server, gg
     refused = live_server.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
     assert refused.status_code == 400
     assert "belongs to Ollama" in refused.json()["error"]
-    assert kept.file.exists()
+    assert store.file.exists()
 
 
 def test_the_root_says_who_is_here(live_server, serve):

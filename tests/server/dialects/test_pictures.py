@@ -43,8 +43,8 @@ def anthropic_block(data: str) -> dict:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
-def text(words: str) -> dict:
-    return {"type": "text", "text": words}
+def text(content: str) -> dict:
+    return {"type": "text", "text": content}
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
             assert ask("x" * 100_000) == 200
         finally:
             decoded.set()
-        assert [one.result() for one in seen] == [200] * 4
+        assert [future.result() for future in seen] == [200] * 4
 
 
 @pytest.mark.parametrize(

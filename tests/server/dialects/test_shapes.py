@@ -162,7 +162,7 @@ def test_completions_logprobs_have_offsets(serve):
     streamed = [
         chunk["choices"][0]["logprobs"] or {} for _, chunk in live_server.events("/v1/completions", ask)
     ]
-    assert [offset for part in streamed for offset in part.get("text_offset", [])] == [0, 2]
+    assert [offset for event in streamed for offset in event.get("text_offset", [])] == [0, 2]
 
 
 def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same(serve):
@@ -202,8 +202,8 @@ def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same
     [("END", "stop_sequence", "END"), ("<|im_end|>", "end_turn", None)],
 )
 def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by, reason, told):
-    end = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
-    live_server = serve(FakeEngine([["x", end]]))
+    finished = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
+    live_server = serve(FakeEngine([["x", finished]]))
     body = {"max_tokens": 9, "messages": HI, "stop_sequences": ["END"]}
     message = live_server.client.post("/v1/messages", json=body).json()
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, told)

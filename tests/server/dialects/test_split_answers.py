@@ -87,8 +87,8 @@ def read_chat(live_server):
     calls = {}
     for delta in deltas:
         for call in delta.get("tool_calls", ()):
-            at = call["index"]
-            calls[at] = calls.get(at, "") + call["function"]["arguments"]
+            index = call["index"]
+            calls[index] = calls.get(index, "") + call["function"]["arguments"]
     yield (
         message.get("reasoning_content") or "",
         message["content"] or "",
@@ -104,8 +104,8 @@ def read_chat(live_server):
 def of_items(items):
     texts = {"reasoning": "", "message": ""}
     for item in items:
-        for part in item.get("content") or ():
-            texts[item["type"]] += part["text"]
+        for content_part in item.get("content") or ():
+            texts[item["type"]] += content_part["text"]
     calls = [json.loads(item["arguments"]) for item in items if item["type"] == "function_call"]
     return texts["reasoning"], texts["message"], calls
 

@@ -158,7 +158,11 @@ def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
         live_server.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
     answers = list(live_server.endpoint.responses._responses.values())
     del live_server
-    contexts = [one for one in gc.get_objects() if isinstance(one, RequestContext)]
+    contexts = [
+        request_context
+        for request_context in gc.get_objects()
+        if isinstance(request_context, RequestContext)
+    ]
     assert len(answers) == 3
     assert not any(context.body for context in contexts)
 

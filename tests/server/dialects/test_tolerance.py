@@ -79,9 +79,9 @@ def test_seeds_of_64_bits_differ_and_none_is_random():
     assert [seed_of(seed) for seed in (0, 5, 4_294_967_294)] == [0, 5, 4_294_967_294]
     assert seed_of(-1) is None
     seeds = [5, 5 + (1 << 32), 5 + (1 << 33), -5, (1 << 32) - 1, (1 << 33) - 1, (1 << 63) - 1]
-    found = [seed_of(seed) for seed in seeds]
-    assert len(set(found)) == len(seeds)
-    assert all(0 <= seed < 0xFFFF_FFFF for seed in found)
+    seeds_used = [seed_of(seed) for seed in seeds]
+    assert len(set(seeds_used)) == len(seeds)
+    assert all(0 <= seed < 0xFFFF_FFFF for seed in seeds_used)
 
 
 def test_seeds_of_several_answers_stay_in_range(live_server, engine):

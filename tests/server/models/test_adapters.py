@@ -31,8 +31,8 @@ def said(live_server, **fields) -> str:
     return answer.json()["choices"][0]["text"]
 
 
-def change(live_server, what: str, **fields):
-    return live_server.client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "red"} | fields)
+def change(live_server, verb: str, **fields):
+    return live_server.client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": "red"} | fields)
 
 
 @pytest.mark.model

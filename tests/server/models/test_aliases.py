@@ -33,14 +33,14 @@ ROUTES = GENERATING | {"/tokenize": {"content": "hi"}}
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "target"),
     [("gpt-4o", SLASHED), ("small", "main"), ("claude-haiku-9", "main"), ("claude-opus-5", SLASHED)],
 )
-def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, meant: str) -> None:
+def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, target: str) -> None:
     reply = live_server.client.post(route, json=ROUTES[route] | {"model": name})
     assert reply.status_code == 200, reply.text
-    assert reply.headers["x-edgeinfer-model"] == meant
-    assert reply.json().get("model", meant) == meant
+    assert reply.headers["x-edgeinfer-model"] == target
+    assert reply.json().get("model", target) == target
 
 
 def test_a_models_own_name_needs_no_header(live_server) -> None:
@@ -63,11 +63,11 @@ def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, 
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("gone", "not-here"), ("gpt-5", "not-here")])
-def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, meant: str) -> None:
+@pytest.mark.parametrize(("name", "target"), [("gone", "not-here"), ("gpt-5", "not-here")])
+def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, target: str) -> None:
     reply = live_server.chat(model=name)
     assert reply.status_code == 404
-    assert f"'{meant}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
+    assert f"'{target}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

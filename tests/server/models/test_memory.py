@@ -59,7 +59,7 @@ def serve_reader(serve, load_model, reader, tmp_path):
     return start
 
 
-def _completed(live_server, prompt=STORY, key="", **fields) -> dict:
+def _complete(live_server, prompt=STORY, key="", **fields) -> dict:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | fields
     headers = {"authorization": f"Bearer {key}"} if key else {}
     answer = live_server.client.post("/v1/completions", json=body, headers=headers)
@@ -67,7 +67,7 @@ def _completed(live_server, prompt=STORY, key="", **fields) -> dict:
     return answer.json()
 
 
-def _cached(reply: dict) -> tuple[int, int]:
+def _cached_tokens(reply: dict) -> tuple[int, int]:
     details = reply["usage"]["prompt_tokens_details"]
     return details["cached_tokens"], details["cached_disk_tokens"]
 
@@ -121,7 +121,7 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
         assert '"finish_reason":"length"' in text
         assert '"predicted_n":0' in text
     else:
-        read = _completed(live_server, max_tokens=0)
+        read = _complete(live_server, max_tokens=0)
         assert read["choices"][0] | {"logprobs": None} == {
             "index": 0,
             "text": "",
@@ -130,51 +130,54 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
         }
         assert read["usage"]["completion_tokens"] == 0
         assert read["timings"]["prompt_ms"] > 0
-    asked = _completed(live_server, STORY + " and then")
+    asked = _complete(live_server, STORY + " and then")
     n = asked["usage"]["prompt_tokens"]
-    assert _cached(asked)[0] >= n - 8
+    assert _cached_tokens(asked)[0] >= n - 8
     assert asked["timings"]["prompt_n"] <= 8
 
 
 def test_one_keys_blocks_are_not_found_by_another(serve_reader):
     """Neither in memory, nor on the disk after a restart."""
     live_server = serve_reader(keys=KEYS)
-    first = _completed(live_server, key=KEYS[0])
+    first = _complete(live_server, key=KEYS[0])
     n = first["usage"]["prompt_tokens"]
-    assert _cached(first) == (0, 0)
-    assert _cached(_completed(live_server, key=KEYS[1], max_tokens=0)) == (0, 0)
-    assert _cached(_completed(live_server, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (0, 0)
-    assert _cached(_completed(live_server, key=KEYS[0])) == (n - 1, 0)
+    assert _cached_tokens(first) == (0, 0)
+    assert _cached_tokens(_complete(live_server, key=KEYS[1], max_tokens=0)) == (0, 0)
+    assert _cached_tokens(_complete(live_server, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (
+        0,
+        0,
+    )
+    assert _cached_tokens(_complete(live_server, key=KEYS[0])) == (n - 1, 0)
     live_server.drain()
     live_server.wait_ended()
     again = serve_reader(keys=[*KEYS, "k" * 20])
-    assert _cached(_completed(again, key="k" * 20, cache_prompt=False)) == (0, 0)
-    assert _cached(_completed(again, key="k" * 20)) == (0, 0)
-    assert _cached(_completed(again, key=KEYS[0])) == (n - 1, n - 1)
+    assert _cached_tokens(_complete(again, key="k" * 20, cache_prompt=False)) == (0, 0)
+    assert _cached_tokens(_complete(again, key="k" * 20)) == (0, 0)
+    assert _cached_tokens(_complete(again, key=KEYS[0])) == (n - 1, n - 1)
 
 
 def test_one_key_shares_with_every_client_of_this_user(serve):
     engine = FakeEngine()
     for keys, is_shared in ((KEYS[:1], True), (KEYS[:1] * 2, True), (KEYS, False)):
         live_server = serve(engine, keys=keys)
-        _completed(live_server, "hi", key=keys[0])
+        _complete(live_server, "hi", key=keys[0])
         assert (engine.requests[-1].cache_salt == "") is is_shared
 
 
 def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader, tmp_path):
     live_server = serve_reader()
-    first = _completed(live_server)
+    first = _complete(live_server)
     n = first["usage"]["prompt_tokens"]
-    _completed(live_server)
+    _complete(live_server)
     live_server.drain()
     live_server.wait_ended()
     for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     again = serve_reader()
-    restored = _completed(again)
+    restored = _complete(again)
     assert restored["choices"] == first["choices"]
-    from_disk = _cached(restored)[1]
+    from_disk = _cached_tokens(restored)[1]
     assert BLOCK <= from_disk < n - 1
     scrape = again.client.get("/metrics").text
     for name in ("prompt_tokens_cached", "prompt_tokens_cached_disk"):
@@ -190,9 +193,9 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
     replies = [
-        _completed(live_server, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)
+        _complete(live_server, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)
     ]
-    _completed(live_server, key=KEYS[1], max_tokens=1)
+    _complete(live_server, key=KEYS[1], max_tokens=1)
 
     def slots(key: str) -> list[dict]:
         headers = {"authorization": f"Bearer {key}"}
@@ -200,7 +203,7 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
 
     again, edit, first = slots(KEYS[0])
     assert [slot["cause"] for slot in (first, edit, again)] == ["nothing", "text", "none"]
-    assert edit["n_diverged"] == edit["cache_n"] == _cached(replies[1])[0]
+    assert edit["n_diverged"] == edit["cache_n"] == _cached_tokens(replies[1])[0]
     assert edit["prompt_n"] == edit["n_prompt_tokens"] - edit["cache_n"]
     (other,) = slots(KEYS[1])
     assert other["cause"] == "nothing"
@@ -211,7 +214,7 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
         for value in slot.values()
     )
     assert "Suddenly" not in live_server.log.getvalue()
-    _completed(live_server, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
+    _complete(live_server, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
     assert len(slots(KEYS[1])) == 1  # `cache_prompt: false` leaves nothing
 
 
@@ -252,7 +255,7 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
         reply = post(
             "/v1/chat/completions", model="small", messages=turns, max_tokens=16, temperature=0
         )
-        assert n_known - _cached(reply)[0] <= most
+        assert n_known - _cached_tokens(reply)[0] <= most
         n_known = reply["usage"]["prompt_tokens"]
         answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
         turns.extend((answer, {"role": "user", "content": "Go on, please."}))

@@ -100,7 +100,7 @@ def test_many_requests_load_a_model_once(serve, loader, until):
     asking = [live_server.pool.submit(_ask, live_server, "b") for _ in range(8)]
     until(lambda: live_server.endpoint.in_flight == 8, "all to wait")
     loader.holds["b"].set()
-    assert [one.result() for one in asking] == ["I am b"] * 8
+    assert [future.result() for future in asking] == ["I am b"] * 8
     assert loader.loads == ["a", "b"]
 
 

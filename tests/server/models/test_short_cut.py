@@ -17,8 +17,8 @@ END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 async def connected():
     """A connection as the endpoint has it, and the client's socket."""
-    ours, client = socket.socketpair()
-    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    server_end, client = socket.socketpair()
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=server_end)
     return Connection(transport), transport, client
 
 

@@ -119,7 +119,10 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
     names = {f.name for f in families} | {s.name for f in families for s in f.samples}
     names |= {f"{f.name}_total" for f in families}
     names |= {
-        f.name + end for f in families if f.type == "histogram" for end in ("_bucket", "_sum", "_count")
+        f.name + suffix
+        for f in families
+        if f.type == "histogram"
+        for suffix in ("_bucket", "_sum", "_count")
     }
     board = json.loads((DOCS / "grafana/edgeinfer.json").read_text("utf-8"))
     asked = {
@@ -136,15 +139,15 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     live_server = serve(FakeEngine())
     answer = live_server.client.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
-    made = live_server.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
+    new_id = live_server.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
         "x-request-id"
     ]
-    assert re.fullmatch(r"req_[0-9a-f]{24}", made)
+    assert re.fullmatch(r"req_[0-9a-f]{24}", new_id)
 
     def logged():  # a line is written after its answer's last byte
         return {json.loads(line).get("request_id") for line in live_server.log.getvalue().splitlines()}
 
-    until(lambda: {"mine-1", made} <= logged(), "both ids in the log")
+    until(lambda: {"mine-1", new_id} <= logged(), "both ids in the log")
 
 
 def test_log_lines_are_json_with_figures_and_without_words(serve, until):

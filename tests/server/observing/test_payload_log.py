@@ -182,7 +182,7 @@ def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until)
 
 
 @pytest.mark.parametrize(
-    ("part", "kind"),
+    ("content_part", "kind"),
     [
         ({"image_url": {"url": f"data:image/png;base64,{ENCODED}"}}, "image/png"),
         ({"image_url": f"data:image/png;base64,{ENCODED}"}, "image/png"),
@@ -193,10 +193,10 @@ def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until)
         ({"file": {"file_data": ENCODED}}, "file"),
     ],
 )
-def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, part, kind):
+def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, content_part, kind):
     live_server = serve(log_payloads=str(tmp_path))
     live_server.client.post(
-        CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **part}]}]}
+        CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **content_part}]}]}
     )
     data = one(tmp_path, until)
     assert ENCODED[:40] not in json.dumps(data)

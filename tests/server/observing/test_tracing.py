@@ -86,12 +86,17 @@ def test_start_is_divided_into_its_stages(tmp_path):
         "load": 70.0,
         "ready": 90.0,
     }
-    found = start_spans(stages, "resumed")
-    assert [span.name for span in found] == ["launcher", "resume", "running", "request", "load"]
-    assert found[1].ended_s - found[1].began_s == pytest.approx(0.051)
-    assert found[-1].ended_s - found[0].began_s == pytest.approx(0.085)
+    stage_spans = start_spans(stages, "resumed")
+    assert [span.name for span in stage_spans] == ["launcher", "resume", "running", "request", "load"]
+    assert stage_spans[1].ended_s - stage_spans[1].began_s == pytest.approx(0.051)
+    assert stage_spans[-1].ended_s - stage_spans[0].began_s == pytest.approx(0.085)
     assert start_spans({}, "cold") == []
-    write(str(tmp_path / "t"), Span("start", found[0].began_s, found[-1].ended_s), found, {})
+    write(
+        str(tmp_path / "t"),
+        Span("start", stage_spans[0].began_s, stage_spans[-1].ended_s),
+        stage_spans,
+        {},
+    )
     [[root, *_]] = spans(tmp_path / "t")
     assert milliseconds(root) == pytest.approx(85, abs=0.01)
 

@@ -39,8 +39,8 @@ def _stream(port: int, said: threading.Semaphore, ends: list[str]) -> None:
 def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    words = f"--port {port} --threads 1 --ctx 16384 --parallel 20 --log off".split()
-    command = [sys.executable, "-c", LAUNCHER, "serve", str(smollm2), *words]
+    options = f"--port {port} --threads 1 --ctx 16384 --parallel 20 --log off".split()
+    command = [sys.executable, "-c", LAUNCHER, "serve", str(smollm2), *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         refused: list[OSError] = []
         stop = threading.Event()

@@ -172,14 +172,14 @@ def test_a_slow_reader_is_cut_off_and_its_generation_ends(serve, until):
     until(lambda: not live_server.endpoint.running, "the generation to be forgotten")
 
 
-def _held(gate: StepGate, n: int) -> FakeEngine:
+def _held_engine(gate: StepGate, n: int) -> FakeEngine:
     scripts = [[gate, "late"]] * n + [["next"]]
     return FakeEngine(scripts)
 
 
 def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
     gate = StepGate()
-    live_server = serve(_held(gate, 2), limits=Limits(max_requests=2))
+    live_server = serve(_held_engine(gate, 2), limits=Limits(max_requests=2))
     asking = [live_server.pool.submit(live_server.chat) for _ in range(2)]
     until(lambda: live_server.endpoint.in_flight == 2, "two requests to run")
     refused = live_server.chat()
@@ -198,7 +198,9 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
 def test_one_key_cannot_take_every_place(serve, until):
     gate = StepGate()
     first_key, second_key = "first-key-0123456789", "second-key-0123456789"
-    live_server = serve(_held(gate, 1), limits=Limits(max_per_key=1), keys=[first_key, second_key])
+    live_server = serve(
+        _held_engine(gate, 1), limits=Limits(max_per_key=1), keys=[first_key, second_key]
+    )
 
     def ask(key: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {key}"}

@@ -46,7 +46,7 @@ EVERY_ROUTE = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{
 
 @EVERY_ROUTE
 def test_foreign_hosts_and_pages_are_refused_on_every_route(live_server, operation):
-    for headers, why in (
+    for headers, reason in (
         ({"host": "evil.example"}, "is not one of this endpoint's names"),
         ({"origin": "https://evil.example"}, "is not allowed"),
     ):
@@ -57,7 +57,7 @@ def test_foreign_hosts_and_pages_are_refused_on_every_route(live_server, operati
             content=b"{}" if operation.method == "POST" else None,
         )
         assert answer.status_code == 403
-        assert why in answer.text
+        assert reason in answer.text
 
 
 @pytest.mark.parametrize(
@@ -344,9 +344,9 @@ def test_tls_is_served(serve, tmp_path):
 def test_a_bind_that_cannot_be_is_one_of_our_errors():
     (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
-        taken = listener.getsockname()[1]
-        with pytest.raises(ServeError, match=str(taken)):
-            lifecycle.bind("127.0.0.1", taken)
+        taken_port = listener.getsockname()[1]
+        with pytest.raises(ServeError, match=str(taken_port)):
+            lifecycle.bind("127.0.0.1", taken_port)
     with pytest.raises(ServeError):
         lifecycle.bind("no.such.host.invalid", 0)
     with pytest.raises(EdgeInferError):

@@ -32,9 +32,9 @@ def _unit(name: str) -> configparser.ConfigParser:
 
 def _command() -> list[str]:
     """The words behind the program's name."""
-    program, *words = shlex.split(_unit("edgeinfer.service")["Service"]["ExecStart"])
+    program, *arguments = shlex.split(_unit("edgeinfer.service")["Service"]["ExecStart"])
     assert program == "%h/.local/bin/edgeinfer"
-    return words
+    return arguments
 
 
 def test_the_units_say_what_the_command_line_takes():
@@ -104,8 +104,8 @@ sys.exit(main())
 
 @pytest.mark.model
 def test_the_launcher_serves_on_the_socket_that_systemd_holds(smollm2, tmp_path):
-    words = _command()
-    words[words.index("--idle-exit") + 1] = "1"
+    arguments = _command()
+    arguments[arguments.index("--idle-exit") + 1] = "1"
     config = paths.config_dir() / "config.toml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(
@@ -125,7 +125,7 @@ def test_the_launcher_serves_on_the_socket_that_systemd_holds(smollm2, tmp_path)
             early.settimeout(60)
             early.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             with subprocess.Popen(
-                [sys.executable, "-c", ACTIVATED, str(listener.fileno()), *words],
+                [sys.executable, "-c", ACTIVATED, str(listener.fileno()), *arguments],
                 pass_fds=[listener.fileno()],
                 env={**os.environ, "NOTIFY_SOCKET": address},
                 stdout=subprocess.PIPE,

@@ -43,9 +43,9 @@ def test_prefixes_of_two_users_are_salted(serve, another_user):
     body = {"messages": [{"role": "user", "content": "x"}]}
     live_server.client.post(URL, json=body)
     _as_other_user(another_user, live_server, URL, json=body)
-    mine, theirs = (request.cache_salt for request in engine.requests)
+    mine, other_salt = (request.cache_salt for request in engine.requests)
     assert not mine
-    assert theirs
+    assert other_salt
 
 
 def test_request_without_a_connection_is_nobodys():

@@ -132,6 +132,6 @@ def tab(chromium):
 
     yield at
     for page in opened:
-        expected = [one for one in page.problems() if "ERR_" not in one]
+        expected = [problem for problem in page.problems() if "ERR_" not in problem]
         chromium.call("Target.closeTarget", targetId=page.target)
         assert expected == []

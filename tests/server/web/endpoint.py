@@ -35,9 +35,9 @@ async def main(port_file: str, port: str, text: str) -> None:
     port = listener.getsockname()[1]
     endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin())
     server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())
-    part = Path(f"{port_file}.part")
-    part.write_text(str(port))
-    part.rename(port_file)
+    partial = Path(f"{port_file}.part")
+    partial.write_text(str(port))
+    partial.rename(port_file)
     await server.run()
 
 

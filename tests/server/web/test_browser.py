@@ -141,7 +141,7 @@ def test_a_growing_block_of_code_is_appended_to(serve, tab):
 BOTTOM_GAP = "(() => { const log = document.querySelector('.log'); return log.scrollHeight - log.scrollTop - log.clientHeight; })()"
 
 
-def varied(n_words, seed):
+def vary(n_words, seed):
     """Words that differ: a text that repeats itself is stopped."""
     letters = random.Random(seed)
     return " ".join("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(n_words))
@@ -150,9 +150,7 @@ def varied(n_words, seed):
 @pytest.mark.parametrize("height", [500, 900])
 def test_the_page_follows_a_long_first_answer(serve, tab, height):
     gate, pause = StepGate(), Delay(0.02)
-    lines = [
-        piece for n in range(40) for piece in (f"## Part {n}\n\n{varied(60, n)}\n\n- a\n\n", pause)
-    ]
+    lines = [piece for n in range(40) for piece in (f"## Part {n}\n\n{vary(60, n)}\n\n- a\n\n", pause)]
     page = tab(with_page(serve(FakeEngine([[*lines, gate, "The end."]]))), height=height)
     say(page, "Write a long report.")
     page.see("Part 39")
@@ -166,7 +164,7 @@ def test_the_page_follows_a_long_first_answer(serve, tab, height):
 def test_the_page_follows_late_layout_until_the_reader_scrolls_up(serve, tab):
     gate, second = StepGate(), StepGate()
     third = StepGate()
-    lines = varied(80, 0).replace(" ", "\n\n") + "\n\n"
+    lines = vary(80, 0).replace(" ", "\n\n") + "\n\n"
     answer = [lines, gate, "More.\n\n", second, "Last.", third]
     page = tab(with_page(serve(FakeEngine([answer]))))
     say(page, "hi")

@@ -112,8 +112,8 @@ def test_lines_formulas_addresses_tasks_and_columns():
     assert letter.count("<br") == 2
     formulas = r"So \(x_1 * y_1\), $$a_b_c$$, $p_q_r$:" + "\n\\[\n- b\n\\begin{x}\n= c\n\\]\ntext"
     markup = "".join(blocks(formulas))
-    for kept in (r"\(x_1 * y_1\)", "$$a_b_c$$", "$p_q_r$", "\\[\n- b\n\\begin{x}\n= c\n\\]"):
-        assert f'class="plain">{kept}</' in markup
+    for source in (r"\(x_1 * y_1\)", "$$a_b_c$$", "$p_q_r$", "\\[\n- b\n\\begin{x}\n= c\n\\]"):
+        assert f'class="plain">{source}</' in markup
     assert "$5 and $6" in "".join(blocks("It costs $5 and $6."))
     assert 'href="https://a.b/c"' in "".join(blocks("See https://a.b/c."))
     assert "☐ buy" in (tasks := "".join(blocks("- [ ] buy\n- [x] pay")))
@@ -132,8 +132,8 @@ def test_a_code_block_in_small_pieces_is_not_parsed_again(monkeypatch):
 
     monkeypatch.setattr(markdown, "parser", counted)
     code = "".join(f"value_{n} = {n}\n" for n in range(3000))
-    for at in range(0, len(code), 5):
-        growing.add(code[at : at + 5])
+    for offset in range(0, len(code), 5):
+        growing.add(code[offset : offset + 5])
     growing.add("```\n\nAfter it.")
     assert growing.blocks == list(blocks(f"```py\n{code}```\n\nAfter it."))
     assert len(calls) <= 10

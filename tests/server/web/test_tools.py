@@ -125,12 +125,12 @@ def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab, f
     page.see(f"in {folder}")
     other = tab(SimpleNamespace(url=page.js("location.origin")), fragment=page.js("location.hash"))
     other.click(".card button", "Always in this conversation")
-    for one in (page, other):
-        one.see("plain · weather wants to run")
+    for window in (page, other):
+        window.see("plain · weather wants to run")
     page.click(".card button", "plain.weather(city=Rome)")
-    for one in (page, other):
-        one.see("Done.")
-        one.wait(IDLE)
+    for window in (page, other):
+        window.see("Done.")
+        window.wait(IDLE)
     assert load_config().tools.allow == ("plain.weather(city=Rome)",)
 
 
