@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,6 +18,8 @@ from edgeinfer.config.sampling_options import TYPED
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling, with_options
+
+_MAX_TEXT_BYTES = 64 << 20
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
@@ -72,6 +74,15 @@ def _constraint(schema: str | None, grammar: str | None) -> Constraint | None:
 
 def _file_text(path: str, option: str) -> str:
     try:
-        return Path(path).expanduser().read_text("utf-8")
+        with Path(path).expanduser().open("rb") as file:
+            return read_text(file, option)
     except (OSError, ValueError) as error:
         raise UsageError(f"{option} cannot be read: {error}", hint="check the path") from error
+
+
+def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:
+    """Read UTF-8 to the end. Raises UsageError beyond 64 MiB: /dev/zero and `yes` have no end."""
+    data = file.read(_MAX_TEXT_BYTES + 1)
+    if len(data) > _MAX_TEXT_BYTES:
+        raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="give a part of it")
+    return data.decode("utf-8", errors)

@@ -8,7 +8,8 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: git takes a folder with HEAD, objects and refs for a bare repository, and obeys its `config`.
+#: git takes a folder with HEAD for a bare repository, and obeys its `config`, if it has `objects` and
+#: `refs`, or a `commondir` that says where they are.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
@@ -121,7 +122,9 @@ def _find_below(
         n_names += len(entries)
         if n_names > max_names:
             return infos, False
-        is_bare = {"HEAD", "objects", "refs"} <= entries.keys()
+        is_bare = "HEAD" in entries and (
+            "commondir" in entries or {"objects", "refs"} <= entries.keys()
+        )
         names = {*NAMES, *_OF_BARE_REPOSITORY} if is_bare else {*NAMES} - {"HEAD"}
         for name, entry in entries.items():
             with suppress(OSError):

@@ -129,11 +129,11 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
 @pytest.mark.parametrize(
     ("lacks", "message"),
     [
-        ({"usage": False}, "no text with its number of tokens"),
+        ({"usage": False}, "no text with token counts"),
         ({"says": b"\x1b[31mno"}, "answered 401: .*no$"),
-        ({"body": b"<html>"}, "no text with its number of tokens"),
-        ({"body": b'data: [{"choices": 1}]\n\n'}, "no text with its number of tokens"),
-        ({"body": b'data: {"choices": [{"text": 1}], "usage": []}\n'}, "no text with its"),
+        ({"body": b"<html>"}, "no text with token counts"),
+        ({"body": b'data: [{"choices": 1}]\n\n'}, "no text with token counts"),
+        ({"body": b'data: {"choices": [{"text": 1}], "usage": []}\n'}, "no text with"),
     ],
 )
 async def test_server_that_cannot_be_measured_is_named(other, lacks, message, monkeypatch):

@@ -14,7 +14,7 @@ from edgeinfer.chat.launch import describe_start
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
-from edgeinfer.errors import QueueFullError, UnknownModelError
+from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
@@ -414,3 +414,11 @@ def test_traces_of_a_run_begin_with_its_start(engine, tmp_path, monkeypatch):
     names = ["run", "resume", "tokenize", "queue", "prefill", "decode"]
     assert [span["name"] for span in scope["spans"]] == names
     assert run(engine, "x", "--traces", "missing/t.jsonl") == 2
+
+
+def test_input_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(requesting, "_MAX_TEXT_BYTES", 1 << 20)
+    with pytest.raises(UsageError, match="stdin has more than 1 MiB"), open("/dev/zero", "rb") as zeros:
+        requesting.read_text(zeros, "stdin")
+    with pytest.raises(UsageError, match="--schema has more than 1 MiB"):
+        requesting._file_text("/dev/zero", "--schema")

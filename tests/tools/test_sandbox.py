@@ -268,6 +268,7 @@ def test_such_files_below_the_top_are_read_only_too(sandbox, folder, command):
         ("mkdir -p a/b; echo x > a/b/.envrc", "a/b/.envrc"),
         ("mkdir -p a; git init -q a || mkdir a/.git", "a/.git"),
         ("mkdir -p r/objects r/refs; echo x > r/HEAD", "r/HEAD"),
+        ("mkdir r; echo ../common > r/commondir; echo x > r/HEAD", "r/HEAD"),
         ("mkdir -p a; ln -s ../sub/data a/.exrc", "a/.exrc"),
         ("mv sub old; mkdir sub; echo x > sub/.envrc", "sub/.envrc"),
         ("mkdir a; echo x > a/.envrc; chmod 111 a", "a/.envrc"),

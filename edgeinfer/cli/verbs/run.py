@@ -254,7 +254,7 @@ def _refuse_misspelt_model(word: str, host: Host) -> None:
 def _with_stdin(prompt: str) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
-    piped = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    piped = requesting.read_text(sys.stdin.buffer, "stdin", errors="replace")
     return f"{prompt}\n\n{piped}" if prompt and piped.strip() else prompt or piped
 
 

@@ -98,7 +98,8 @@ def _open_destination(destination: str) -> Iterator[ImageStore]:
 
 
 def _refuse_filled(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    begun = {"blobs", "oci-layout"}  # what an export that was stopped leaves: the index is written last
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= begun):
         raise UsageError(
             f"{folder} holds something already", hint="name a new folder, or oci://REGISTRY/NAME:TAG"
         )

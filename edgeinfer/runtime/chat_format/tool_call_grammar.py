@@ -207,6 +207,9 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 
     Cached by `salt`: the time it takes must not tell one client what another asked for.
     """
+    types = tool.parameters.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        return "#/type", "arguments are an object"
     return _fault_of(msgspec.json.encode(tool.parameters), salt)
 
 

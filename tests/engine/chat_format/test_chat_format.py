@@ -184,6 +184,16 @@ def _choice(mode: str) -> ToolChoice:
     return ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
 
 
+def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints, vocab):
+    for kind in ("string", ["string", "null"]):
+        odd = msgspec.structs.replace(WEATHER, parameters={"type": kind})
+        request = request_of(tools=(odd,), tool_choice=_choice("required"))
+        assert unenforced_fields(request) == ["tools[0].parameters#/type"]
+        matcher = constraints.compile(load("qwen25", vocab).prepare(request).constraint, vocab).start()
+        call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
+        assert all(map(matcher.accept, vocab.tokenize(call)))
+
+
 @pytest.mark.parametrize("constraint", [None, JsonSchema({"type": "boolean"})])
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
 def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mode, constraint):

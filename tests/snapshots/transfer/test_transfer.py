@@ -50,6 +50,17 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
 
 
 @pytest.mark.criu
+def test_an_export_that_was_stopped_is_repeated(warm, exported):
+    folder = warm.home / "stopped"
+    shutil.copytree(exported, folder)
+    (folder / "index.json").unlink()
+    next((folder / "blobs/sha256").iterdir()).unlink()
+    warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
+    refused = warm.run("snapshots", "export", MODEL, str(folder), "--json")
+    assert "holds something already" in refused.error["message"]
+
+
+@pytest.mark.criu
 @pytest.mark.needs("registry")
 def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
     program = registry_program(BUILD_CACHE)
