@@ -65,17 +65,20 @@ class SelfRunning:
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
         failed: list[str] = []
+        removed: list[str] = []
         for name in [*self.changed_names(), *self._new_below()]:
             try:
                 os.rename(name, name + ending, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
                 renamed.append(name)
             except FileNotFoundError:
-                pass
+                removed.append(name)
             except OSError as error:
                 failed.append(f"{name} ({error.strerror})")
         texts = [f"{_join(renamed)} would be executed by other programs; renamed to *{ending}"]
         texts += [f"other programs would execute {_join(failed)}: remove it"]
-        return "; ".join(text for text, names in zip(texts, (renamed, failed), strict=True) if names)
+        texts += [f"{_join(removed)} was removed"]
+        names = (renamed, failed, removed)
+        return "; ".join(text for text, named in zip(texts, names, strict=True) if named)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -219,7 +219,7 @@ def test_what_other_programs_run_by_themselves_is_read_only(sandbox, self_runnin
         ("mkdir -p .idea; echo x > .idea/x; sleep 9", ".idea"),
         ("(sleep 0.2; mkdir .husky; echo x > .husky/pre-commit; sleep 9) & sleep 0.5; echo", ".husky"),
         ("setsid -f sh -c 'while :; do echo x > .envrc; done' & sleep 9", ".envrc"),
-        ("rm .vscode; mkdir .vscode; echo x > .vscode/tasks.json", ".vscode"),
+        ("ln -s settings v; mv -T v .vscode; sleep 9", ".vscode"),
         ("ln -s settings .claude; sleep 9", ".claude"),
     ],
 )
@@ -229,6 +229,12 @@ def test_what_other_programs_would_run_is_renamed(sandbox, self_running_files, c
     assert said.is_error
     assert not os.path.lexists(self_running_files / name)
     assert len(list(self_running_files.glob(f"{name}.from-sandbox-*"))) == 1
+
+
+def test_a_removed_file_that_other_programs_run_is_told(sandbox, self_running_files):
+    said = sh(sandbox, "rm .vscode; sleep 9")
+    assert ".vscode was removed" in said.text
+    assert said.is_error
 
 
 @pytest.mark.parametrize(
