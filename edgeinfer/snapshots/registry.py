@@ -30,6 +30,11 @@ from edgeinfer.platform.disk import free_bytes, write_whole
 from edgeinfer.snapshot_format import fingerprint, format
 
 
+def build_lock(root: Path, name: str) -> Path:
+    """Return the file that this program locks while it builds a name."""
+    return root / f".{name}-{fingerprint.program_tag()}.lock"
+
+
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not.
 

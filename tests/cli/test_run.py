@@ -422,3 +422,13 @@ def test_input_without_an_end_is_refused(tmp_path, monkeypatch):
         requesting.read_text(zeros, "stdin")
     with pytest.raises(UsageError, match="--schema has more than 1 MiB"):
         requesting._file_text("/dev/zero", "--schema")
+
+
+@pytest.mark.parametrize("typed", [["nosuch"], ["qwen3-4b"], ["./gone.gguf"], ["nosuch", "--plain"]])
+def test_chat_refuses_a_missing_model_as_run_does_before_it_shows_anything(typed, capsys):
+    code = main(["run", typed[0], "hi"], Host())
+    problem = capsys.readouterr().err.splitlines()[0]
+    assert main(["chat", *typed], Host()) == code != 0
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()[0]) == ("", problem)
+    assert "hint: " in said.err

@@ -190,7 +190,7 @@ def test_warm_takes_over_a_background_build_but_waits_for_another(root, monkeypa
     monkeypatch.setattr(criu, "available", lambda: criu.Probe("root", "", "", "/criu", "4.0"))
     monkeypatch.setattr(jobs, "run_builder", lambda *_: "built")
     inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=LoadOptions())
-    lock = jobs.build_lock(root, inputs.name)
+    lock = registry.build_lock(root, inputs.name)
     module = builds.JOBS if is_background else "edgeinfer"
     command = [sys.executable, "-c", HOLDER, lock, module]
     stages = []
@@ -211,7 +211,7 @@ def test_warm_takes_over_a_background_build_but_waits_for_another(root, monkeypa
 
 def test_running_build_is_listed(root):
     assert jobs.being_built() == []
-    with locked(jobs.build_lock(root, "small,ctx512")):
+    with locked(registry.build_lock(root, "small,ctx512")):
         assert jobs.being_built() == ["small,ctx512"]
         said = SnapshotsResult(
             snapshots=(), disk_bytes=0, limit_bytes=0, building=tuple(jobs.being_built())
@@ -364,7 +364,7 @@ def test_cold_start_is_said_once_and_never_where_a_chat_draws(capsys, role, argv
     app_end, launcher_end = socket.socketpair()
     request = LaunchRequest(role=role, argv=(argv,), hint="warm it")
     host = AppHost(Start(how="cold", reason="no snapshot"), app_end, None, request=request)
-    host._say_cold_start()
+    host._say_cold_start("m")
     assert len(capsys.readouterr().err.splitlines()) == n_lines
     app_end.close()
     launcher_end.close()
@@ -401,6 +401,18 @@ def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
     assert f"launches are cold: {criu.FILTERED}" in filtered("doctor").stdout
     refused = filtered("warm", "tiny")
     assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
+
+
+@pytest.mark.parametrize("is_building", [True, False])
+def test_cold_start_line_says_that_the_snapshot_is_being_built(root, capsys, is_building):
+    launcher_end, app_end = socket.socketpair()
+    request = LaunchRequest(role="verb", argv=("run", "m"), hint="`edgeinfer warm` builds it now")
+    host = AppHost(Start(reason="m has no snapshot yet"), app_end, None, request=request)
+    lock = registry.build_lock(root, "m" if is_building else "other")
+    with launcher_end, app_end, locked(lock):
+        host._say_cold_start("m")
+    said = "it is being built" if is_building else request.hint
+    assert capsys.readouterr().err == f"edgeinfer: cold start: m has no snapshot yet ({said})\n"
 
 
 #: Ends as the alarm that it was started with would end it.

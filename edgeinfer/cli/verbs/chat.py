@@ -50,8 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> ChatResult:
     """Run the chat on this process's terminal, or line by line with `--plain` or on a dumb terminal.
 
-    Raises EdgeInferError if the app broke; the conversation is stored in any case.
+    Raises EdgeInferError if the app broke; the conversation is stored in any case. Before anything is
+    shown, raises CatalogError, UsageError for a model that is not here.
     """
+    if options.model:
+        _refuse_missing(options.model, host)
     launch = _launch(options, host)
     piped = _piped_attachment(plain=options.plain)
     if piped is not None:
@@ -59,6 +62,15 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
     if options.plain or os.environ.get("TERM") == "dumb":
         return _plain(launch)
     return _on_screen(launch)
+
+
+def _refuse_missing(model: str, host: Host) -> None:
+    """Raise what finding the files of an absent `model` raises; the resumed one needs no catalogue."""
+    if model == host.loaded_model:
+        return
+    ref = host.resolve(model)
+    if ref.kind in ("absent", "file"):
+        host.files(ref)
 
 
 def _on_screen(launch: Launch) -> ChatResult:

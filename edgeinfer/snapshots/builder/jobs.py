@@ -59,7 +59,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
     probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
     format.refuse_unsafe_ancestors(str(root))
-    lock = build_lock(root, name)
+    lock = registry.build_lock(root, name)
 
     def on_busy() -> None:
         if not _end_background(lock):
@@ -114,11 +114,6 @@ def being_built() -> list[str]:
     suffix = f"-{fingerprint.program_tag()}.lock"
     locks = sorted(paths.snapshots_dir().glob(f".*{suffix}"))
     return [path.name[1 : -len(suffix)] for path in locks if is_locked(path)]
-
-
-def build_lock(root: Path, name: str) -> Path:
-    """Return the file that this program locks while it builds a name."""
-    return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
 def _end_background(lock: Path) -> bool:
@@ -243,7 +238,7 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
     probed = criu.probe()
     if probed.tier is None:
         return probed.reason
-    if is_locked(build_lock(paths.snapshots_dir(), inputs.name)):
+    if is_locked(registry.build_lock(paths.snapshots_dir(), inputs.name)):
         return "another process is building it"
     for failed in registry.list_failures():
         if (failed.name, failed.depends_on) == (inputs.name, inputs.depends_on):

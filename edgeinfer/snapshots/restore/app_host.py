@@ -29,7 +29,8 @@ from edgeinfer.errors import (
 from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.platform import process_metadata
+from edgeinfer.platform import paths, process_metadata
+from edgeinfer.platform.disk import is_locked
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshot_format import format
@@ -121,7 +122,7 @@ class AppHost(Host):
             engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
-            self._say_cold_start()
+            self._say_cold_start(format.snapshot_name(text, snapshot_options(options)))
         self._reached("ready")
         return engine
 
@@ -145,14 +146,19 @@ class AppHost(Host):
                 reason = error.message
             self.start = msgspec.structs.replace(self.start, reason=reason)
         engine = self._load(files, options, progress)
-        self._say_cold_start()
+        self._say_cold_start(inputs.name)
         self._describe(engine, describe(engine, inputs))
         return engine
 
-    def _say_cold_start(self) -> None:
+    def _say_cold_start(self, snapshot: str) -> None:
         """Print the reason of a cold start to stderr, once the model is loaded."""
-        if self._hint and self.start.how == "cold":
-            sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({self._hint})\n")
+        if not self._hint or self.start.how != "cold":
+            return
+        from edgeinfer.snapshots.registry import build_lock  # only before this line
+
+        is_building = is_locked(build_lock(paths.snapshots_dir(), snapshot))
+        hint = "it is being built" if is_building else self._hint
+        sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({hint})\n")
 
     def _describe(self, engine: LlamaEngine, description: ProcessDescription) -> None:
         description = description.resumed_from(self.start.snapshot)
