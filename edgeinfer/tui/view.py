@@ -175,7 +175,9 @@ class Streaming:
         try:
             async for event in self.answer.generation:
                 self.answer.add(event)
-                self.tokens += 1
+                if not isinstance(event, Progress):
+                    self.began = self.began if self.tokens else time.monotonic()
+                    self.tokens += 1
                 self._due.set()
         except EdgeInferError as failure:
             error = failure
@@ -210,9 +212,9 @@ class Streaming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Estimate the rate since the start; the end reports the exact one."""
+        """Estimate the rate since the first token; the end reports the exact one."""
         elapsed = time.monotonic() - self.began
-        return self.tokens / elapsed if elapsed > 0.2 else 0.0
+        return self.tokens / elapsed if self.tokens and elapsed > 0.2 else 0.0
 
 
 def _waiting_for(prefill: Progress) -> str:
@@ -323,8 +325,7 @@ class View:
 
     def refresh_status(self) -> None:
         state, at_right = self._state()
-        writing = self.streaming is not None
-        figures = numbers(self.session, writing=writing, cached_tokens=self.cached_tokens)
+        figures = numbers(self.session, self.streaming, cached_tokens=self.cached_tokens)
         parts = (Part(self.model, 7, "bold", shortens=True), *state, *figures)
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
@@ -333,6 +334,7 @@ class View:
         if self.streaming is not None:
             rate = self.streaming.tokens_per_s
             text = f"writing {rate:.0f} tok/s" if rate else "writing"
+            text = text if self.streaming.tokens else "reading"
             return [Part(text, 10, "$accent")], "Esc stops"
         if self.session.answer_elsewhere is not None:
             return [Part("another program is writing", 10, "$accent")], "F1 help"
@@ -347,15 +349,18 @@ class View:
         return [Part(self.start_text, 6, shortens=True)], "F1 help"
 
 
-def numbers(session: ChatSession, *, writing: bool, cached_tokens: int = 0) -> list[Part]:
+def numbers(
+    session: ChatSession, streaming: Streaming | None = None, *, cached_tokens: int = 0
+) -> list[Part]:
     """Return context, rate, first token and cached tokens of the last answer.
 
-    While an answer is `writing`, its rate is left out: the state shows it. Before the first answer of
+    While an answer is `streaming`, the rate is left out: the state shows it; so are all of them until
+    its first token. Before the first answer of
     an opened conversation, its cached tokens (`cached_tokens`) stand for rate and first token.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine
-    if not answers:
+    if not answers or (streaming is not None and not streaming.tokens):
         return [Part(f"context {engine.info.n_ctx:,}", 6)] if engine else []
     stats = answers[-1].stats
     n_ctx = engine.info.n_ctx if engine else stats.n_ctx
@@ -364,11 +369,11 @@ def numbers(session: ChatSession, *, writing: bool, cached_tokens: int = 0) -> l
     share = 100 * stats.context_tokens // n_ctx if n_ctx else 0
     return [
         Part(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),
-        *([Part(cached, 7)] if is_opened else _of_answer(stats, writing)),
+        *([Part(cached, 7)] if is_opened else _of_answer(stats, writing=streaming is not None)),
     ]
 
 
-def _of_answer(stats: Stats, writing: bool) -> list[Part]:
+def _of_answer(stats: Stats, *, writing: bool) -> list[Part]:
     return [
         Part("" if writing else f"{stats.tokens_per_s:.1f} tok/s", 7),
         Part(f"first {stats.ttft_ms:,.0f} ms", 5),

@@ -49,6 +49,23 @@ async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
         await d.until(lambda: any("tokens cached" in p.text for p in d.chat.status._parts))
 
 
+async def test_status_says_reading_until_the_first_token(drive):
+    gate = StepGate(threading.Event())
+    async with drive(FakeEngine([words("Hello"), [gate, "done"]])) as d:
+        await d.ask("Hi there")
+
+        def shown():
+            d.chat.refresh_status()
+            return " · ".join(part.text for part in d.chat.status._parts)
+
+        assert "first " in shown()
+        await d.type("a long text", "enter")
+        await d.until(lambda: d.chat.streaming and d.chat.streaming.answer.progress)
+        assert shown() == f"{MODEL} · reading · context {d.session.engine.info.n_ctx:,}"
+        gate.opened.set()
+        await d.until(lambda: d.idle() and "first " in shown())
+
+
 async def test_question_may_be_sent_before_the_model_is_loaded(drive):
     gate = threading.Event()
 
