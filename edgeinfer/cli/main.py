@@ -44,6 +44,7 @@ _OTHER_NAMES = {
     "remove": "rm MODEL",
     "generate": 'run "PROMPT"',
 }
+_CONVERSATIONS = ("sessions", "session", "conversations", "history", "chats")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -93,6 +94,9 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return
+    if word in _CONVERSATIONS:
+        hint = "the chat lists conversations: `edgeinfer chat`, then F3"
+        raise UsageError(f"{word!r} is not a verb", hint=hint)
     if " " in word:
         suggestion = shlex.join(["edgeinfer", "run", word])
     elif word in _OTHER_NAMES:

@@ -136,6 +136,8 @@ VERBS = {
     ),
 }
 
+#: Commands of other programs, and ours.
+_OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
 #: More choices than this are not listed in an error.
 _MOST_LISTED = 10
 
@@ -167,7 +169,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
-        suggestion = nearest(str(value), choices)
+        other = _OTHER_COMMANDS.get(str(value))
+        suggestion = other if other in choices else nearest(str(value), choices)
         listed = f": one of {', '.join(choices)}" if len(choices) <= _MOST_LISTED else ""
         if isinstance(action, argparse._SubParsersAction):
             message = f"{self.prog.removeprefix('edgeinfer ')} has no command {value!r}"
@@ -248,6 +251,8 @@ def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> st
     flags = verbs_of(parser)[verb]._option_string_actions if verb in verbs_of(parser) else {}
     flag = word.partition("=")[0]
     near = nearest(flag, [*flags, "--model"])
+    if verb == "chat" and flag in ("-v", "-V"):
+        return "did you mean `edgeinfer --version`?"
     if flag == "-m" or (near == "--model" and near not in flags):
         return f"name the model without an option: `edgeinfer {verb} MODEL`"
     return f"did you mean {near}?" if near else ""
