@@ -429,6 +429,6 @@ def test_chat_refuses_a_missing_model_as_run_does_before_it_shows_anything(typed
     code = main(["run", typed[0], "hi"], Host())
     problem = capsys.readouterr().err.splitlines()[0]
     assert main(["chat", *typed], Host()) == code != 0
-    said = capsys.readouterr()
-    assert (said.out, said.err.splitlines()[0]) == ("", problem)
-    assert "hint: " in said.err
+    output = capsys.readouterr()
+    assert (output.out, output.err.splitlines()[0]) == ("", problem)
+    assert "hint: " in output.err

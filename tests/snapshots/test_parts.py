@@ -411,8 +411,8 @@ def test_cold_start_line_says_that_the_snapshot_is_being_built(root, capsys, is_
     lock = registry.build_lock(root, "m" if is_building else "other")
     with launcher_end, app_end, locked(lock):
         host._say_cold_start("m")
-    said = "it is being built" if is_building else request.hint
-    assert capsys.readouterr().err == f"edgeinfer: cold start: m has no snapshot yet ({said})\n"
+    hint = "it is being built" if is_building else request.hint
+    assert capsys.readouterr().err == f"edgeinfer: cold start: m has no snapshot yet ({hint})\n"
 
 
 #: Ends as the alarm that it was started with would end it.

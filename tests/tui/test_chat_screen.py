@@ -54,16 +54,16 @@ async def test_status_says_reading_until_the_first_token(drive):
     async with drive(FakeEngine([words("Hello"), [gate, "done"]])) as d:
         await d.ask("Hi there")
 
-        def shown():
+        def status_text():
             d.chat.refresh_status()
-            return " · ".join(part.text for part in d.chat.status._parts)
+            return " · ".join(p.text for p in d.chat.status._parts)
 
-        assert "first " in shown()
+        assert "first " in status_text()
         await d.type("a long text", "enter")
         await d.until(lambda: d.chat.streaming and d.chat.streaming.answer.progress)
-        assert shown() == f"{MODEL} · reading · context {d.session.engine.info.n_ctx:,}"
+        assert status_text() == f"{MODEL} · reading · context {d.session.engine.info.n_ctx:,}"
         gate.opened.set()
-        await d.until(lambda: d.idle() and "first " in shown())
+        await d.until(lambda: d.idle() and "first " in status_text())
 
 
 async def test_question_may_be_sent_before_the_model_is_loaded(drive):
