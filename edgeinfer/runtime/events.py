@@ -147,6 +147,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     stop_sequence: str | None = None
     divergence: Divergence = Divergence()
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether a limit of tokens or of time ended it."""
+        return self.reason in ("length", "deadline")
+
 
 Event = Progress | PromptLogprobs | TextDelta | ReasoningDelta | ToolCallDelta | Finished
 

@@ -33,6 +33,7 @@ from edgeinfer.server.web.access import PATH as PAGE
 from edgeinfer.server.web.access import user_of
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
+_ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the user who started it."
 
 
 class App:
@@ -117,10 +118,7 @@ class App:
         page = operation.web if operation is not None else ""
         caller = context.caller = scope.get("caller") or self._caller(context, scope, page)
         if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
-            message = (
-                "This needs the endpoint's first API key or, without keys, the user who started it."
-            )
-            raise Problem(403, message, code="admin_only")
+            raise Problem(403, _ADMIN_ONLY, code="admin_only")
         if caller.name:
             context.cache_salt = self._gate.cache_salt(caller)
 

@@ -186,26 +186,23 @@ def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings
         reasoning_tokens=sum(finished.usage.reasoning_tokens for finished in answers),
     )
     slowest = max((finished.timings for finished in answers), key=lambda timings: timings.decode_ms)
-    return usage, msgspec.structs.replace(
-        slowest, saved_ms=sum(finished.timings.saved_ms for finished in firsts)
-    )
+    saved_ms = sum(finished.timings.saved_ms for finished in firsts)
+    return usage, msgspec.structs.replace(slowest, saved_ms=saved_ms)
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
     """Make the `timings` block, in llama.cpp's names."""
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
-    generated = usage.completion_tokens
+    generated, prefill_ms = usage.completion_tokens, timings.prefill_ms
     return WireTimings(
         queue_ms=round(timings.queue_ms, 3),
         ttft_ms=round(timings.ttft_ms, 3),
         cache_n=usage.cached_tokens,
         cache_disk_n=usage.cached_disk_tokens,
         prompt_n=prefilled,
-        prompt_ms=round(timings.prefill_ms, 3),
-        prompt_per_token_ms=round(timings.prefill_ms / prefilled, 3) if prefilled else 0.0,
-        prompt_per_second=round(prefilled * 1000 / timings.prefill_ms, 2)
-        if timings.prefill_ms
-        else 0.0,
+        prompt_ms=round(prefill_ms, 3),
+        prompt_per_token_ms=round(prefill_ms / prefilled, 3) if prefilled else 0.0,
+        prompt_per_second=round(prefilled * 1000 / prefill_ms, 2) if prefill_ms else 0.0,
         predicted_n=generated,
         predicted_ms=round(timings.decode_ms, 3),
         predicted_per_token_ms=round(timings.decode_ms / (generated - 1), 3) if generated > 1 else 0.0,

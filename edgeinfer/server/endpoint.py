@@ -159,8 +159,9 @@ class Endpoint:
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.inside[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
+            n_inside = self.inside[model]
             raise QueueFullError(
-                f"The queue of {model} is full: {self.inside[model]} answers are running or waiting"
+                f"The queue of {model} is full: {n_inside} answers are running or waiting"
             )
         self.inside[model] += n
         self.engine_slots[model].n_parallel = n_parallel
@@ -256,12 +257,11 @@ class Preparation:
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             future.add_done_callback(ended_late)
-            raise unavailable(
+            message = (
                 f"Preparing this request took longer than {self._timeout_s:g} s: the endpoint is "
-                "overloaded, or the schema, tools or prompt are too expensive.",
-                "preparation_timeout",
-                10,
-            ) from None
+                "overloaded, or the schema, tools or prompt are too expensive."
+            )
+            raise unavailable(message, "preparation_timeout", 10) from None
         except asyncio.CancelledError:
             future.add_done_callback(ended_late)
             raise

@@ -36,9 +36,8 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ServeError(
-            f"{host} is not an address of this machine: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or error
+        raise ServeError(f"{host} is not an address of this machine: {reason}") from error
     listeners: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         if listeners and port == 0:
@@ -213,9 +212,8 @@ class EndpointServer(uvicorn.Server):
         self._endpoint.draining = True
         self._endpoint.log.info("draining", why=reason, running=self._endpoint.in_flight)
         notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
-        self._drain_timer = asyncio.get_running_loop().call_later(
-            self._endpoint.limits.drain_s, self._cut
-        )
+        drain_s, loop = self._endpoint.limits.drain_s, asyncio.get_running_loop()
+        self._drain_timer = loop.call_later(drain_s, self._cut)
         self.should_exit = True
 
     def _cut(self) -> None:

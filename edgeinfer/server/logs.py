@@ -48,14 +48,12 @@ class Log:
         stream = self._stream or sys.stderr
         now = time.time()
         if self._style == "json":
-            line = msgspec.json.encode(
-                {"ts": round(now, 3), "level": level, "event": event, **fields}
-            ).decode()
+            written = {"ts": round(now, 3), "level": level, "event": event, **fields}
+            line = msgspec.json.encode(written).decode()
         else:
             trace = fields.pop("traceback", "")
-            text = " ".join(
-                f"{key}={value}" for key, value in fields.items() if value not in ("", None)
-            )
+            pairs = [f"{key}={value}" for key, value in fields.items() if value not in ("", None)]
+            text = " ".join(pairs)
             clock = time.strftime("%H:%M:%S", time.localtime(now))
             line = f"{clock} {event} {text}".rstrip() + (f"\n{trace.rstrip()}" if trace else "")
         try:

@@ -74,6 +74,9 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: Sequence[str] = _MODEL) -> Counter:
         return Counter(f"edgeinfer_{name}", text, labels, registry=self.registry)
 
+    def _gauge(self, name: str, text: str, labels: Sequence[str]) -> Gauge:
+        return Gauge(f"edgeinfer_{name}", text, labels, registry=self.registry)
+
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = _MODEL
     ) -> Histogram:
@@ -82,65 +85,39 @@ class Metrics:
     def _count_requests(self) -> None:
         text = "Requests by route, outcome and API key (8 hex digits of its digest)."
         self.requests = self._counter("requests", text, ("route", "status", "key", *_MODEL))
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            TTFT_BUCKETS,
-        )
-        self.between_tokens = self._histogram(
-            "inter_token_latency_seconds",
-            "Time between two events of one answer, as sent.",
-            TOKEN_BUCKETS,
-        )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its last byte.", E2E_BUCKETS
-        )
+        text = "From the request's arrival to its first token."
+        self.ttft = self._histogram("time_to_first_token_seconds", text, TTFT_BUCKETS)
+        text = "Time between two events of one answer, as sent."
+        self.between_tokens = self._histogram("inter_token_latency_seconds", text, TOKEN_BUCKETS)
+        text = "From the request's arrival to its last byte."
+        self.e2e = self._histogram("e2e_request_latency_seconds", text, E2E_BUCKETS)
 
     def _count_generations(self) -> None:
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds", "Time a request waited to be run.", TTFT_BUCKETS
-        )
-        self.prefill_time = self._histogram(
-            "request_prefill_time_seconds", "Time spent on the prompt.", TTFT_BUCKETS
-        )
-        self.decode_time = self._histogram(
-            "request_decode_time_seconds", "Time spent on the answer.", E2E_BUCKETS
-        )
+        text = "Time a request waited to be run."
+        self.queue_time = self._histogram("request_queue_time_seconds", text, TTFT_BUCKETS)
+        text = "Time spent on the prompt."
+        self.prefill_time = self._histogram("request_prefill_time_seconds", text, TTFT_BUCKETS)
+        text = "Time spent on the answer."
+        self.decode_time = self._histogram("request_decode_time_seconds", text, E2E_BUCKETS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens found in the prefix cache, in memory or on the disk."
-        )
-        self.cached_disk_tokens = self._counter(
-            "prompt_tokens_cached_disk", "Cached prompt tokens that came from the disk."
-        )
+        text = "Prompt tokens found in the prefix cache, in memory or on the disk."
+        self.cached_tokens = self._counter("prompt_tokens_cached", text)
+        text = "Cached prompt tokens that came from the disk."
+        self.cached_disk_tokens = self._counter("prompt_tokens_cached_disk", text)
         self.generated_tokens = self._counter("generation_tokens", "Generated tokens.")
-        self.finished = self._counter(
-            "request_success", "Generations by how they ended.", ("finished_reason", *_MODEL)
-        )
+        text = "Generations by how they ended."
+        self.finished = self._counter("request_success", text, ("finished_reason", *_MODEL))
 
     def _count_loads(self) -> None:
-        self.loads = self._counter(
-            "model_loads",
-            "Models brought into memory: resumed, cold, or held by this process.",
-            ("how", "model_name"),
-        )
-        self.load_time = self._histogram(
-            "model_load_seconds",
-            'Seconds of bringing a model into memory; stage "total" is the whole.',
-            LOAD_BUCKETS,
-            ("how", "stage", "model_name"),
-        )
-        self.in_flight = Gauge(
-            "edgeinfer_http_requests_in_flight",
-            "Requests being answered, of any route.",
-            registry=self.registry,
-        )
-        self.drift = Gauge(
-            "edgeinfer_drift_psi",
-            "PSI of the last 7 days against the 7 before, and whether `edgeinfer drift` says moved.",
-            ("aggregate", "moved", "model_name"),
-            registry=self.registry,
-        )
+        text = "Models brought into memory: resumed, cold, or held by this process."
+        self.loads = self._counter("model_loads", text, ("how", "model_name"))
+        text = 'Seconds of bringing a model into memory; stage "total" is the whole.'
+        labels = ("how", "stage", "model_name")
+        self.load_time = self._histogram("model_load_seconds", text, LOAD_BUCKETS, labels)
+        text = "Requests being answered, of any route."
+        self.in_flight = self._gauge("http_requests_in_flight", text, ())
+        text = "PSI of the last 7 days against the 7 before, and whether `edgeinfer drift` says moved."
+        self.drift = self._gauge("drift_psi", text, ("aggregate", "moved", "model_name"))
         self._drift_due = 0.0
         self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
         text = "Requests that the payload log could not write."
@@ -221,15 +198,12 @@ class _Engines(Collector):
             for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
             for name, (field, text) in table.items()
         }
-        kv_usage = GaugeMetricFamily(
-            "edgeinfer_kv_cache_usage_ratio", "KV cache in use, 0 to 1.", labels=_MODEL
-        )
-        running = GaugeMetricFamily(
-            "edgeinfer_replicas", "Replicas of a model that run.", labels=_MODEL
-        )
-        crashed = CounterMetricFamily(
-            "edgeinfer_replicas_crashed", "Replicas whose process ended by itself.", labels=_MODEL
-        )
+        text = "KV cache in use, 0 to 1."
+        kv_usage = GaugeMetricFamily("edgeinfer_kv_cache_usage_ratio", text, labels=_MODEL)
+        text = "Replicas of a model that run."
+        running = GaugeMetricFamily("edgeinfer_replicas", text, labels=_MODEL)
+        text = "Replicas whose process ended by itself."
+        crashed = CounterMetricFamily("edgeinfer_replicas_crashed", text, labels=_MODEL)
         for name, engine in self._engines():
             try:
                 now = engine.metrics()
@@ -244,11 +218,8 @@ class _Engines(Collector):
                 running.add_metric(labels, len(replicas.running))
                 crashed.add_metric(labels, replicas.crashed_total)
         yield from (*families.values(), kv_usage, running, crashed)
-        yield GaugeMetricFamily(
-            "edgeinfer_process_resident_memory_bytes",
-            "Resident memory of the endpoint.",
-            resident_bytes(),
-        )
+        text = "Resident memory of the endpoint."
+        yield GaugeMetricFamily("edgeinfer_process_resident_memory_bytes", text, resident_bytes())
 
 
 def version_of(sha256: str) -> str:

@@ -123,7 +123,7 @@ class ModelPool:
         for candidate in candidates:
             if candidate in (DEFAULT, self.default) or candidate in self._entries:
                 return self._named(candidate)
-        here = {DEFAULT, self.default, *self._entries, *(p.name for p in self._sources.pulled())}
+        here = self._model_names() | {DEFAULT}
         by_pattern = None if alias else self._aliases.by_pattern(name)
         for candidate in candidates if by_pattern is None else (*candidates, by_pattern):
             if candidate in here:
@@ -135,10 +135,13 @@ class ModelPool:
     def _named(self, target: str) -> str:
         return self.default if target == DEFAULT else target
 
+    def _model_names(self) -> set[str]:
+        return {self.default, *self._entries, *(model.name for model in self._sources.pulled())}
+
     def lone_model(self) -> str | None:
         """Name the model that answers to any name: the default, if no other is here."""
-        here = {self.default, *self._entries, *(p.name for p in self._sources.pulled())}
-        return self.default if len(here) == 1 and not self._aliases.says_all else None
+        is_lone = len(self._model_names()) == 1 and not self._aliases.says_all
+        return self.default if is_lone else None
 
     def is_loaded(self, name: str) -> bool:
         return self.info(name) is not None
@@ -346,18 +349,14 @@ class ModelPool:
             if idle:
                 await self._unload(min(idle, key=lambda s: s.last_used))
                 continue
-            is_crowded = any(s is not entry for s in self._entries.values())
-            if not is_crowded:
-                # no other model is in memory: let the loader decide, it knows better than an estimate
-                return
+            if all(s is entry for s in self._entries.values()):
+                return  # no other model is here: the loader decides, it knows better than an estimate
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
             except TimeoutError:
-                raise OutOfMemoryError(
-                    f"No memory for {entry.name} ({entry.need_bytes >> 20} MiB) while other models are "
-                    f"in use"
-                ) from None
+                need = f"{entry.name} ({entry.need_bytes >> 20} MiB)"
+                raise OutOfMemoryError(f"No memory for {need} while other models are in use") from None
 
     def _fits(self, entry: ModelEntry) -> bool:
         promised = sum(

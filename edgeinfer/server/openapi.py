@@ -176,9 +176,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     names_model = operation.body is not None or operation.query is not None
     if operation.uses_model or names_model or "{id}" in operation.path:
         descriptions["404"] = "No such model."
-    descriptions |= {
-        status: description for status, description in _RARE.items() if status in operation.also
-    }
+    descriptions |= {status: _RARE[status] for status in operation.also if status in _RARE}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     for status, description in sorted(descriptions.items()):
         responses[status] = {"description": description, "content": _json(error)}
@@ -204,7 +202,8 @@ def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
         if any(option.get("type") == "array" for option in plain):
             continue
         plain_schema = {key: value for key, value in plain[0].items() if key != "default"}
+        is_required = name in required
         parameters.append(
-            {"name": name, "in": "query", "required": name in required, "schema": plain_schema}
+            {"name": name, "in": "query", "required": is_required, "schema": plain_schema}
         )
     return parameters

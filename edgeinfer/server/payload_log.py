@@ -176,10 +176,9 @@ def make_folder(folder: Path) -> Path:
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
             raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
     except OSError as error:
+        message = f"payloads cannot be logged to {folder}: {error.strerror}"
         hint = f"name a folder of your own, or `chmod 700 {folder}`"
-        raise ServeError(
-            f"payloads cannot be logged to {folder}: {error.strerror}", hint=hint
-        ) from error
+        raise ServeError(message, hint=hint) from error
     return folder
 
 

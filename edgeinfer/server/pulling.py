@@ -61,11 +61,8 @@ def source_of(name: str) -> str:
     with contextlib.suppress(UsageError):
         if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
             return plain
-    raise InvalidRequestError(
-        "model: a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION; files are for "
-        "`edgeinfer pull`",
-        param="model",
-    )
+    names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
+    raise InvalidRequestError(f"model: {names_taken}; files are for `edgeinfer pull`", param="model")
 
 
 def _refuse_sizes(name: str) -> None:

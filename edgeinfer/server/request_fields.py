@@ -23,40 +23,45 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     return tools
 
 
+def tool_of(
+    name: str, description: str | None, schema: dict[str, Any] | None, strict: bool | None
+) -> Tool:
+    """Make a tool of what a client says of it; `schema` is that of its arguments."""
+    text, parameters = description or "", schema or {}
+    return Tool(name=name, description=text, parameters=parameters, strict=strict is True)
+
+
 def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
     """Demand a call of one tool. Raises InvalidRequestError when no tool has this name."""
     if all(tool.name != name for tool in tools):
-        raise InvalidRequestError(
-            f"tool_choice names '{name}', which is not among the tools", param="tool_choice"
-        )
+        message = f"tool_choice names '{name}', which is not among the tools"
+        raise InvalidRequestError(message, param="tool_choice")
     return ToolChoice(mode="named", name=name, parallel=parallel)
 
 
 def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
     """Demand a call, in the client's `word`. Raises InvalidRequestError without tools."""
     if not tools:
-        raise InvalidRequestError(
-            f"tool_choice is '{word}' but there are no tools", param="tool_choice"
-        )
+        message = f"tool_choice is '{word}' but there are no tools"
+        raise InvalidRequestError(message, param="tool_choice")
     return ToolChoice(mode="required", parallel=parallel)
 
 
 def refuse_infill(info: EngineInfo, param: str) -> None:
     """Raise InvalidRequestError for a model without fill-in-the-middle tokens."""
     if not info.can_infill:
-        raise InvalidRequestError(
-            f"{param}: {info.model} has no tokens for fill-in-the-middle", param=param
-        )
+        message = f"{param}: {info.model} has no tokens for fill-in-the-middle"
+        raise InvalidRequestError(message, param=param)
 
 
 def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError for pictures that the model cannot read."""
     if request.n_pictures and not info.can_see:
-        raise InvalidRequestError(
+        message, hint = (
             f"{info.model} cannot read pictures",
-            hint="models that can: `edgeinfer list pictures`",
-            param="messages",
+            "models that can: `edgeinfer list pictures`",
         )
+        raise InvalidRequestError(message, hint=hint, param="messages")
 
 
 def as_text(value: str | dict[str, Any]) -> str:

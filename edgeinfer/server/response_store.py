@@ -48,9 +48,6 @@ class ResponseStore:
         for (key, name), response in reversed(list(self._responses.items())):
             count[key] += 1
             size_bytes += response.size_bytes
-            if (
-                response.stored_at < oldest
-                or count[key] > limits.stored_responses
-                or size_bytes > limits.stored_bytes
-            ):
+            is_beyond = count[key] > limits.stored_responses or size_bytes > limits.stored_bytes
+            if is_beyond or response.stored_at < oldest:
                 del self._responses[key, name]

@@ -50,14 +50,8 @@ MAX_TOKENS = 1 << 24
 _INT32 = 1 << 31
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
-TokenCount = Annotated[
-    int,
-    Meta(
-        ge=0,
-        le=MAX_TOKENS,
-        description="Maximum tokens of the answer; 0 only prefills the prompt, for a later request.",
-    ),
-]
+_TOKENS_MEAN = "Maximum tokens of the answer; 0 only prefills the prompt, for a later request."
+TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS, description=_TOKENS_MEAN)]
 #: As llama.cpp's servers and LM Studio take it.
 TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
@@ -82,28 +76,16 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopString], Meta(max_length=128)]
 JsonObject = dict[str, Any]
-KeepAlive = (
-    Annotated[
-        float,
-        Meta(
-            ge=-(1 << 52),
-            le=1 << 52,
-            description="Seconds the model stays loaded; 0 unloads it, less keeps it.",
-        ),
-    ]
-    | Annotated[str, Meta(max_length=64, description='A duration: "5m", "1h30m", "-1".')]
-)
+_STAY_MEANS = "Seconds the model stays loaded; 0 unloads it, less keeps it."
+StaySeconds = Annotated[float, Meta(ge=-(1 << 52), le=1 << 52, description=_STAY_MEANS)]
+Duration = Annotated[str, Meta(max_length=64, description='A duration: "5m", "1h30m", "-1".')]
+KeepAlive = StaySeconds | Duration
 CachePrompt = Annotated[bool, Meta(description="Whether the prefix cache is used and filled.")]
 CacheSalt = Annotated[
     str, Meta(min_length=1, max_length=1024, description="Requests with other salts share no prefix.")
 ]
-PromptCacheKey = Annotated[
-    str,
-    Meta(
-        max_length=1024,
-        description="A conversation, whose blocks `edgeinfer forget --conversation` deletes.",
-    ),
-]
+_KEY_MEANS = "A conversation, whose blocks `edgeinfer forget --conversation` deletes."
+PromptCacheKey = Annotated[str, Meta(max_length=1024, description=_KEY_MEANS)]
 Deadline = Annotated[
     float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")
 ]

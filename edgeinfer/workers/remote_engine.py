@@ -277,9 +277,8 @@ class RemoteEngine(ForwardingEngine):
 
     def _gone(self) -> EngineClosedError:
         name = self._info.model if hasattr(self, "_info") else "the model"
-        return EngineClosedError(
-            f"the process of {name} has ended", hint="ask again: it is started anew"
-        )
+        hint = "ask again: it is started anew"
+        return EngineClosedError(f"the process of {name} has ended", hint=hint)
 
     def _read(self) -> None:
         while (frame := self._wire.receive(self._decoder)) is not None:

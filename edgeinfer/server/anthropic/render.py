@@ -130,16 +130,14 @@ class MessageRenderer(Renderer):
                 return out + self._delta(b'{"type":"text_delta","text":%b}' % _encode(event.text))
             case ReasoningDelta():
                 out += self._into("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
-                return out + self._delta(
-                    b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text)
-                )
+                delta = b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text)
+                return out + self._delta(delta)
             case ToolCallDelta():
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
                 out += self._into("tool_use", event.index, block)
                 if event.arguments:
-                    out += self._delta(
-                        b'{"type":"input_json_delta","partial_json":%b}' % _encode(event.arguments)
-                    )
+                    json = _encode(event.arguments)
+                    out += self._delta(b'{"type":"input_json_delta","partial_json":%b}' % json)
         return out
 
     def closing(self) -> bytes:
@@ -205,22 +203,21 @@ class MessageRenderer(Renderer):
         ]
         finished = answer.finish
         reason, sequence = self._stop(finished)
-        return _encode(
-            wire.MessageReply(
-                id=self.id,
-                model=self.model,
-                content=content,
-                stop_reason=reason,
-                stop_sequence=sequence,
-                usage=wire_usage(finished.usage),
-                timings=wire_timings(finished.usage, finished.timings),
-            )
+        reply = wire.MessageReply(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=wire_usage(finished.usage),
+            timings=wire_timings(finished.usage, finished.timings),
         )
+        return _encode(reply)
 
     def _stop(self, finished: Finished) -> tuple[wire.StopReason, str | None]:
         if finished.reason == "tool_calls":
             return "tool_use", None
-        if finished.reason in ("length", "deadline"):
+        if finished.is_cut_short:
             return "max_tokens", None
         if finished.stop_sequence in self._stops:
             return "stop_sequence", finished.stop_sequence

@@ -19,13 +19,12 @@ ROUTES = RouteTable()
 @ROUTES.post("/v1/messages", reply=wire.MessageReply, streams=True)
 async def messages(context: RequestContext, body: wire.MessagesRequest) -> Response:
     """Answer a conversation."""
+    name, stops = f"msg_{context.plain_id}", stop_strings(body.stop_sequences)
     return await answer(
         context,
         body,
         lambda info: [translate.messages_request(body, info)],
-        lambda model, info: MessageRenderer(
-            f"msg_{context.plain_id}", model, stop_strings(body.stop_sequences)
-        ),
+        lambda model, info: MessageRenderer(name, model, stops),
         stream=body.stream,
     )
 

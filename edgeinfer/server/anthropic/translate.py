@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from edgeinfer.runtime import document_files
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
+    as_text,
     common_fields,
     content_of,
     named_tool,
@@ -21,6 +20,7 @@ from edgeinfer.server.request_fields import (
     reasoning,
     required_tool,
     stop_strings,
+    tool_of,
     unique_tools,
 )
 
@@ -54,7 +54,7 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
     """Make turns; a user turn's tool results become turns before its text."""
     turns: list[Message] = []
     if body.system:
-        turns.append(Message(role="system", content=_join_texts(body.system, "\n")))
+        turns.append(Message(role="system", content=_join_texts(body.system)))
     for turn in body.messages:
         match turn:
             case wire.UserTurn():
@@ -62,7 +62,7 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
             case wire.AssistantTurn():
                 turns.append(_assistant(turn))
             case wire.SystemTurn():
-                turns.append(Message(role="system", content=_join_texts(turn.content, "\n")))
+                turns.append(Message(role="system", content=_join_texts(turn.content)))
     return tuple(turns)
 
 
@@ -72,12 +72,7 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     # Anthropic's own search is not here: without a client's all of them would stay hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
-        Tool(
-            name=tool.name,
-            description=tool.description or "",
-            parameters=tool.input_schema,
-            strict=tool.strict is True,
-        )
+        tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in body.tools or ()
         if not (tool.defer_loading and searches) or tool.name in referred
     )
@@ -127,12 +122,8 @@ def _text(block: _Texts) -> str:
         case wire.ToolReferenceBlock(tool_name=name):
             return f"The tool {name} is there now."
         case wire.DocumentBlock(source=source):
-            body = (
-                _join_texts(source.content, "\n")
-                if isinstance(source, wire.BlocksSource)
-                else source.data
-            )
-            return "\n".join(filter(None, [block.title, block.context, body]))
+            content = source.content if isinstance(source, wire.BlocksSource) else source.data
+            return "\n".join(filter(None, [block.title, block.context, _join_texts(content)]))
 
 
 def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
@@ -148,23 +139,21 @@ def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
 def _assistant(turn: wire.AssistantTurn) -> Message:
     if isinstance(turn.content, str):
         return Message(role="assistant", content=turn.content)
-    calls = tuple(
-        ToolCall(id=block.id, name=block.name, arguments=msgspec.json.encode(block.input).decode())
-        for block in turn.content
-        if isinstance(block, wire.ToolUseBlock)
-    )
-    return Message(
-        role="assistant",
-        content="".join(block.text for block in turn.content if isinstance(block, wire.TextBlock)),
-        reasoning="".join(
-            block.thinking for block in turn.content if isinstance(block, wire.ThinkingBlock)
-        ),
-        tool_calls=calls,
-    )
+    text = thought = ""
+    calls = []
+    for block in turn.content:
+        match block:
+            case wire.TextBlock():
+                text += block.text
+            case wire.ThinkingBlock():
+                thought += block.thinking
+            case wire.ToolUseBlock():
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=as_text(block.input)))
+    return Message(role="assistant", content=text, reasoning=thought, tool_calls=tuple(calls))
 
 
-def _join_texts(content: str | Sequence[_Texts], between: str) -> str:
-    return content if isinstance(content, str) else between.join(map(_text, content))
+def _join_texts(content: str | Sequence[_Texts]) -> str:
+    return content if isinstance(content, str) else "\n".join(map(_text, content))
 
 
 def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice:

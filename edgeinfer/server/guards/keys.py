@@ -108,31 +108,26 @@ def read_keys(path: Path) -> list[str]:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if not _is_private(info):
-            raise ServeError(
-                f"{path} holds keys and must be readable by you alone", hint=f"chmod 600 {path}"
-            )
+            message = f"{path} holds keys and must be readable by you alone"
+            raise ServeError(message, hint=f"chmod 600 {path}")
         lines = [line.strip() for line in file]
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ServeError(
-            f"{path} holds no key", hint=f"remove it: the next `edgeinfer serve` makes one ({path})"
-        )
+        hint = f"remove it: the next `edgeinfer serve` makes one ({path})"
+        raise ServeError(f"{path} holds no key", hint=hint)
     return keys
 
 
 def _is_private(info: os.stat_result) -> bool:
     mode = stat.S_IMODE(info.st_mode)
     if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
-        return (
-            not mode & 0o037
-        )  # a Secret with fsGroup, as the kubelet mounts it: root's, 0440, our group's
+        # a Secret with fsGroup, as the kubelet mounts it: root's, 0440, our group's
+        return not mode & 0o037
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 
 
 def _check(key: str, where: str) -> str:
     if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-        raise ServeError(
-            f"the key in {where} must be {_MIN_LENGTH} or more printable ASCII characters without "
-            f"spaces"
-        )
+        rule = f"{_MIN_LENGTH} or more printable ASCII characters without spaces"
+        raise ServeError(f"the key in {where} must be {rule}")
     return key

@@ -59,9 +59,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         name = host_name(host)
         is_known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
         if not is_known and not (self.any_address and _is_address(name)):
-            message = (
-                f"Host '{host[:200]}' is not one of this endpoint's names; `--allow-host` adds one."
-            )
+            foreign = host[:200]
+            message = f"Host '{foreign}' is not one of this endpoint's names; `--allow-host` adds one."
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:

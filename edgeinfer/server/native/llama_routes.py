@@ -39,15 +39,18 @@ ROUTES = RouteTable()
 
 #: llama.cpp's place of a picture in a prompt.
 _MEDIA = "<__media__>"
+_NO_PATH = (
+    "lora_path: the name of an adapter that was pulled; a file's path only where the endpoint was "
+    "started with `edgeinfer serve --ollama`"
+)
 
 
 @ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
 async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
     """Continue a text, in llama.cpp's shape."""
     asked = body.prompt
-    all_prompts = prompts(
-        asked.prompt_string if isinstance(asked, wire.PromptText) else asked, "prompt"
-    )
+    text = asked.prompt_string if isinstance(asked, wire.PromptText) else asked
+    all_prompts = prompts(text, "prompt")
 
     def requests(info: EngineInfo) -> list[GenerateRequest]:
         shared = _common_fields(body, info) | {"constraint": _constraint(body)}
@@ -68,9 +71,8 @@ async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Res
 def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
     param, texts = "prompt.multimodal_data", prompt.split(_MEDIA)
     if len(texts) != len(encoded) + 1:
-        raise InvalidRequestError(
-            f"{len(encoded)} pictures and {len(texts) - 1} places {_MEDIA}", param=param
-        )
+        message = f"{len(encoded)} pictures and {len(texts) - 1} places {_MEDIA}"
+        raise InvalidRequestError(message, param=param)
     parts: list[str | bytes] = [texts[0]]
     for picture, text in zip(encoded, texts[1:], strict=True):
         parts += from_base64(picture, param), text
@@ -161,11 +163,7 @@ def _file(context: RequestContext, text: str) -> str:
     """Return a pulled adapter's file; any path only where clients may name files."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
-        raise InvalidRequestError(
-            "lora_path: the name of an adapter that was pulled; a file's path only where the endpoint "
-            "was started with `edgeinfer serve --ollama`",
-            param="lora_path",
-        )
+        raise InvalidRequestError(_NO_PATH, param="lora_path")
     try:
         adapters = parse_adapters(str(LORA.parse(text)))
     except ValueError:
@@ -173,9 +171,8 @@ def _file(context: RequestContext, text: str) -> str:
     if len(adapters) != 1 or adapters[0].scale != 1:
         raise InvalidRequestError("lora_path: one adapter, without a scale", param="lora_path")
     if not os.path.isfile(adapters[0].path):
-        raise UsageError(
-            f"There is no adapter '{text}' here", hint="`edgeinfer pull ADAPTER --base MODEL`"
-        )
+        hint = "`edgeinfer pull ADAPTER --base MODEL`"
+        raise UsageError(f"There is no adapter '{text}' here", hint=hint)
     return adapters[0].path
 
 
@@ -187,9 +184,8 @@ async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> R
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:
         remaining = [a for a in now if a.name != body.lora_name]
         if len(remaining) == len(now):
-            raise Problem(
-                404, f"The adapter '{body.lora_name}' is not loaded.", code="adapter_not_found"
-            )
+            message = f"The adapter '{body.lora_name}' is not loaded."
+            raise Problem(404, message, code="adapter_not_found")
         return remaining
 
     await _change(context, change)
@@ -206,7 +202,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _stop_type(finished: Finished) -> StopType:
-    if finished.reason in ("length", "deadline"):
+    if finished.is_cut_short:
         return "limit"
     return "eos" if finished.stop_sequence is None else "word"
 
@@ -224,12 +220,8 @@ class LlamaRenderer(Renderer):
         self._model = model
         self._prompts = prompts
         self._body = body
-        limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict}
-        self._settings = {
-            **msgspec.to_builtins(sampling, str_keys=True),
-            **limit,
-            "stop": body.stop or [],
-        }
+        limits = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stop": body.stop or []}
+        self._settings = msgspec.to_builtins(sampling, str_keys=True) | limits
 
     def event(self, index: int, event: Event) -> bytes:
         match event:

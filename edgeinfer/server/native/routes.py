@@ -59,9 +59,8 @@ async def detokenize(context: RequestContext, body: wire.DetokenizeRequest) -> w
 
     def work(engine: Engine) -> wire.DetokenizeReply:
         if any(token >= engine.info.n_vocab for token in body.tokens):
-            raise InvalidRequestError(
-                f"token ids go from 0 to {engine.info.n_vocab - 1}", param="tokens"
-            )
+            message = f"token ids go from 0 to {engine.info.n_vocab - 1}"
+            raise InvalidRequestError(message, param="tokens")
         text = engine.detokenize(body.tokens).decode("utf-8", "replace")
         return wire.DetokenizeReply(content=text)
 
@@ -111,14 +110,13 @@ class _InferRenderer(ChatRenderer):
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
         finished = answer.finish
-        return msgspec.json.encode(
-            wire.InferReply(
-                result=answer.text,
-                model=self.model,
-                finish_reason=finish_reason(finished),
-                timings=wire_timings(finished.usage, finished.timings),
-            )
+        reply = wire.InferReply(
+            result=answer.text,
+            model=self.model,
+            finish_reason=finish_reason(finished),
+            timings=wire_timings(finished.usage, finished.timings),
         )
+        return msgspec.json.encode(reply)
 
 
 def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
@@ -162,12 +160,10 @@ async def unload(context: RequestContext) -> wire.UnloadReply:
     return wire.UnloadReply(id=model, state=await models.unload(model))
 
 
-@ROUTES.post(
-    "/v1/models/{id}/snapshot",
-    also={"409": ErrorReply, "507": ErrorReply},
-    uses_model=False,
-    is_admin=True,
-)
+_SNAPSHOT_REFUSALS = {"409": ErrorReply, "507": ErrorReply}
+
+
+@ROUTES.post("/v1/models/{id}/snapshot", also=_SNAPSHOT_REFUSALS, uses_model=False, is_admin=True)
 async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> wire.SnapshotReply:
     """Take a snapshot of a loaded model, which goes on; later launches resume it."""
     endpoint = context.endpoint
@@ -200,9 +196,8 @@ def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
     tokens = engine.begun_with(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
-        predicted = predict_prefix(
-            text, body.folder, datetime.date.today(), is_repository=body.is_repository
-        )
+        today, is_repository = datetime.date.today(), body.is_repository
+        predicted = predict_prefix(text, body.folder, today, is_repository=is_repository)
         tokens = engine.tokenize(predicted, parse_special=True)
     if not 0 < len(tokens) < engine.info.n_ctx:
         return 0

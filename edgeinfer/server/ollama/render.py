@@ -146,21 +146,14 @@ class OllamaRenderer(Renderer):
 
     def whole(self, answers: list[Collected]) -> bytes:
         (answer,) = answers
-        return _encode(
-            self.piece(
-                answer.text,
-                answer.reasoning,
-                _calls(answer.calls) or None,
-                done=True,
-                logprobs=_logprobs(answer.logprobs),
-                **self._statistics(answer.finish),
-            )
-        )
+        calls, logprobs = _calls(answer.calls) or None, _logprobs(answer.logprobs)
+        last = self._statistics(answer.finish) | {"done": True, "logprobs": logprobs}
+        return _encode(self.piece(answer.text, answer.reasoning, calls, **last))
 
     def _statistics(self, finished: Finished) -> dict[str, Any]:
         usage, timings = finished.usage, finished.timings
         return {
-            "done_reason": "length" if finished.reason in ("length", "deadline") else "stop",
+            "done_reason": "length" if finished.is_cut_short else "stop",
             "total_duration": self._clock.total_ns(),
             "load_duration": self._clock.load_ns,
             "prompt_eval_count": usage.prompt_tokens,
@@ -208,9 +201,8 @@ def _size(n_params: int) -> str:
 
 def list_models(models: Sequence[AvailableModel]) -> wire.OllamaTags:
     names = {model.name for model in models}
-    return wire.OllamaTags(
-        models=[_model_row(model, ollama_name(model.name, names)) for model in models]
-    )
+    rows = [_model_row(model, ollama_name(model.name, names)) for model in models]
+    return wire.OllamaTags(models=rows)
 
 
 def _model_row(model: AvailableModel, name: str) -> wire.ListedModel:

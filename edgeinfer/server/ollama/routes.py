@@ -27,17 +27,6 @@ from edgeinfer.server.model_pool import (
     spellings,
 )
 from edgeinfer.server.ollama import render, translate, wire
-from edgeinfer.server.ollama.render import (
-    Clock,
-    OllamaRenderer,
-    Shape,
-    chat_piece,
-    error_body,
-    error_line,
-    generate_piece,
-    stamp,
-    waiting_line,
-)
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.pulling import Reports, reports_of, source_of
 
@@ -53,23 +42,25 @@ _FOR_EVER_S = 100 * 365 * 86_400.0
 async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Response:
     """Answer a conversation."""
     if not body.messages:
-        return await _load_or_unload(context, body, chat_piece)
-    return await _answer(context, body, lambda info: translate.chat(body, info), chat_piece)
+        return await _load_or_unload(context, body, render.chat_piece)
+    return await _answer(context, body, lambda info: translate.chat(body, info), render.chat_piece)
 
 
 @ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
 async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
     """Answer a prompt, go on with it, or fill the gap before a suffix."""
     if not (body.prompt or body.suffix):
-        return await _load_or_unload(context, body, generate_piece)
-    return await _answer(context, body, lambda info: translate.generate(body, info), generate_piece)
+        return await _load_or_unload(context, body, render.generate_piece)
+    return await _answer(
+        context, body, lambda info: translate.generate(body, info), render.generate_piece
+    )
 
 
 async def _answer(
     context: RequestContext,
     body: wire.OllamaFields,
     request: Callable[[EngineInfo], GenerateRequest],
-    shape: Shape,
+    shape: render.Shape,
 ) -> Response:
     def requests(info: EngineInfo) -> list[GenerateRequest]:
         context.ignore(translate.too_much(body.options, info))
@@ -79,12 +70,14 @@ async def _answer(
         context,
         body,
         requests,
-        lambda model, info: OllamaRenderer(body.model, Clock(context.started), shape),
+        lambda model, info: render.OllamaRenderer(body.model, render.Clock(context.started), shape),
         stream=body.stream is not False,
     )
 
 
-async def _load_or_unload(context: RequestContext, body: wire.OllamaFields, shape: Shape) -> Response:
+async def _load_or_unload(
+    context: RequestContext, body: wire.OllamaFields, shape: render.Shape
+) -> Response:
     models = context.endpoint.models
     context.model = models.resolve(body.model)
     stay_s = context.stay_s(body.keep_alive)
@@ -92,13 +85,10 @@ async def _load_or_unload(context: RequestContext, body: wire.OllamaFields, shap
         await models.unload(context.model)
     else:
         (await models.acquire(context.model, stay_s)).release()
-    clock = Clock(context.started)
+    clock = render.Clock(context.started)
+    renderer = render.OllamaRenderer(body.model, clock, shape)
     reason = "unload" if stay_s == 0 else "load"
-    return json_reply(
-        OllamaRenderer(body.model, clock, shape).piece(
-            done=True, done_reason=reason, load_duration=clock.load_ns
-        )
-    )
+    return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=clock.load_ns))
 
 
 @ROUTES.post("/api/embed")
@@ -107,7 +97,7 @@ async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
 
     def work(engine: Engine) -> wire.OllamaEmbedReply:
-        clock = Clock(context.started)
+        clock = render.Clock(context.started)
         inputs = _tokens(engine, texts, cut=body.truncate is not False)
         vectors = engine.embed(inputs) if inputs else []
         return wire.OllamaEmbedReply(
@@ -189,7 +179,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
         size=loaded.size_bytes,
         digest=pulled.sha256 or info.sha256,
         details=render.details(pulled, info),
-        expires_at=stamp(time.time() + left_s),
+        expires_at=render.stamp(time.time() + left_s),
         size_vram=0,
         context_length=info.n_ctx,
     )
@@ -207,12 +197,11 @@ _DONE = wire.OllamaStatus(status="success")
 def _admin_of(context: RequestContext) -> ModelAdministrator:
     admin = context.endpoint.model_admin
     if admin is None:
-        raise Problem(
-            403,
+        message = (
             "Models are pulled and removed over HTTP only where the endpoint was started with "
-            "`edgeinfer serve --ollama`.",
-            code="models_are_fixed",
+            "`edgeinfer serve --ollama`."
         )
+        raise Problem(403, message, code="models_are_fixed")
     return admin
 
 
@@ -245,7 +234,7 @@ async def _lines(
     except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
         problem = context.endpoint.problem_of(error, context.id)
         context.outcome = problem.code or "error"
-        last = error_line(problem, context.id)
+        last = render.error_line(problem, context.id)
     finally:
         await reports.aclose()
     yield last
@@ -278,9 +267,8 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
         case "verifying":
             return wire.OllamaStatus(status="verifying sha256 digest")
         case "converting" | "quantizing" | "scoring":
-            return wire.OllamaStatus(
-                status=now.stage, total=now.total_bytes or 0, completed=now.done_bytes
-            )
+            total = now.total_bytes or 0
+            return wire.OllamaStatus(status=now.stage, total=total, completed=now.done_bytes)
         case "done":
             return wire.OllamaStatus(status="writing manifest")
     return wire.OllamaStatus(status="pulling manifest")
@@ -297,10 +285,10 @@ async def _find(context: RequestContext, name: str) -> AvailableModel:
 OLLAMA = Dialect(
     name="ollama",
     error_type=wire.OllamaError,
-    error_body=error_body,
-    error_events=error_line,
+    error_body=render.error_body,
+    error_events=render.error_line,
     stream_type="application/x-ndjson",
-    comment=waiting_line,
+    comment=render.waiting_line,
     prefix="/api/",
     checks_body_type=False,
     answers_any_name=False,

@@ -15,6 +15,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Mess
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of
 from edgeinfer.server.request_fields import (
+    as_text,
     common_fields,
     content_of,
     overridden,
@@ -27,6 +28,10 @@ from edgeinfer.server.request_fields import (
 _WHOLE = {"top_k": 0, "repeat_last_n": -1}
 #: A template that only repeats the prompt asks for what `raw` does.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
+_NO_TEMPLATES = (
+    "template: Ollama's templates are not supported; the model's own is used, and `raw` takes a prompt "
+    "as it is"
+)
 
 
 def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
@@ -69,11 +74,7 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
         param = "template" if template else "system"
         raise InvalidRequestError(f"{param}: a raw prompt is taken as it is", param=param)
     if template and template not in _PROMPT_ALONE:
-        raise InvalidRequestError(
-            "template: Ollama's templates are not supported; the model's own is used, and `raw` takes "
-            "a prompt as it is",
-            param="template",
-        )
+        raise InvalidRequestError(_NO_TEMPLATES, param="template")
     return bool(body.raw or template)
 
 
@@ -89,11 +90,8 @@ def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
 
 
 def _call(call: wire.CallParam, index: int, number: int) -> ToolCall:
-    raw = call.function.arguments
-    arguments = raw if isinstance(raw, str) else msgspec.json.encode(raw).decode()
-    return ToolCall(
-        id=call.id or f"call_{index}_{number}", name=call.function.name, arguments=arguments
-    )
+    function, call_id = call.function, call.id or f"call_{index}_{number}"
+    return ToolCall(id=call_id, name=function.name, arguments=as_text(function.arguments))
 
 
 def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:

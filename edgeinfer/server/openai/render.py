@@ -29,7 +29,6 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.dialect import Renderer, sse_comment, total, wire_timings
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.openai import wire
-from edgeinfer.server.openai.wire import ErrorBody, ErrorReply
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
@@ -39,7 +38,7 @@ _TAIL = b"]}\n\n"
 
 def finish_reason(finished: Finished) -> wire.WireFinish:
     """Convert a finish reason; OpenAI has none for a deadline, so a cut-short answer is "length"."""
-    if finished.reason in ("length", "deadline"):
+    if finished.is_cut_short:
         return "length"
     return "tool_calls" if finished.reason == "tool_calls" else "stop"
 
@@ -202,12 +201,10 @@ class ChatRenderer(_OpenAI):
         return self._piece(index, b'"delta":{%b}' % delta, logprobs) + _TAIL
 
     def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
-        calls = [
-            wire.WireToolCall(
-                id=call.id, function=wire.WireFunction(name=call.name, arguments=call.arguments)
-            )
-            for _, call in sorted(answer.calls.items())
-        ]
+        calls = []
+        for _, call in sorted(answer.calls.items()):
+            function = wire.WireFunction(name=call.name, arguments=call.arguments)
+            calls.append(wire.WireToolCall(id=call.id, function=function))
         message = wire.ReplyMessage(
             content=answer.text or (None if calls else ""),
             reasoning_content=answer.reasoning or None,
@@ -358,10 +355,9 @@ def sentence(problem: Problem) -> str:
 
 def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"error": {"message", "type", "param", "code"}}`, which has no request id."""
-    error = ErrorBody(
-        message=sentence(problem), type=problem.kind, param=problem.param, code=problem.code
-    )
-    return msgspec.json.encode(ErrorReply(error=error))
+    message = sentence(problem)
+    error = wire.ErrorBody(message=message, type=problem.kind, param=problem.param, code=problem.code)
+    return _encode(wire.ErrorReply(error=error))
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:

@@ -41,6 +41,7 @@ from edgeinfer.server.request_fields import (
     required_tool,
     seed_of,
     stop_strings,
+    tool_of,
     unique_tools,
 )
 from edgeinfer.server.wire_types import SamplingFields
@@ -71,15 +72,14 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
     """Raise InvalidRequestError unless the prompt ends in exactly one open turn of the assistant."""
     continues = body.continue_final_message
     if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
-        raise InvalidRequestError(
-            "the last message must be the assistant's", param="continue_final_message"
-        )
+        message = "the last message must be the assistant's"
+        raise InvalidRequestError(message, param="continue_final_message")
     if body.add_generation_prompt is continues:
-        raise InvalidRequestError(
+        message = (
             "add_generation_prompt opens a turn, continue_final_message continues the last one: set "
-            "exactly one of them",
-            param="add_generation_prompt",
+            "exactly one of them"
         )
+        raise InvalidRequestError(message, param="add_generation_prompt")
 
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
@@ -183,16 +183,10 @@ def _parts(item: _Part) -> Sequence[str | bytes]:
 
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
-    converted = tuple(
-        Tool(
-            name=t.function.name,
-            description=t.function.description or "",
-            parameters=t.function.parameters or {},
-            strict=t.function.strict is True,
-        )
-        for t in tools or ()
+    functions = [tool.function for tool in tools or ()]
+    return unique_tools(
+        tuple(tool_of(f.name, f.description, f.parameters, f.strict) for f in functions)
     )
-    return unique_tools(converted)
 
 
 def tool_choice(
@@ -223,9 +217,8 @@ def constraint(
     if body.structured_outputs is not None:
         asked += _structured_constraints(body.structured_outputs)
     if len(asked) > 1:
-        raise InvalidRequestError(
-            f"{asked[1][0]} cannot be combined with {asked[0][0]}", param=asked[1][0]
-        )
+        first, second = asked[0][0], asked[1][0]
+        raise InvalidRequestError(f"{second} cannot be combined with {first}", param=second)
     return asked[0][1] if asked else None
 
 
@@ -240,9 +233,8 @@ def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, 
     if outputs.grammar is not None:
         asked.append(("structured_outputs.grammar", Grammar(outputs.grammar)))
     if not asked:
-        raise InvalidRequestError(
-            "structured_outputs needs json, regex, choice or grammar", param="structured_outputs"
-        )
+        message = "structured_outputs needs json, regex, choice or grammar"
+        raise InvalidRequestError(message, param="structured_outputs")
     return asked
 
 
@@ -259,9 +251,8 @@ def prompts(
     if kinds == {int}:
         return [tuple(prompt)]  # type: ignore[arg-type]  # every item is an int
     if len(kinds) != 1:
-        raise InvalidRequestError(
-            "a list holds texts, token ids, or lists of token ids, not a mixture", param=param
-        )
+        message = "a list holds texts, token ids, or lists of token ids, not a mixture"
+        raise InvalidRequestError(message, param=param)
     if len(prompt) > most:
         raise InvalidRequestError(f"at most {most} prompts a request", param=param)
     return [item if isinstance(item, str) else tuple(item) for item in prompt]  # type: ignore[arg-type]  # no int is left

@@ -60,9 +60,8 @@ class ResponseRenderer(Renderer):
 
     def opening(self) -> bytes:
         reply = self.reply("in_progress")
-        return self._sse("response.created", response=reply) + self._sse(
-            "response.in_progress", response=reply
-        )
+        created = self._sse("response.created", response=reply)
+        return created + self._sse("response.in_progress", response=reply)
 
     def event(self, index: int, event: Event) -> bytes:
         self._answer.add(event)
@@ -72,26 +71,24 @@ class ResponseRenderer(Renderer):
                     "response.output_text.delta", delta=event.text, logprobs=_logprobs(event.logprobs)
                 )
             case ReasoningDelta():
-                return self._into("reasoning", 0) + self._part(
-                    "response.reasoning_text.delta", delta=event.text
-                )
+                out = self._into("reasoning", 0)
+                return out + self._part("response.reasoning_text.delta", delta=event.text)
             case ToolCallDelta():
                 out = self._into("function_call", event.index)
                 if event.arguments:
+                    index = len(self._items) - 1
                     out += self._sse(
                         "response.function_call_arguments.delta",
-                        item_id=self._item_id(len(self._items) - 1),
-                        output_index=len(self._items) - 1,
+                        item_id=self._item_id(index),
+                        output_index=index,
                         delta=event.arguments,
                     )
                 return out
         return b""
 
     def closing(self) -> bytes:
-        finished = self._answer.finish
         reply = self._whole(self._answer)
-        is_cut = finished.reason in ("length", "deadline")
-        done = self._finish_item("incomplete" if is_cut else "completed")
+        done = self._finish_item("incomplete" if self._answer.finish.is_cut_short else "completed")
         return done + self._sse(f"response.{reply.status}", response=reply)
 
     def failure(self, problem: Problem, request_id: str) -> bytes:
@@ -119,11 +116,8 @@ class ResponseRenderer(Renderer):
         out = self._finish_item()
         self._items.append((kind, number))
         index = len(self._items) - 1
-        out += self._sse(
-            "response.output_item.added",
-            output_index=index,
-            item=self._item(index, "in_progress", empty=True),
-        )
+        item = self._item(index, "in_progress", empty=True)
+        out += self._sse("response.output_item.added", output_index=index, item=item)
         if kind in _EMPTY_PARTS:
             out += self._part("response.content_part.added", part=_EMPTY_PARTS[kind])
         return out
@@ -144,9 +138,8 @@ class ResponseRenderer(Renderer):
         elif isinstance(item, wire.MessageOut | wire.ReasoningOut):
             content = item.content[0]
             if isinstance(content, wire.OutputTextOut):
-                out = self._part(
-                    "response.output_text.done", text=content.text, logprobs=content.logprobs
-                )
+                text, logprobs = content.text, content.logprobs
+                out = self._part("response.output_text.done", text=text, logprobs=logprobs)
             else:
                 out = self._part("response.reasoning_text.done", text=content.text)
             out += self._part("response.content_part.done", part=content)
@@ -191,15 +184,14 @@ class ResponseRenderer(Renderer):
 
     def _whole(self, answer: Collected) -> wire.ResponseReply:
         finished = answer.finish
-        short = finished.reason in ("length", "deadline")
         output = [self._item(index, "completed") for index in range(len(self._items))]
-        if short and output:
+        if finished.is_cut_short and output:
             output[-1] = msgspec.structs.replace(output[-1], status="incomplete")
-        reply = self.reply("incomplete" if short else "completed", output, finished.usage)
-        details = wire.IncompleteDetails(reason="max_output_tokens") if short else None
-        reply = msgspec.structs.replace(
-            reply, incomplete_details=details, timings=wire_timings(finished.usage, finished.timings)
-        )
+        status = "incomplete" if finished.is_cut_short else "completed"
+        cause = wire.IncompleteDetails(reason="max_output_tokens") if finished.is_cut_short else None
+        reply = self.reply(status, output, finished.usage)
+        timings = wire_timings(finished.usage, finished.timings)
+        reply = msgspec.structs.replace(reply, incomplete_details=cause, timings=timings)
         if self._store is not None and finished.reason != "cancelled":
             self._store(reply)
         return reply

@@ -19,12 +19,6 @@ from edgeinfer.server.request_body import LenientDecoder
 from edgeinfer.server.response_store import ResponseStore, StoredResponse
 from edgeinfer.server.responses import translate, wire
 from edgeinfer.server.responses.render import ResponseRenderer
-from edgeinfer.server.responses.wire import (
-    DeletedResponse,
-    ResponseReply,
-    ResponsesRequest,
-    StoredQuery,
-)
 
 ROUTES = RouteTable()
 _OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
@@ -34,8 +28,8 @@ _NO_REFERENCES = (
 )
 
 
-@ROUTES.post("/v1/responses", reply=ResponseReply, streams=True)
-async def create_response(context: RequestContext, body: ResponsesRequest) -> Response:
+@ROUTES.post("/v1/responses", reply=wire.ResponseReply, streams=True)
+async def create_response(context: RequestContext, body: wire.ResponsesRequest) -> Response:
     """Answer a conversation."""
     whole = with_previous(context, with_references(context, body))
     if body.store is True and context.endpoint.responses is None:
@@ -54,19 +48,19 @@ async def create_response(context: RequestContext, body: ResponsesRequest) -> Re
     )
 
 
-@ROUTES.get("/v1/responses/{id}", reply=ResponseReply)
-async def stored_response(context: RequestContext, query: StoredQuery) -> Response:
+@ROUTES.get("/v1/responses/{id}", reply=wire.ResponseReply)
+async def stored_response(context: RequestContext, query: wire.StoredQuery) -> Response:
     """A stored response."""
     _, response = find_stored(context)
     return Response(response.reply, media_type="application/json")
 
 
 @ROUTES.delete("/v1/responses/{id}")
-async def delete_response(context: RequestContext) -> DeletedResponse:
+async def delete_response(context: RequestContext) -> wire.DeletedResponse:
     """Delete a stored response."""
     store, _ = find_stored(context)
     store.remove(context.key, context.path_id)
-    return DeletedResponse(id=context.path_id)
+    return wire.DeletedResponse(id=context.path_id)
 
 
 class _Output(msgspec.Struct):
@@ -112,7 +106,7 @@ def _resolve(context: RequestContext, item: wire.Item) -> wire.Item:
 
 
 def _store(
-    store: ResponseStore, key: str, conversation: tuple[wire.Item, ...], reply: ResponseReply
+    store: ResponseStore, key: str, conversation: tuple[wire.Item, ...], reply: wire.ResponseReply
 ) -> None:
     encoded = msgspec.json.encode(reply)
     size_bytes = len(encoded) + len(msgspec.json.encode(conversation))
@@ -138,9 +132,8 @@ def _output_items(response: StoredResponse) -> list[wire.Item]:
     output = msgspec.json.decode(response.reply, type=_Output).output
     if not output:
         return []
-    return _own_items(
-        LenientDecoder(refuse_unknown=False).read({"input": output}, wire.ResponsesRequest)
-    )
+    decoder = LenientDecoder(refuse_unknown=False)
+    return _own_items(decoder.read({"input": output}, wire.ResponsesRequest))
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:

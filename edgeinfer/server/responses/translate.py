@@ -29,6 +29,7 @@ from edgeinfer.server.request_fields import (
     overridden,
     reasoning,
     required_tool,
+    tool_of,
 )
 from edgeinfer.server.responses import wire
 
@@ -84,12 +85,7 @@ def functions_by_name(
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert functions to tools. Raises InvalidRequestError if two have one name."""
     tools = tuple(
-        Tool(
-            name=name,
-            description=tool.description or "",
-            parameters=tool.parameters or {},
-            strict=tool.strict is True,
-        )
+        tool_of(name, tool.description, tool.parameters, tool.strict)
         for name, (_, tool) in functions_by_name(body).items()
     )
     if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
@@ -113,11 +109,8 @@ def _model_name(name: str, body: wire.ResponsesRequest) -> str:
 def _append(turns: list[Message], item: wire.Item) -> None:
     match item:
         case wire.MessageItem():
-            turns.append(
-                Message(
-                    role=item.role, reasoning=_pending_reasoning(turns, item), **_content(item.content)
-                )
-            )
+            thought = _pending_reasoning(turns, item)
+            turns.append(Message(role=item.role, reasoning=thought, **_content(item.content)))
         case wire.FunctionOutputItem():
             output = as_text(item.output) if isinstance(item.output, dict) else item.output
             turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(output)))
@@ -136,15 +129,10 @@ def _append(turns: list[Message], item: wire.Item) -> None:
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
     """Pop the reasoning item just before an assistant's message."""
-    if (
-        item.role == "assistant"
-        and turns
-        and turns[-1].role == "assistant"
-        and not turns[-1].content
-        and not turns[-1].tool_calls
-    ):
-        return turns.pop().reasoning
-    return ""
+    last = turns[-1] if turns and item.role == "assistant" else None
+    if last is None or last.role != "assistant" or last.content or last.tool_calls:
+        return ""
+    return turns.pop().reasoning
 
 
 _Part = wire.InputText | wire.InputImage | wire.InputFile | wire.OutputText | RefusalPart

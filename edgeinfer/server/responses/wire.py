@@ -77,13 +77,8 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
     text: Text
 
 
-MessageContent = (
-    str
-    | Annotated[
-        list[InputText | PlainText | InputImage | InputFile | OutputText | RefusalPart],
-        Meta(max_length=1024),
-    ]
-)
+InputPart = InputText | PlainText | InputImage | InputFile
+MessageContent = str | Annotated[list[InputPart | OutputText | RefusalPart], Meta(max_length=1024)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -130,11 +125,7 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
     hints: ClassVar = frozenset({"caller", "name", "namespace"})
 
     call_id: ShortText
-    output: (
-        str
-        | Annotated[list[InputText | PlainText | InputImage | InputFile], Meta(max_length=1024)]
-        | JsonObject
-    )
+    output: str | Annotated[list[InputPart], Meta(max_length=1024)] | JsonObject
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):

@@ -60,9 +60,8 @@ class Pulls:
                 async for now in reports:
                     total = now.total_bytes or 0
                     if not stop.is_set():
-                        self.now[name] = wire.Pull(
-                            name=name, text=progress_text(now), done=now.done_bytes, total=total
-                        )
+                        text, done = progress_text(now), now.done_bytes
+                        self.now[name] = wire.Pull(name=name, text=text, done=done, total=total)
         except EdgeInferError as error:
             failure = from_error(error).message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why

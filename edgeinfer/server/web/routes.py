@@ -18,7 +18,7 @@ from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.history.values import Summary, branch_to
+from edgeinfer.chat.history.values import Conversation, Summary, branch_to
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
@@ -70,18 +70,10 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
     options: dict[str, Any] = {
         name: value for name, value in session.conversation.sampling.items() if value is not None
     }
-    body = {
-        "model": session.conversation.model,
-        "messages": [
-            *(
-                [{"role": "system", "content": system}]
-                if system and messages[0].role != "system"
-                else []
-            ),
-            *({"role": m.role, "content": m.content.replace(PICTURE_MARK, "")} for m in messages),
-        ],
-        **options,
-    }
+    turns = [{"role": m.role, "content": m.content.replace(PICTURE_MARK, "")} for m in messages]
+    if system and messages[0].role != "system":
+        turns.insert(0, {"role": "system", "content": system})
+    body = {"model": session.conversation.model, "messages": turns, **options}
     pretty = msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
     if form == "curl":
         address = f"{base}/v1/chat/completions"
@@ -148,12 +140,8 @@ def _page_file(context: RequestContext, name: str) -> Response:
     file = _files().get(name)
     if file is None:
         raise Problem(404, "The page has no such file.", code="not_found")
-    headers = {
-        **_HEADERS,
-        "etag": f'"{file.tag}"',
-        "cache-control": "no-cache",
-        "vary": "Accept-Encoding",
-    }
+    caching = {"etag": f'"{file.tag}"', "cache-control": "no-cache", "vary": "Accept-Encoding"}
+    headers = _HEADERS | caching
     if context.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)
     body = file.raw
@@ -303,14 +291,12 @@ async def export(context: RequestContext, query: wire.ExportQuery) -> Response:
             return _attachment(session, query)
         if query.form == "text":
             return Response(session.turn(query.turn).content, media_type="text/plain")
-        if query.form in ("markdown", "json"):
-            write, suffix = (
-                (formats.to_markdown(session.conversation, session.path), ".md")
-                if query.form == "markdown"
-                else (formats.to_json(session.conversation, session.all_turns()), ".json")
-            )
-            return _download(write, formats.file_name(session.conversation, suffix))
-        info = context.endpoint.models.info(session.conversation.model)
+        conversation = session.conversation
+        if query.form == "markdown":
+            return _download(conversation, formats.to_markdown(conversation, session.path), ".md")
+        if query.form == "json":
+            return _download(conversation, formats.to_json(conversation, session.all_turns()), ".json")
+        info = context.endpoint.models.info(conversation.model)
         system = info.system_prompt if info else ""
         code = as_code(session, query.turn, query.form, base, system)
         return Response(code, media_type="text/plain")
@@ -327,13 +313,10 @@ def _attachment(session: ChatSession, query: wire.ExportQuery) -> Response:
     return Response(data, media_type=f"image/{kind}", headers=_HEADERS)
 
 
-def _download(text: str, name: str) -> Response:
-    plain = name.encode("ascii", "ignore").decode() or "conversation"
-    return Response(
-        text,
-        media_type="text/plain",
-        headers={"content-disposition": f'attachment; filename="{plain}"'},
-    )
+def _download(conversation: Conversation, text: str, suffix: str) -> Response:
+    name = formats.file_name(conversation, suffix).encode("ascii", "ignore").decode() or "conversation"
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return Response(text, media_type="text/plain", headers=headers)
 
 
 # what the page changes
@@ -401,9 +384,8 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         all_conversations.stop(conversation_id)
         return wire.Opened(id=conversation_id)
     if body.action == "decide":
-        all_conversations.latest_answer(conversation_id).take(
-            body.card, Decision(body.choice, body.reason)
-        )
+        decision = Decision(body.choice, body.reason)
+        all_conversations.latest_answer(conversation_id).take(body.card, decision)
         return wire.Opened(id=conversation_id)
     if body.action in ("regenerate", "continue"):
         begin: Callable[[ChatSession], Answer]

@@ -84,13 +84,13 @@ class EventsQuery(Wire, frozen=True, kw_only=True):
     latest: Annotated[int, Meta(ge=1, le=1_000_000)] = 60
 
 
+ExportForm = Literal["markdown", "json", "curl", "python", "javascript", "text", "file"]
+
+
 class ExportQuery(Wire, frozen=True, kw_only=True):
     """The form; `turn` is the answer whose request, text or file is wanted, `file` the file's index."""
 
-    form: Annotated[
-        Literal["markdown", "json", "curl", "python", "javascript", "text", "file"],
-        Meta(description="What to export."),
-    ] = "markdown"
+    form: Annotated[ExportForm, Meta(description="What to export.")] = "markdown"
     turn: int = 0
     file: Annotated[int, Meta(ge=0)] = 0
 
