@@ -9,7 +9,7 @@ from edgeinfer.chat.history.values import Turn, sent_part
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
 #: After a cut, the turns that are kept take at most this share of the context.
 KEEP_SHARE = 0.5
@@ -48,12 +48,14 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
         if prompt_tokens(session, engine, sent[index:]) <= room:
             return sent[index]
     last = sent[questions[-1]]
-    if prompt_tokens(session, engine, [last]) < engine.info.n_ctx - 16:
+    n_tokens = prompt_tokens(session, engine, [last])
+    if n_tokens < engine.info.n_ctx - 16:
         return last
+    larger = "shorten it, or load with a larger context: `/ctx N`"
     raise ContextLengthError(
         f"even the last question is longer than the context of {engine.info.n_ctx} tokens",
         param="messages",
-        hint="shorten it, or load with a larger context: `/ctx N`",
+        hint=hint_beyond_training(n_tokens, engine.info.n_ctx_train) or larger,
     )
 
 

@@ -70,6 +70,7 @@ class LlamaEngine:
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,
             can_shift=self._info.can_shift,
+            n_ctx_train=loaded.n_ctx_train,
         )
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
@@ -148,7 +149,7 @@ class LlamaEngine:
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
-        check_length(len(text), self._loaded.n_ctx, "messages")
+        check_length(len(text), self._loaded.n_ctx, "messages", self._loaded.n_ctx_train)
         return self._preparer.chat_tokens(request, text, [])
 
     def _render(self, request: GenerateRequest) -> str:

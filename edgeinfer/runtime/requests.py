@@ -307,7 +307,14 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("speculative", '"auto", "off" or "ngram"')
 
 
-def check_length(n_chars: int, n_ctx: int, param: str) -> None:
+def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
+    """Return the advice for a prompt longer than any useful context; None if a larger one may help."""
+    if not n_ctx_train or n_tokens < n_ctx_train:
+        return None
+    return f"shorten it, or take another model: this one was trained on {n_ctx_train:,} tokens"
+
+
+def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
     """Refuse a text that no context holds before it is tokenized: 20 MB of one letter take 38 s.
 
     Raises ContextLengthError, with the fewest tokens that the text can have.
@@ -318,6 +325,7 @@ def check_length(n_chars: int, n_ctx: int, param: str) -> None:
             f"the text has {n_chars:,} characters; for a context of {n_ctx:,} tokens {most:,} are "
             "tokenized at most",
             param=param,
+            hint=hint_beyond_training(n_chars // _MAX_TOKEN_CHARS, n_ctx_train),
             n_tokens=n_chars // _MAX_TOKEN_CHARS,
             n_ctx=n_ctx,
         )

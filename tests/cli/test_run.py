@@ -196,6 +196,8 @@ def test_answer_cut_by_no_typed_option_says_where_and_how_to_get_more(capsys):
     assert said.err == "edgeinfer: stopped at 1,500 tokens; more with --max-tokens N\n"
     assert run(scripted("x", LENGTH), "x", "--schema", "{}") == 0
     assert "1,505 tokens fill the context; more with --ctx TOKENS" in capsys.readouterr().err
+    assert run(scripted("x", LENGTH, n_ctx_train=4096), "x", "--schema", "{}") == 0
+    assert "fill the context, and the model was trained on no more" in capsys.readouterr().err
     assert run(scripted("x", LENGTH), "x", "--max-tokens", "1500") == 0
     assert capsys.readouterr().err == ""
 

@@ -206,6 +206,20 @@ def test_embedding_refuses_invalid_input(smol: LlamaEngine) -> None:
         smol.rerank("query", ["document"])
 
 
+@pytest.mark.parametrize(("n_chars", "is_beyond"), [(300, False), (600, True), (64 << 20, True)])
+def test_prompt_beyond_the_trained_context_is_not_told_to_load_a_larger_one(
+    tmp_path: Path, n_chars: int, is_beyond: bool
+) -> None:
+    path = make_llama(tmp_path / "m.gguf", 512)
+    with (
+        closing(load(path, n_ctx=256, n_parallel=1)) as engine,
+        pytest.raises(ContextLengthError) as caught,
+    ):
+        answer(engine, ask("x" * n_chars))
+    beyond = "shorten it, or take another model: this one was trained on 512 tokens"
+    assert caught.value.hint == (beyond if is_beyond else None)
+
+
 def test_pooling_is_the_models_own(tmp_path: Path) -> None:
     vectors = {}
     for name, number in (("unnamed", 0), ("mean", 1), ("cls", 2), ("last", 3)):

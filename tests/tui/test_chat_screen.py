@@ -370,6 +370,19 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
         assert not d.chat.loader.progress
 
 
+async def test_every_question_without_a_model_is_told_what_it_waits_for(drive, first_run):
+    host = FixedHost(errors=[ModelNotPulledError("is not here") for _ in range(3)])
+    async with drive(host=host, ready=False) as d:
+        await picker_of(d)
+        await d.press("escape")
+        for question in ("first", "second"):
+            await d.type(question, "enter")
+            await picker_of(d)
+            await d.press("escape")
+            await d.until(lambda: "answered once a model is here" in d.screen_text())
+            assert d.turns() == [question]
+
+
 async def test_waiting_question_of_another_conversation_is_not_answered(drive, first_run):
     host = FixedHost(errors=[ModelNotPulledError("is not here"), ModelNotPulledError("is not here")])
     async with drive(host=host, ready=False) as d:

@@ -33,6 +33,7 @@ from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
 from edgeinfer.safe_text import without_controls
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
             result = _consume(generation, model, host.start, stream_to)
     if result.finish_reason == "length" and options.max_tokens is None:
-        sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens)}\n")
+        sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens, engine.info)}\n")
     if options.traces:
         _trace(options.traces, started, result)
     if options.timings:
@@ -158,11 +159,13 @@ def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[byt
     return join_parts([*images, with_attachments(text, attached)])
 
 
-def _cut(usage: Usage, limit: int | None) -> str:
-    """Describe the default limit that cut an answer, and the option that raises it."""
+def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
+    """Describe the default limit that cut an answer, and the option that raises it, if one does."""
     if limit is not None and usage.completion_tokens >= limit:
         return f"stopped at {limit:,} tokens; more with --max-tokens N"
     n_tokens = usage.prompt_tokens + usage.completion_tokens
+    if 0 < info.n_ctx_train <= info.n_ctx:
+        return f"stopped: {n_tokens:,} tokens fill the context, and the model was trained on no more"
     return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
 
 

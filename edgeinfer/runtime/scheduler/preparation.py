@@ -23,6 +23,7 @@ from edgeinfer.runtime.requests import (
     Message,
     check_length,
     check_request,
+    hint_beyond_training,
     preparing,
     random_bytes,
 )
@@ -48,6 +49,7 @@ class Preparer:
     n_ctx: int
     max_draft: int
     can_shift: bool
+    n_ctx_train: int = 0
     entropy: bytes = b""
     vision: Vision | None = None
     no_vision: str = ""
@@ -65,7 +67,7 @@ class Preparer:
                 param="overflow",
             )
         param = "messages" if request.messages else "prompt"
-        check_length(request.length, self.n_ctx, param)
+        check_length(request.length, self.n_ctx, param, self.n_ctx_train)
         prepared = self.conversations.prepare(request) if request.messages else None
         spans: list[Span] = []
         tokens = self._fit(request, self._tokens(request, prepared, spans))
@@ -153,6 +155,7 @@ class Preparer:
                 f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}, which must hold "
                 f"the answer too",
                 param=param,
+                hint=hint_beyond_training(len(tokens), self.n_ctx_train),
                 n_tokens=len(tokens),
                 n_ctx=self.n_ctx,
             )
