@@ -37,10 +37,7 @@ _ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the use
 
 
 class App:
-    """The application of `endpoint`, guarded by `gate`, without a lifespan.
-
-    The request's `RequestContext` lies in its scope.
-    """
+    """The application of `endpoint`, guarded by `gate`. A request's scope has its `RequestContext`."""
 
     def __init__(self, endpoint: Endpoint, gate: Gate) -> None:
         self._endpoint = endpoint

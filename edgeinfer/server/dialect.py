@@ -136,10 +136,7 @@ class Dialect:
 
 
 class Renderer(ABC):
-    """One route's shape of an answer.
-
-    A streaming answer is `opening`, then `event`s, then `closing`, in the form of its dialect.
-    """
+    """One route's shape of an answer; a streaming one is `opening`, `event`s and `closing`."""
 
     def opening(self) -> bytes:
         """Return the first bytes, once the request is accepted."""

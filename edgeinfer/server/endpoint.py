@@ -159,10 +159,8 @@ class Endpoint:
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.inside[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
-            n_inside = self.inside[model]
-            raise QueueFullError(
-                f"The queue of {model} is full: {n_inside} answers are running or waiting"
-            )
+            answers = f"{self.inside[model]} answers are running or waiting"
+            raise QueueFullError(f"The queue of {model} is full: {answers}")
         self.inside[model] += n
         self.engine_slots[model].n_parallel = n_parallel
 

@@ -132,10 +132,7 @@ def _preamble(context: RequestContext, request: GenerateRequest) -> str:
 async def submit_all(
     context: RequestContext, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
-    """Submit all requests or none: if one is refused, those before it are cancelled.
-
-    They count in the model's queue until `_release`.
-    """
+    """Submit all requests or, if one is refused, none. They count in the queue until `_release`."""
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
     endpoint.queue(context.model, engine.info.n_parallel, len(requests), caller)

@@ -116,9 +116,8 @@ class ModelPool:
         if name is None:
             return self.default
         names = spellings(name)
-        alias = next(
-            (self._aliases.exact[spelled] for spelled in names if spelled in self._aliases.exact), None
-        )
+        exact = self._aliases.exact
+        alias = next((exact[spelled] for spelled in names if spelled in exact), None)
         candidates = names if alias is None else (alias,)
         for candidate in candidates:
             if candidate in (DEFAULT, self.default) or candidate in self._entries:
@@ -305,9 +304,8 @@ class ModelPool:
         self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
         kv_bytes = info.least_kv_bytes or info.kv_bytes  # an automatic context is cut to what is free
-        self._sizes[entry.name] = entry.need_bytes = (
-            info.weights_bytes + kv_bytes + info.compute_bytes or entry.need_bytes
-        )
+        size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
+        self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
         entry.ready.set_result(None)
         self._changed.set()
         if entry.users == 0:
@@ -408,10 +406,7 @@ Where = Literal["process", "worker"]
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose files are here, or another name for one. `created` is Unix time.
-
-    `can_see`: it has a projector.
-    """
+    """A model that is here, or its other name. `created`: Unix time; `can_see`: it has a projector."""
 
     name: str
     size_bytes: int = 0
@@ -426,10 +421,7 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a load. Stages are in milliseconds.
-
-    `how` is "resumed", "cold" or "held" (it was in this process already).
-    """
+    """The result of a load. `how`: "resumed", "cold" or "held" (it was in this process already)."""
 
     engine: Engine
     where: Where = "process"

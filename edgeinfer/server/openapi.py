@@ -203,7 +203,6 @@ def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
             continue
         plain_schema = {key: value for key, value in plain[0].items() if key != "default"}
         is_required = name in required
-        parameters.append(
-            {"name": name, "in": "query", "required": is_required, "schema": plain_schema}
-        )
+        described = {"name": name, "in": "query", "required": is_required, "schema": plain_schema}
+        parameters.append(described)
     return parameters

@@ -123,10 +123,7 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """Convert a type error: `param` is the place in the value, `code` OpenAI's.
-
-    `within` is where the value itself stands in the body.
-    """
+    """Convert a type error of the value at `within`: `param` is its place, `code` OpenAI's."""
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)

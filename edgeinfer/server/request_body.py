@@ -269,9 +269,8 @@ class LenientDecoder:
             elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
                 self._ignore(inner_path)
             else:
-                values[name] = self._value(
-                    field.plan, self._known_items(facts, name, inner, inner_path), inner_path
-                )
+                known = self._known_items(facts, name, inner, inner_path)
+                values[name] = self._value(field.plan, known, inner_path)
         absent = [name for name in facts.required if name not in value]
         self._problems += [missing(f"{path}.{name}" if path else name) for name in absent]
         return values

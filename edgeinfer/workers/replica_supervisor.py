@@ -22,10 +22,7 @@ StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
 class ReplicaSupervisor:
-    """Supervises an engine's replicas from a thread, which reports each change to `on_change`.
-
-    The replicas share `cores`: each has one at least.
-    """
+    """Supervises replicas, which share `cores`, from a thread that reports to `on_change`."""
 
     def __init__(
         self,

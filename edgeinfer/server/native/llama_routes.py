@@ -238,12 +238,11 @@ class LlamaRenderer(Renderer):
         return sse_comment(text) + sse(self._answer(0, "", ()))
 
     def whole(self, answers: list[Collected]) -> bytes:
-        bodies = [
-            self._last(
-                self._answer(index, answer.reasoning + answer.text, answer.logprobs), answer.finish
-            )
-            for index, answer in enumerate(answers)
-        ]
+        bodies = []
+        for index, collected in enumerate(answers):
+            text = collected.reasoning + collected.text
+            whole = self._answer(index, text, collected.logprobs)
+            bodies.append(self._last(whole, collected.finish))
         return _encode(bodies[0] if len(bodies) == 1 else bodies)
 
     def _answer(self, index: int, text: str, tokens: Sequence[TokenLogprobs]) -> LlamaAnswer:

@@ -227,9 +227,8 @@ def _health(endpoint: Endpoint) -> wire.Health:
     elif not endpoint.was_ready:
         error = models.last_error
         status = "error" if state == "cold" and error else "loading"
-    return wire.Health(
-        status=status, model=models.default, loading=models.loading(), error=error or msgspec.UNSET
-    )
+    reason, loading = error or msgspec.UNSET, models.loading()
+    return wire.Health(status=status, model=models.default, loading=loading, error=reason)
 
 
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
@@ -267,9 +266,8 @@ async def props(context: RequestContext) -> wire.Props:
     models = endpoint.models.report()
     tools = endpoint.tools.request_tools() if endpoint.tools is not None else ()
     loose_tools = await endpoint.in_thread(lambda: list(filter(None, map(describe_loose, tools))))
-    defaults = wire.LlamaDefaults(
-        n_ctx=info.n_ctx if info else 0, params=msgspec.to_builtins(info.sampling) if info else {}
-    )
+    params = msgspec.to_builtins(info.sampling) if info else {}
+    defaults = wire.LlamaDefaults(n_ctx=info.n_ctx if info else 0, params=params)
     return wire.Props(
         version=__version__,
         health=_health(endpoint),

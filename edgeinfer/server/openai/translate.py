@@ -184,9 +184,8 @@ def _parts(item: _Part) -> Sequence[str | bytes]:
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
     functions = [tool.function for tool in tools or ()]
-    return unique_tools(
-        tuple(tool_of(f.name, f.description, f.parameters, f.strict) for f in functions)
-    )
+    converted = (tool_of(f.name, f.description, f.parameters, f.strict) for f in functions)
+    return unique_tools(tuple(converted))
 
 
 def tool_choice(
@@ -241,10 +240,7 @@ def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, 
 def prompts(
     prompt: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
 ) -> list[str | tuple[int, ...]]:
-    """List the prompts, each text or token ids. Raises InvalidRequestError for mixed kinds.
-
-    `most` bounds their number.
-    """
+    """List `most` prompts at most, text or token ids. Raises InvalidRequestError for mixed kinds."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

@@ -49,9 +49,8 @@ class ResponseRenderer(Renderer):
         self.model = model
         self.created = int(time.time())
         self._request = body
-        self._names = {
-            name: (space, tool.name) for name, (space, tool) in functions_by_name(body).items()
-        }
+        functions = functions_by_name(body).items()
+        self._names = {name: (space, tool.name) for name, (space, tool) in functions}
         self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []
@@ -106,9 +105,8 @@ class ResponseRenderer(Renderer):
 
     def _part(self, event_type: str, /, **data: Any) -> bytes:
         index = len(self._items) - 1
-        return self._sse(
-            event_type, item_id=self._item_id(index), output_index=index, content_index=0, **data
-        )
+        item_id = self._item_id(index)
+        return self._sse(event_type, item_id=item_id, output_index=index, content_index=0, **data)
 
     def _into(self, kind: str, number: int) -> bytes:
         if self._items and self._items[-1] == (kind, number):

@@ -64,7 +64,9 @@ class _ShownCard:
 class RunningAnswer:
     """An answer with its calls, as pages show it; their `CallFront`. Any thread."""
 
-    def __init__(self, *, is_running: bool = True) -> None:
+    def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
+        #: 0 until a new conversation is stored.
+        self.conversation_id = conversation_id
         self.is_running = is_running
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
@@ -186,7 +188,7 @@ class Conversations:
         """
         if self.latest_answer(conversation_id).is_running:
             raise _busy()
-        running = RunningAnswer()
+        running = RunningAnswer(conversation_id)
         if conversation_id:
             self._answers[conversation_id] = running
 
@@ -202,6 +204,7 @@ class Conversations:
         except BaseException:
             running.is_running = False
             raise
+        running.conversation_id = conversation.id
         self._answers[conversation.id] = running
         began = asyncio.Event()
         task = asyncio.create_task(self._answer(context, conversation, running, begin, began))
@@ -239,9 +242,7 @@ class Conversations:
                 running.notice = "Loading the tools…"
                 running.tools = await self._endpoint.use_tools()
             waits = await has_calls(begin_and_say)
-            while waits and await loop.run_in_executor(
-                self._callers, self._call, conversation.id, running
-            ):
+            while waits and await loop.run_in_executor(self._callers, self._call, running):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             running.notice = self._endpoint.problem_of(error, context.id).message
@@ -265,25 +266,17 @@ class Conversations:
             try:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(
-                    self._writers, self._write, conversation.id, running, begin, lease, loop
+                    self._writers, self._write, running, begin, lease, loop
                 )
             finally:
                 endpoint.unqueue(context.model, 1)
 
     def _write(
-        self,
-        conversation_id: int,
-        running: RunningAnswer,
-        begin: Begin,
-        lease: Lease,
-        loop: asyncio.AbstractEventLoop,
+        self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
     ) -> bool:
-        """Generate one answer into the store, in a thread with a connection of its own.
-
-        Return whether it has calls, which wait.
-        """
+        """Generate an answer into the store, in a thread; return whether it has calls, which wait."""
         endpoint, engine = self._endpoint, lease.engine
-        with self._session(conversation_id, running, engine) as session:
+        with self._session(running, engine) as session:
             answer = running.answer = begin(session)
             if running.stop.is_set:
                 answer.stop()
@@ -306,22 +299,21 @@ class Conversations:
                 endpoint.host.note_prompt(answer.cache_report)
             return session.calls is not None
 
-    def _call(self, conversation_id: int, running: RunningAnswer) -> bool:
+    def _call(self, running: RunningAnswer) -> bool:
         """Run the calls of the last answer, in a thread; return whether to answer their results."""
-        with self._session(conversation_id, running) as session:
+        with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)
         running.said += tuple(tools.notices()) if tools is not None else ()
         return goes_on
 
     @contextlib.contextmanager
-    def _session(
-        self, conversation_id: int, running: RunningAnswer, engine: Engine | None = None
-    ) -> Iterator[ChatSession]:
+    def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
+        """Open the answer's conversation with a connection of its own."""
         with contextlib.closing(self._open_store()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools
-            session.open(conversation_id)
+            session.open(running.conversation_id)
             yield session
 
     def stop(self, conversation_id: int) -> None:
@@ -430,10 +422,8 @@ class Follower:
             growing = self._growing
             first = growing.add(new.text) if new.text else len(growing.blocks)
             blocks = growing.blocks[first:]
-            yield (
-                "piece",
-                {"turn": turn_id, "from": first, "blocks": blocks, "reasoning": new.reasoning},
-            )
+            piece = {"turn": turn_id, "from": first, "blocks": blocks, "reasoning": new.reasoning}
+            yield "piece", piece
 
 
 def attachments_of(files: Sequence[tuple[str, bytes]]) -> list[Attachment]:

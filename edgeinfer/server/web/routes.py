@@ -67,9 +67,8 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
     if question is None:
         raise UsageError("there is no request yet", hint="ask something first")
     messages = session.prompt.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
-    options: dict[str, Any] = {
-        name: value for name, value in session.conversation.sampling.items() if value is not None
-    }
+    sampling = session.conversation.sampling.items()
+    options: dict[str, Any] = {name: value for name, value in sampling if value is not None}
     turns = [{"role": m.role, "content": m.content.replace(PICTURE_MARK, "")} for m in messages]
     if system and messages[0].role != "system":
         turns.insert(0, {"role": "system", "content": system})
