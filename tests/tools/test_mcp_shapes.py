@@ -181,7 +181,9 @@ def test_parts_of_results_become_text(connect, content, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("a.pdf", make_pdf(["Buy bread."])), ("a.docx", make_docx(["Buy bread."]))]
+    ("name", "data"),
+    [("a.pdf", make_pdf(["Buy bread."])), ("a.docx", make_docx(["Buy bread."]))],
+    ids=["pdf", "docx"],
 )
 def test_documents_in_results_are_read(connect, name, data):
     resource = {"uri": f"file:///{name}", "blob": base64.b64encode(data).decode()}
