@@ -421,7 +421,10 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a load. `how`: "resumed", "cold" or "held" (it was in this process already)."""
+    """The result of a load, with its stages (ms).
+
+    `how`: "resumed", "cold" or "held" (it was in this process already).
+    """
 
     engine: Engine
     where: Where = "process"

@@ -144,11 +144,9 @@ class BatchPlanner:
         budget = DraftBudget(self.costs, len(decoding), rows)
         invariant_rows_left = self._invariant_rows(is_alone=is_alone) - rows
         for seq in decoding:
-            n_most = spare
-            if (
-                seq.request.speculative == "auto"
-            ):  # rows of a drafter that was asked for may round otherwise
-                n_most = min(spare, invariant_rows_left)
+            # rows of a drafter that the request names may round otherwise
+            is_automatic = seq.request.speculative == "auto"
+            n_most = min(spare, invariant_rows_left) if is_automatic else spare
             drafts = self._drafts(seq, n_most, budget)
             spare -= len(drafts)
             invariant_rows_left -= len(drafts)
