@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
@@ -150,16 +151,40 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Left for the process around the model.
 _PROCESS_BYTES = 64 << 20
+#: Weights are streamed into a ring of at least this size. It holds two of the largest, so that one is
+#: read while another is multiplied.
+_RING_BYTES = 64 << 20
+#: What streaming leaves free is the larger of this and 1/20 of the memory.
+_STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
+#: An automatic context of streamed weights holds this many tokens in f16, or twice as many in q8_0,
+#: where an eighth of the memory would hold fewer: each of its bytes is read again for every token.
+_STREAMING_CTX = 2048
 #: The rate of a disk that could not be measured: a SATA SSD's.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingPlan:
+    """The places (bytes) of weights that do not fit into memory.
+
+    `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model are read from
+    the disk at every step, `streamed_bytes` into a ring of `ring_bytes`. A mixture pins all that is not
+    an expert, and reads experts into slots of `expert_bytes`; for a dense model that is 0.
+    """
+
+    pinned_bytes: int
+    ring_bytes: int
+    expert_bytes: int
+    streamed_bytes: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a context; each automatic choice with its reason.
 
     `n_cells` is the KV cache that all sequences share, `least_kv_bytes` the least useful one: all of it
-    for a requested context. `from_disk`: the weights do not stay in memory. `refusal` is why the model
-    cannot be loaded, "" if it can.
+    for a requested context. `from_disk`: the weights do not stay in memory; then `streaming` says which
+    do, or is None where memory is too small for it: the kernel reads all of them by page faults.
+    `refusal` is why the model cannot be loaded, "" if it can.
     """
 
     n_threads: Chosen
@@ -173,6 +198,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     buffers: Buffers
     least_kv_bytes: int
     from_disk: bool = False
+    streaming: StreamingPlan | None = None
     refusal: str = ""
 
     @property
@@ -206,6 +232,9 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
     buffers = make_buffers(
         shape, n_cells.value, kv_type.value, n_seq_max=n_seq_max, n_ubatch=n_batch, n_outputs=n_outputs
     )
+    streaming = None
+    if from_disk and not refusal:
+        streaming = plan_streaming(shape, machine.memory.available_bytes, buffers)
     return Plan(
         n_threads=n_threads,
         n_parallel=n_parallel,
@@ -218,15 +247,35 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
         buffers=buffers,
         least_kv_bytes=buffers.kv_bytes if options.n_ctx else min(buffers.kv_bytes, _USEFUL_KV_BYTES),
         from_disk=from_disk,
+        streaming=streaming,
         refusal=refusal,
     )
+
+
+def plan_streaming(shape: Shape, available_bytes: int, buffers: Buffers) -> StreamingPlan | None:
+    """Divide the memory among weights that do not fit.
+
+    Returns None without room for a ring and the output, or for the experts that one layer uses.
+    """
+    margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
+    budget = available_bytes - buffers.kv_bytes - buffers.compute_bytes - _PROCESS_BYTES - margin
+    dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
+    if shape.expert_bytes:
+        slots = min(budget - dense_bytes, shape.expert_bytes)
+        least = shape.used_expert_bytes // max(1, shape.n_layer)
+        return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least else None
+    ring = max(_RING_BYTES, 2 * shape.layer_tensor_bytes)
+    pinned = min(budget - ring, dense_bytes)
+    if pinned < shape.embedding_bytes:
+        return None
+    return StreamingPlan(pinned, ring, 0, dense_bytes - pinned)
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
     """Return the bytes left for the KV cache, and if the weights stay on disk for want of memory.
 
-    Weights without room for the least context are read from the disk as they are needed: then a
-    quarter of the memory is left to the page cache.
+    Weights without room for the least context are read from the disk as they are needed: then an
+    automatic context is small, and a quarter of the memory is kept from a requested one.
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
@@ -240,7 +289,9 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
     if free < least * shape.kv_bytes_per_token(kv_type):
         few = 1 + _SPARE_SEQUENCES
-        return available - available // 4 - rough_compute(few, few), True
+        most = available - available // 4 - rough_compute(few, few)
+        small = max(available // 4, 2 * _STREAMING_CTX * shape.kv_bytes_per_token("f16"))
+        return most if options.n_ctx else min(most, small), True
     return free, False
 
 

@@ -14,6 +14,8 @@ import msgspec
 
 #: Bytes of one element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+#: The finest type of a file's layers takes at most this many times the mean bytes of a weight.
+_FINER = 1.5
 #: Elements that a quantized type keeps together.
 _KV_BLOCK = 32
 #: llama.cpp pads a context to this many cells.
@@ -43,7 +45,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     are the weights that one token reads: fewer with experts. `head_lengths` are the elements of one
     head's K and V, then those of windows and of latent attention. `can_quantize_kv`: the heads of a
     plain attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are
-    the token table's and the experts' share of the weights.
+    the token table's and the experts' share of the weights, `unread_bytes` those of a token table that
+    is not the output too (0 where the metadata cannot tell): a token reads only its row. The largest
+    weight of a layer that is not an expert has at most about `layer_tensor_bytes`.
     """
 
     weights_bytes: int
@@ -63,6 +67,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     n_layer: int = 0
     embedding_bytes: int = 0
     expert_bytes: int = 0
+    unread_bytes: int = 0
+    layer_tensor_bytes: int = 0
+
+    @property
+    def used_expert_bytes(self) -> int:
+        """Bytes of the experts that one token uses, in all layers."""
+        return max(0, self.expert_bytes - self.weights_bytes + self.weights_bytes_per_token)
 
     @property
     def kv_elements(self) -> int:
@@ -103,6 +114,7 @@ def make_shape(
     key_length = keys.number("attention.key_length")
     head_lengths = keys.head_lengths(heads)
     kv_rows, state_elements = _cache_sizes(keys, head_lengths)
+    n_ff = max(*keys.per_layer("feed_forward_length"), n_ff_expert, 0)
     experts = _expert_share(keys, n_params)
     return Shape(
         weights_bytes=weights_bytes,
@@ -111,7 +123,7 @@ def make_shape(
         n_ctx_train=keys.number("context_length"),
         n_vocab=n_vocab,
         n_embd=n_embd,
-        n_ff=max(*keys.per_layer("feed_forward_length"), n_ff_expert, 0),
+        n_ff=n_ff,
         n_query=heads * key_length if key_length else n_embd,
         kv_rows=kv_rows,
         head_lengths=head_lengths,
@@ -123,6 +135,7 @@ def make_shape(
         n_layer=keys.number("block_count"),
         embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
         expert_bytes=int(weights_bytes * experts),
+        layer_tensor_bytes=int(_FINER * weights_bytes * n_embd * n_ff / n_params) if n_params else 0,
     )
 
 

@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.memory_plan import (
@@ -15,6 +17,7 @@ from edgeinfer.runtime.memory_plan import (
     invariant_rows,
     make_offload,
     make_plan,
+    plan_streaming,
 )
 from edgeinfer.runtime.model_shape import Shape
 from edgeinfer.runtime.options import LoadOptions
@@ -208,3 +211,80 @@ def test_a_person_reads_it() -> None:
     assert str(spread(DENSE, 24.0)) == "33 of 33 on Vulkan0"
     assert "experts of" in str(spread(EXPERTS, 12.0))
     assert str(spread(DENSE, 0.5)).startswith("none: ")
+
+
+#: Weights that a token uses: an eighth of the experts, and all else.
+SPARSE = msgspec.structs.replace(EXPERTS, weights_bytes_per_token=3 * GIB)
+
+
+def streaming_on(shape: Shape, available_bytes: int, **options: int) -> Plan:
+    chosen = {"n_parallel": 1, "n_ctx": 1024, **options}
+    return make_plan(shape, LoadOptions(**chosen), machine(available_bytes))  # type: ignore[arg-type]
+
+
+@given(
+    available=st.integers(1 << 20, 32 * GIB),
+    unread=st.sampled_from([0, int(0.3 * GIB)]),
+    tensor=st.integers(0, GIB),
+)
+def test_pinned_and_streamed_weights_are_all_that_a_dense_model_reads(
+    available: int, unread: int, tensor: int
+) -> None:
+    shape = msgspec.structs.replace(DENSE, unread_bytes=unread, layer_tensor_bytes=tensor)
+    plan = streaming_on(shape, available)
+    streaming = plan.streaming
+    assert plan.from_disk or streaming is None
+    if streaming is None:
+        return
+    assert streaming.expert_bytes == 0
+    assert streaming.pinned_bytes + streaming.streamed_bytes == shape.weights_bytes - unread
+    assert streaming.ring_bytes >= max(64 << 20, 2 * tensor)
+    assert streaming.pinned_bytes >= shape.embedding_bytes
+    taken = streaming.pinned_bytes + streaming.ring_bytes + plan.buffers.kv_bytes
+    rest = available - taken - plan.buffers.compute_bytes - (64 << 20)
+    assert rest >= max(100_000_000, available // 20)
+    if streaming.streamed_bytes:
+        assert rest <= max(100_000_000, available // 20)  # nothing is left that could be pinned
+
+
+@given(available=st.integers(1 << 20, 32 * GIB))
+def test_a_mixture_pins_all_but_experts_and_gives_them_the_other_memory(available: int) -> None:
+    plan = streaming_on(SPARSE, available)
+    streaming = plan.streaming
+    assert plan.from_disk or streaming is None
+    if streaming is None:
+        return
+    assert (streaming.pinned_bytes, streaming.ring_bytes, streaming.streamed_bytes) == (GIB, 0, 0)
+    assert 2 * GIB // 48 <= streaming.expert_bytes <= 16 * GIB
+    taken = GIB + streaming.expert_bytes + plan.buffers.total_bytes - plan.buffers.weights_bytes
+    assert available - taken >= max(100_000_000, available // 20)
+
+
+def test_weights_that_fit_are_not_streamed() -> None:
+    assert streaming_on(DENSE, 6 * GIB).streaming is None
+    assert streaming_on(SPARSE, 20 * GIB).streaming is None
+
+
+def test_memory_below_one_layers_experts_is_left_to_page_faults() -> None:
+    buffers = plan_of(SPARSE).buffers
+    least = next(n for n in range(GIB, 4 * GIB, 1 << 20) if plan_streaming(SPARSE, n, buffers))
+    streaming = plan_streaming(SPARSE, least, buffers)
+    assert streaming is not None
+    assert 2 * GIB // 48 <= streaming.expert_bytes < 2 * GIB // 48 + (1 << 20)
+    assert plan_streaming(SPARSE, least - (1 << 20), buffers) is None
+
+
+def test_a_second_process_pins_what_the_first_has_left() -> None:
+    first = streaming_on(DENSE, 4 * GIB).streaming
+    assert first is not None
+    ring_and_cache = first.ring_bytes + streaming_on(DENSE, 4 * GIB).buffers.kv_bytes
+    second = streaming_on(DENSE, 4 * GIB - ring_and_cache).streaming
+    assert second is not None
+    assert first.pinned_bytes - second.pinned_bytes == pytest.approx(ring_and_cache, rel=0.06)
+
+
+def test_an_automatic_context_of_streamed_weights_is_small() -> None:
+    plan = streaming_on(DENSE, 4 * GIB, n_ctx=0)
+    assert plan.streaming is not None
+    assert plan.buffers.kv_bytes <= GIB // 2
+    assert 2048 <= plan.n_ctx.value <= 8192
