@@ -60,7 +60,7 @@ class Place:
             else _world_accessible_copy(folder)
         )
         self.python = self.prefix / "bin/python"
-        self.criu = probe().criu
+        self.criu = probe().criu.replace(sys.prefix, str(self.prefix))
         self.script = folder / "bin/edgeinfer"
         self.script.parent.mkdir()
         self.script.write_text("import sys\nfrom edgeinfer.launcher import main\nsys.exit(main())\n")
