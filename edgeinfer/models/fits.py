@@ -12,7 +12,8 @@ import msgspec
 
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
-from edgeinfer.platform.disk import CacheTable
+from edgeinfer.models.store import list_pulled
+from edgeinfer.platform.disk import CacheTable, size_or_zero
 from edgeinfer.platform.machine import (
     Machine,
     Memory,
@@ -20,10 +21,11 @@ from edgeinfer.platform.machine import (
     memory_threads,
     read_memory,
     read_memory_rate,
+    read_rate,
 )
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.runtime.memory_plan import Plan, make_plan
-from edgeinfer.runtime.model_shape import Shape, make_shape
+from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
+from edgeinfer.runtime.model_shape import Buffers, Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_bytes, format_duration
 
@@ -47,12 +49,17 @@ _OFFERED = """
 
 #: Share of the machine's memory that a model may take; the system and other programs need the rest.
 _MEMORY_SHARE = 0.95
+#: Share of the memory that the context of a model larger than memory gets.
+_CONTEXT_SHARE = 8
+#: A disk is measured with a file of at least this size.
+_LEAST_FILE_BYTES = 64 << 20
 #: By machine.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context.
+    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context; of a
+    model larger than memory, from the rate of the disk.
 
     Nothing but `shortage` depends on what other programs do at this moment.
     """
@@ -119,10 +126,43 @@ def fit(size_bytes: int, purpose: str, active_share: float, rate: MemoryRate, me
     shortage = ""
     if memory.total_bytes and needed > memory.total_bytes * _MEMORY_SHARE:
         group = "embedding" if group == "embedding" else "too big"
-        why = f"needs {format_bytes(needed)} of {format_bytes(memory.total_bytes)}"
+        speed = _pace_from_disk(
+            size_bytes, active_share, int(memory.total_bytes * _MEMORY_SHARE), speed
+        )
+        why = f"needs {format_bytes(needed)} of {format_bytes(memory.total_bytes)}: from the disk"
     elif needed > memory.available_bytes:
         shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
     return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
+
+
+def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
+    """Return the tokens/s of a model that is larger than `room_bytes` of memory, at most `speed`.
+
+    Of the share of a mixture that a token reads, one half is taken to be experts.
+    """
+    experts = 0 if active_share == 1.0 else int(size_bytes * (1.0 - active_share / 2))
+    shape = make_shape({}, n_vocab=0, n_params=0, weights_bytes=size_bytes)
+    per_token = int(size_bytes * active_share)
+    shape = msgspec.structs.replace(shape, weights_bytes_per_token=per_token, expert_bytes=experts)
+    buffers = Buffers(
+        n_ctx=0,
+        n_parallel=1,
+        kv_type="f16",
+        weights_bytes=size_bytes,
+        kv_bytes=room_bytes // _CONTEXT_SHARE,
+        kv_per_1000_bytes=0,
+        compute_bytes=0,
+    )
+    streaming = plan_streaming(shape, room_bytes, buffers)
+    return round(min(speed, disk_pace(shape, streaming, disk_rate())), 1)
+
+
+@cache
+def disk_rate() -> float:
+    """Measure the disk (bytes/s) of the largest pulled model, for 0.4 s; 0.0 if it cannot be."""
+    files = [path for model in list_pulled() for path in model.paths]
+    large_files = [path for path in files if size_or_zero(path) >= _LEAST_FILE_BYTES]
+    return read_rate(max(large_files, key=size_or_zero)) if large_files else 0.0
 
 
 @cache
@@ -196,6 +236,9 @@ def header_shape(headers: Sequence[GgufHeader]) -> Shape:
     )
 
 
-def header_plan(headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine) -> Plan:
-    """Return the plan by which `runtime.llama.model` would load these files."""
-    return make_plan(header_shape(headers), options, machine)
+def header_plan(
+    headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine
+) -> tuple[Shape, Plan]:
+    """Return the shape and the plan by which `runtime.llama.model` would load these files."""
+    sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
+    return make_exact_plan(header_shape(headers), options, machine, lambda: sizes)

@@ -8,6 +8,7 @@ micro-batch. `docs/guides/quantizing.md` holds the measured error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -16,6 +17,8 @@ import msgspec
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 #: The finest type of a file's layers takes at most this many times the mean bytes of a weight.
 _FINER = 1.5
+#: The end of llama.cpp's names of weights that are a layer's experts.
+_EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
 #: Elements that a quantized type keeps together.
 _KV_BLOCK = 32
 #: llama.cpp pads a context to this many cells.
@@ -73,7 +76,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def used_expert_bytes(self) -> int:
         """Bytes of the experts that one token uses, in all layers."""
-        return max(0, self.expert_bytes - self.weights_bytes + self.weights_bytes_per_token)
+        read = self.weights_bytes_per_token + self.unread_bytes
+        return max(0, self.expert_bytes - self.weights_bytes + read)
 
     @property
     def kv_elements(self) -> int:
@@ -136,6 +140,23 @@ def make_shape(
         embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
         expert_bytes=int(weights_bytes * experts),
         layer_tensor_bytes=int(_FINER * weights_bytes * n_embd * n_ff / n_params) if n_params else 0,
+    )
+
+
+def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
+    """Return `shape` with what the sizes (bytes) of all tensors by their names say more exactly."""
+    experts = {name: size for name, size in sizes.items() if _EXPERT_WEIGHT.search(name)}
+    expert_bytes = sum(experts.values())
+    used = shape.used_expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
+    unread = sizes.get("token_embd.weight", 0) if "output.weight" in sizes else 0
+    layers = (size for name, size in sizes.items() if name.startswith("blk.") and name not in experts)
+    return msgspec.structs.replace(
+        shape,
+        weights_bytes_per_token=shape.weights_bytes - unread - int(expert_bytes * (1.0 - used)),
+        embedding_bytes=sizes.get("output.weight", shape.embedding_bytes),
+        expert_bytes=expert_bytes,
+        unread_bytes=unread,
+        layer_tensor_bytes=max(layers, default=0),
     )
 
 

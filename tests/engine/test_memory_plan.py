@@ -10,16 +10,20 @@ from edgeinfer.runtime.memory_plan import (
     Offload,
     Plan,
     Room,
+    StreamingPlan,
     choose_cells,
     choose_context,
     choose_parallel,
     choose_threads,
+    disk_pace,
+    disk_warning,
     invariant_rows,
+    make_exact_plan,
     make_offload,
     make_plan,
     plan_streaming,
 )
-from edgeinfer.runtime.model_shape import Shape
+from edgeinfer.runtime.model_shape import Shape, with_tensors
 from edgeinfer.runtime.options import LoadOptions
 
 from .conftest import machine
@@ -288,3 +292,48 @@ def test_an_automatic_context_of_streamed_weights_is_small() -> None:
     assert plan.streaming is not None
     assert plan.buffers.kv_bytes <= GIB // 2
     assert 2048 <= plan.n_ctx.value <= 8192
+
+
+@given(first=st.integers(0, 16 * GIB), second=st.integers(0, 16 * GIB))
+def test_more_memory_for_experts_never_reads_more(first: int, second: int) -> None:
+    few, many = (StreamingPlan(GIB, 0, held, 0) for held in sorted((first, second)))
+    assert few.read_bytes(SPARSE) >= many.read_bytes(SPARSE) >= 0
+    assert StreamingPlan(GIB, 0, 0, 0).read_bytes(SPARSE) == SPARSE.used_expert_bytes == 2 * GIB
+    assert StreamingPlan(GIB, 0, 16 * GIB, 0).read_bytes(SPARSE) == 0
+
+
+def test_rate_is_that_of_the_disk_over_the_bytes_of_a_token() -> None:
+    plan = streaming_on(DENSE, 4 * GIB)
+    assert plan.streaming is not None
+    assert disk_pace(DENSE, plan.streaming, 1e9) == 1e9 / plan.streaming.streamed_bytes
+    assert disk_pace(DENSE, None, 1e9) == 1e9 / DENSE.weights_bytes
+    text = disk_warning(DENSE, machine(4 * GIB), plan, 1e9)
+    assert "stay there, the others are read from the disk for each step" in text
+    assert "at 1.0 GB/s (measured just now)" in text
+    mixture = streaming_on(SPARSE, 8 * GIB)
+    assert "of the experts that a token uses are in memory)" in disk_warning(
+        SPARSE, machine(8 * GIB), mixture, 1e9
+    )
+
+
+def test_tensors_say_which_weights_a_token_does_not_read() -> None:
+    sizes = {"token_embd.weight": 300, "blk.0.ffn_up.weight": 500, "blk.0.attn_q.weight": 200}
+    tied = with_tensors(DENSE, sizes)
+    assert (tied.unread_bytes, tied.layer_tensor_bytes, tied.expert_bytes) == (0, 500, 0)
+    untied = with_tensors(DENSE, {**sizes, "output.weight": 400})
+    assert (untied.unread_bytes, untied.embedding_bytes) == (300, 400)
+    assert untied.weights_bytes_per_token == DENSE.weights_bytes - 300
+    experts = {f"blk.{i}.ffn_{name}_exps.weight": 5 * GIB for i, name in enumerate(("up", "down"))}
+    mixture = with_tensors(SPARSE, {**sizes, **experts})
+    assert (mixture.expert_bytes, mixture.layer_tensor_bytes) == (10 * GIB, 500)
+    assert mixture.used_expert_bytes == pytest.approx(10 * GIB / 8, rel=1e-6)
+
+
+def test_tensors_are_only_read_for_weights_that_do_not_fit() -> None:
+    options = LoadOptions(n_ctx=1024, n_parallel=1)
+    make_exact_plan(DENSE, options, machine(8 * GIB), lambda: pytest.fail("they fit"))
+    sizes = {"token_embd.weight": GIB, "output.weight": GIB}
+    shape, plan = make_exact_plan(DENSE, options, machine(4 * GIB), lambda: sizes)
+    assert plan.streaming is not None
+    assert shape.unread_bytes == GIB
+    assert plan.streaming.pinned_bytes + plan.streaming.streamed_bytes == DENSE.weights_bytes - GIB

@@ -68,6 +68,24 @@ def test_groups_are_headed_and_in_order_of_use(machine, capsys) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
+def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(machine, listed, monkeypatch) -> None:
+    machine(12 * GB, 40e9, 2)
+    speeds = []
+    for rate in (0.0, 0.5e9, 2e9):
+        monkeypatch.setattr(fits, "disk_rate", lambda rate=rate: rate)
+        large = [model for model in listed() if model["fit"]["group"] == "too big"]
+        assert large
+        assert all("from the disk" in model["fit"]["why"] for model in large)
+        speeds.append({model["name"]: model["fit"]["tokens_per_s"] for model in large})
+    assumed, slow, fast = speeds
+    assert assumed == slow  # of a disk that was not measured
+    assert fast["qwen3-30b-a3b-instruct-2507"] > 2 * slow["qwen3-30b-a3b-instruct-2507"]
+    memory = Memory(total_bytes=12 * GB, available_bytes=12 * GB, reason="")
+    mixture = fits.fit(16 * GB, "chat", 0.1, MemoryRate(40e9, 2, False), memory)
+    dense = fits.fit(16 * GB, "chat", 1.0, MemoryRate(40e9, 2, False), memory)
+    assert mixture.tokens_per_s > 5 * dense.tokens_per_s > 0
+
+
 def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, listed) -> None:
     machine(12 * GB, 40e9, 2)
     by_group: dict[str, list[str]] = {}

@@ -218,4 +218,4 @@ def test_absurd_headers_do_not_break_it() -> None:
 def plan_of(header: GgufHeader, available_bytes: int, **options: object) -> Plan:
     memory = Memory(total_bytes=1 << 34, available_bytes=available_bytes, reason="made up")
     machine = Machine(physical_cores=4, logical_cpus=8, quota=None, memory=memory)
-    return header_plan([header], LoadOptions(**options), machine)  # type: ignore[arg-type]
+    return header_plan([header], LoadOptions(**options), machine)[1]  # type: ignore[arg-type]

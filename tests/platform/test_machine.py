@@ -9,7 +9,8 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import doctor as doctor_module
 from edgeinfer.cli.verbs.doctor import Check, DoctorResult
 from edgeinfer.errors import EngineError
-from edgeinfer.platform import paths
+from edgeinfer.platform import machine, paths
+from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.llama.backends import MissingBackend
 
 DEFAULT = "smollm2-135m-instruct"
@@ -30,9 +31,26 @@ def test_doctor_is_content_once_the_main_job_works(checks, smollm2):
     assert main(["pull", str(smollm2), "--name", DEFAULT]) == 0
     by_name = checks()
     assert {name: c["found"] for name, c in by_name.items() if c["status"] == "fail"} == {}
+    assert "weights" not in by_name
     assert "threads" in by_name["cpu"]["found"]
     assert "LLAMAFILE" in by_name["llama.cpp"]["found"]
     assert str(paths.data_dir()) in by_name["directories"]["found"]
+
+
+def test_doctor_says_how_fast_a_default_model_larger_than_memory_is(checks, smollm2, monkeypatch):
+    assert main(["pull", str(smollm2), "--name", DEFAULT]) == 0
+    memory = Memory(total_bytes=1 << 30, available_bytes=80 << 20, reason="made up")
+    small = Machine(physical_cores=2, logical_cpus=2, quota=None, memory=memory)
+    monkeypatch.setattr(machine, "read_machine", lambda: small)
+    monkeypatch.setattr(machine, "read_rate", lambda path: 48.3e6)
+    monkeypatch.setattr(machine, "read_ahead_bytes", lambda path: 8 << 20)
+    check = checks()["weights"]
+    assert check["status"] == "warn"
+    assert "a token in 2.0 s: 96.6 MB a token at 48.3 MB/s (measured just now)" in check["found"]
+    assert check["found"].endswith("read-ahead of its disk 8192 KB")
+    assert "read_ahead_kb" in check["fix"]
+    monkeypatch.setattr(machine, "read_ahead_bytes", lambda path: 128 << 10)
+    assert "list --fits" in checks()["weights"]["fix"]
 
 
 def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):

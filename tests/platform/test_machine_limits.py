@@ -1,5 +1,7 @@
 """What this process may use of the machine, read from trees of /proc and /sys that are made up."""
 
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,33 @@ def test_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(5_000_001))
     assert machine.read_rate(tmp_path / "file") >= 0
     assert machine.read_rate(tmp_path / "none") == 0.0
+
+
+def test_rate_of_a_disk_counts_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 20_000_003
+    (tmp_path / "file").write_bytes(bytes(size))
+    if not machine.read_rate(tmp_path / "file"):
+        pytest.skip("this file system cannot bypass the page cache")
+    lengths, preadv = [], os.preadv
+
+    def count(fd: int, buffers: list[mmap.mmap], offset: int) -> int:
+        lengths.append(preadv(fd, buffers, offset))
+        return lengths[-1]
+
+    monkeypatch.setattr(os, "preadv", count)
+    monkeypatch.setattr(machine, "_RATE_S", 60.0)
+    machine.read_rate(tmp_path / "file")
+    assert sum(lengths) == size
+    assert len(lengths) == -(-size // machine._RATE_BLOCK)
+
+
+def test_read_ahead_is_that_of_the_files_disk(tmp_path: Path) -> None:
+    assert machine.read_ahead_bytes(tmp_path, tmp_path) == 0
+    device = tmp_path.stat().st_dev
+    folder = tmp_path / f"sys/class/bdi/{os.major(device)}:{os.minor(device)}"
+    folder.mkdir(parents=True)
+    (folder / "read_ahead_kb").write_text("128\n")
+    assert machine.read_ahead_bytes(tmp_path, tmp_path) == 128 << 10
 
 
 def test_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer import __version__, error_text
+from edgeinfer import __version__, error_text, requesting
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config, offline
@@ -40,6 +40,8 @@ CPU_FEATURES = """
     asimd asimdhp asimddp i8mm sve sve2
 """.split()
 GIB = 1 << 30
+#: Read-ahead (bytes) of a disk above which page faults read far more than a token uses.
+_MOST_READ_AHEAD = 1 << 20
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
@@ -248,6 +250,32 @@ def _catalogue() -> Finding:
     return Finding("ok", text)
 
 
+def _larger_than_memory() -> list[Finding]:
+    """The default model, if it is pulled and its weights do not fit."""
+    from edgeinfer.models import gguf
+    from edgeinfer.models.fits import header_plan
+    from edgeinfer.models.reference import resolve
+    from edgeinfer.platform.machine import read_ahead_bytes, read_machine, read_rate
+    from edgeinfer.runtime.memory_plan import disk_warning
+
+    config: Config = load_config()
+    machine = read_machine()
+    parts = [part for part in resolve(config.default_model).parts if part.is_file()]
+    if not parts:
+        return []
+    options = requesting.load_options(argparse.Namespace(), config.load)
+    shape, plan = header_plan([gguf.check(part) for part in parts], options, machine)
+    if not plan.from_disk:
+        return []
+    warning = disk_warning(shape, machine, plan, read_rate(parts[-1]))
+    read_ahead = read_ahead_bytes(parts[-1])
+    text = f"{config.default_model}: {warning}; read-ahead of its disk {read_ahead // 1024} KB"
+    fix = "a smaller model or quantization fits: edgeinfer list --fits"
+    if read_ahead > _MOST_READ_AHEAD:
+        fix = "a page fault reads that much: as root, write 128 to its /sys/class/bdi/*/read_ahead_kb"
+    return [Finding("warn", text, fix)]
+
+
 CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
     "python": _python,
     "cpu": _cpu,
@@ -259,6 +287,7 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
     "directories": _directories,
     "configuration": _configuration,
     "catalogue": _catalogue,
+    "weights": _larger_than_memory,
 }
 
 

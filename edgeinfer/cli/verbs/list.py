@@ -28,7 +28,7 @@ from edgeinfer.units import format_bytes
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
-    "too big": "too big for the memory of this machine",
+    "too big": "too big for the memory of this machine: weights are read from the disk for each token",
     "embedding": "embedding and reranking",
 }
 

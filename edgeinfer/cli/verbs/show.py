@@ -20,7 +20,7 @@ from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, SamplingDefaults, parameter_count
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel
-from edgeinfer.models.fits import header_plan, header_shape
+from edgeinfer.models.fits import header_plan
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
@@ -332,10 +332,10 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
     machine = read_machine()
     load_options = requesting.load_options(options, host.config.load)
-    plan: Plan = header_plan(headers, load_options, machine)
+    shape, plan = header_plan(headers, load_options, machine)
     warning = ""
     if plan.from_disk and not plan.refusal:
-        warning = disk_warning(header_shape(headers), machine, read_rate(headers[-1].path))
+        warning = disk_warning(shape, machine, plan, read_rate(headers[-1].path))
     return MemoryShown(
         estimate=plan.buffers,
         n_parallel=plan.n_parallel.value,
@@ -346,5 +346,5 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         fits=plan.fits,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
-        devices=_planned_devices(header_shape(headers), plan, load_options.gpu_layers, host.config.gpu),
+        devices=_planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu),
     )

@@ -267,6 +267,12 @@ def move_state(function: Any, *args: Any) -> int:
     return int(move(ctypes.cast(function, ctypes.c_void_p), *args) if move else function(*args))
 
 
+class GgufParams(ctypes.Structure):
+    """gguf_init_params."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+
 def base_library() -> ctypes.CDLL:
     """Open libggml-base, with the functions that edgeinfer calls declared."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
@@ -290,6 +296,13 @@ def base_library() -> ctypes.CDLL:
         "ggml_new_tensor_1d": (pointer, [pointer, ctypes.c_int, ctypes.c_int64]),
         "ggml_free": (None, [pointer]),
         "ggml_backend_tensor_alloc": (ctypes.c_int, [pointer, pointer, pointer]),
+        "gguf_init_from_file": (pointer, [ctypes.c_char_p, GgufParams]),
+        "gguf_free": (None, [pointer]),
+        "gguf_get_data_offset": (size, [pointer]),
+        "gguf_get_n_tensors": (ctypes.c_int64, [pointer]),
+        "gguf_get_tensor_name": (ctypes.c_char_p, [pointer, ctypes.c_int64]),
+        "gguf_get_tensor_offset": (size, [pointer, ctypes.c_int64]),
+        "gguf_get_tensor_size": (size, [pointer, ctypes.c_int64]),
         "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }

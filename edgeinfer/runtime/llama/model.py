@@ -18,8 +18,8 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import Progress, open_model
-from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_plan
+from edgeinfer.runtime.llama.weights import Progress, list_tensors, open_model
+from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -124,20 +124,25 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         machine = _beside_projector(read_machine(), files)
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
-        shape = model_shape(model, meta)
-        plan = make_plan(shape, options, machine)
+        shape, plan = make_exact_plan(
+            model_shape(model, meta), options, machine, lambda: _tensor_sizes(files.paths)
+        )
         if plan.refusal:
             raise OutOfMemoryError(plan.refusal)
         if progress:
             progress("making a context", None)
         loaded = _with_context(model, meta, shape, options, plan)
         if plan.from_disk:
-            loaded.warnings = (disk_warning(shape, machine, read_rate(files.paths[-1])),)
+            loaded.warnings = (disk_warning(shape, machine, plan, read_rate(files.paths[-1])),)
     except BaseException:
         llama.llama_model_free(model)
         raise
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
+
+
+def _tensor_sizes(paths: tuple[str, ...]) -> dict[str, int]:
+    return {name: place.size for name, place in list_tensors(paths).items()}
 
 
 def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:

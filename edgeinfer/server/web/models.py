@@ -95,7 +95,8 @@ def _about(model: Model, fit: Fit) -> str:
         model.parameters,
         model.licence,
         format_bytes(model.stored_bytes),
-        fit.why if fit.group == "too big" else speed,
+        fit.why if fit.group == "too big" else "",
+        speed,
         fit.shortage,
     ]
     return " · ".join(filter(None, facts))

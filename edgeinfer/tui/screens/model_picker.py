@@ -278,8 +278,11 @@ def detail(row: ModelChoice) -> str:
     lines = [" · ".join(f for f in facts if f)]
     if row.fit is not None:
         memory = f"about {format_bytes(row.fit.needed_bytes)} of memory"
-        speed = f"{memory}, about {row.fit.tokens_per_s:.1f} tokens/s"
-        lines.append(f"Too big: {row.fit.why}" if row.verdict == "too big" else f"Fits: {speed}")
+        speed = f"about {row.fit.tokens_per_s:.1f} tokens/s"
+        is_larger = row.verdict == "too big"
+        lines.append(
+            f"Larger than memory: {row.fit.why}, {speed}" if is_larger else f"Fits: {memory}, {speed}"
+        )
         if row.fit.shortage:
             lines.append(f"Short at the moment: {row.fit.shortage}")
     if not row.pulled:
