@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from edgeinfer.errors import UsageError
 from edgeinfer.server.callers import Caller
 
 if TYPE_CHECKING:
@@ -32,16 +33,16 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     method: Literal["POST"] = "POST"
 
 
-#: Makes an error of a line's number and what is wrong with it.
-Refuse = Callable[[int, str], Exception]
+def read_lines(path: Path) -> list[BatchLine]:
+    """Read a batch's requests, one a line. Raises UsageError naming the line, OSError."""
 
+    def refuse(number: int, problem: str) -> UsageError:
+        return UsageError(f"{path}:{number}: {problem}")
 
-def read_lines(raw: Iterable[bytes], refuse: Refuse, url: str = "") -> list[BatchLine]:
-    """Decode a batch's requests, one a line, all for `url` if given. Raises what `refuse` returns."""
     decoder = msgspec.json.Decoder(BatchLine)
     first: dict[str, int] = {}
     lines = []
-    for number, text in enumerate(raw, 1):
+    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
         if not text.strip():
             continue
         try:
@@ -50,8 +51,6 @@ def read_lines(raw: Iterable[bytes], refuse: Refuse, url: str = "") -> list[Batc
             raise refuse(number, f"{error}; a line is {{custom_id, method, url, body}}") from error
         if line.body.get("stream"):
             raise refuse(number, 'a batch does not stream: leave "stream" out')
-        if url and line.url != url:
-            raise refuse(number, f"its url must be {url}")
         before = first.setdefault(line.custom_id, number)
         if before != number:
             raise refuse(number, f"custom_id {line.custom_id!r} is also on line {before}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal, get_type_hints
 
 import msgspec
@@ -34,6 +35,11 @@ def sse(data: Any, event: str = "") -> bytes:
     return b"%bdata: %b\n\n" % (name, _encode(data))
 
 
+def stamp(unix_s: float) -> str:
+    """Format a time as ISO 8601 in UTC, with a Z."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
 Method = Literal["GET", "POST", "DELETE"]
 #: (request's context; body and query, decoded) → a Response, or a value to encode as JSON
 Handler = Callable[..., Awaitable[Any]]
@@ -50,7 +56,7 @@ class Operation(msgspec.Struct, frozen=True):
 
     `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
     stands for the API key, or which is open. `body` and `reply` are types of JSON; `also` are further
-    answers by status, for the OpenAPI document; None has no body. `max_body_bytes` 0: as long as the
+    answers by status, for the OpenAPI document. `max_body_bytes` 0: as long as the
     endpoint allows. Of body and query, the handler is given those that `takes` names.
     """
 
@@ -68,7 +74,7 @@ class Operation(msgspec.Struct, frozen=True):
     web: Literal["", "open", "cookie"] = ""
     max_body_bytes: int = 0
     reply_type: str = "application/json"
-    also: Mapping[str, type[msgspec.Struct] | None] = {}
+    also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property
     def generates(self) -> bool:
@@ -150,9 +156,9 @@ class Renderer(ABC):
         """Return the last bytes, after every generation has ended."""
         return b""
 
-    @abstractmethod
-    def failure(self, problem: Problem, request_id: str) -> bytes:
-        """Return the last bytes if a failure follows the start of the stream."""
+    def failure(self, problem: Problem) -> bytes:
+        """Return the last bytes if a failure follows the start of the stream; b"": the dialect's."""
+        return b""
 
     @abstractmethod
     def waiting(self, text: str) -> bytes:

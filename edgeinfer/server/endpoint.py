@@ -58,8 +58,6 @@ class Endpoint:
     log: Log
     host: Host
     _: KW_ONLY
-    #: Whether an undeclared request field is an error; otherwise it is ignored and named.
-    refuse_unknown: bool = False
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
     #: Stored responses; None if they are switched off.
     responses: ResponseStore | None = None

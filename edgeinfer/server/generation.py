@@ -401,10 +401,9 @@ class _StreamResponse(_GenerationResponse):
         except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
             problem = self.context.problem = self._problem(error)
             self.context.outcome = problem.code or "error"
-            if self.task is not None:
-                return self.task.renderer.failure(problem, self.context.id)
-            renderer = self._spec.renderer(self.context.model, EngineInfo(model=""))
-            return renderer.failure(problem, self.context.id)
+            context, info = self.context, EngineInfo(model="")
+            renderer = self.task.renderer if self.task else self._spec.renderer(context.model, info)
+            return renderer.failure(problem) or context.dialect.error_events(problem, context.id)
         finally:
             if self._short_cut is not None:
                 self._short_cut.close()

@@ -33,7 +33,6 @@ _EVENT = {
 _LINES = {"type": "string"}
 #: Status → description, for operations that name the status in `also`.
 _RARE = {
-    "202": "A notification was taken; it has no answer.",
     "409": "It cannot be done here, or its source has changed; the message says what to do.",
     "507": "The disk has no room for it.",
 }
@@ -76,7 +75,7 @@ def _types(dialects: Sequence[Dialect]) -> list[Any]:
         kinds[dialect.error_type] = None
         for operation in dialect.operations:
             types = (operation.body, operation.reply, *operation.also.values())
-            kinds |= {kind: None for kind in types if kind is not None}
+            kinds |= dict.fromkeys(filter(None, types))
     return list(kinds)
 
 
@@ -183,10 +182,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
     if operation.body is not None:
         responses["408"] = _LATE
     for status, kind in operation.also.items():
-        if kind is None:
-            del responses[status]["content"]
-        else:
-            responses[status]["content"] = _json(kind, error)
+        responses[status]["content"] = _json(kind, error)
     return responses
 
 

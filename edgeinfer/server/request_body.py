@@ -121,7 +121,7 @@ def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
 
 
 def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
-    decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown)
+    decoder = LenientDecoder()
     try:
         with _json_only():
             value = decoder.read(msgspec.json.decode(raw), kind)
@@ -165,7 +165,7 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
             raise Problem(400, f"'{name}' is given twice.", param=name, code="invalid_value")
         fields[name] = text
     context.body = context.body or msgspec.json.encode(fields)
-    decoder = LenientDecoder(refuse_unknown=context.endpoint.refuse_unknown, strict=False)
+    decoder = LenientDecoder(strict=False)
     value = decoder.read(fields, kind)
     context.ignore(decoder.ignored)
     return value
@@ -183,8 +183,7 @@ _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 class LenientDecoder:
     """One walk through one value. `ignored` keeps the order in which the names were met."""
 
-    def __init__(self, *, refuse_unknown: bool, strict: bool = True) -> None:
-        self._refuse_unknown = refuse_unknown
+    def __init__(self, *, strict: bool = True) -> None:
         self._strict = strict
         self._ignored: dict[str, None] = {}
         self._problems: list[Problem] = []
@@ -293,8 +292,8 @@ class LenientDecoder:
             self._ignore(path)
         elif is_refused:
             self._problems.append(unsupported(path, facts.refused[name]))
-        elif self._refuse_unknown or load_time_place(path):
-            message = f"Unknown or unsupported parameter: '{path}'{load_time_place(path)}."
+        elif option_note := load_time_place(path):
+            message = f"Unknown or unsupported parameter: '{path}'{option_note}."
             self._problems.append(Problem(400, message, param=path, code="unknown_parameter"))
         else:
             self._ignore(path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +15,8 @@ from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import NO_PENALTIES, GenerateRequest, Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration
+
+T = TypeVar("T")
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -31,20 +34,19 @@ def tool_of(
     return Tool(name=name, description=text, parameters=parameters, strict=strict is True)
 
 
-def named_tool(name: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Demand a call of one tool. Raises InvalidRequestError when no tool has this name."""
-    if all(tool.name != name for tool in tools):
-        message = f"tool_choice names '{name}', which is not among the tools"
-        raise InvalidRequestError(message, param="tool_choice")
-    return ToolChoice(mode="named", name=name, parallel=parallel)
+def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], required: str = "required") -> ToolChoice:
+    """Return `choice`. Raises InvalidRequestError if it demands a call of a tool that is not there.
 
-
-def required_tool(word: str, parallel: bool, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Demand a call, in the client's `word`. Raises InvalidRequestError without tools."""
-    if not tools:
-        message = f"tool_choice is '{word}' but there are no tools"
+    `required` is the client's word for the mode that demands any call.
+    """
+    message = ""
+    if choice.mode == "named" and all(tool.name != choice.name for tool in tools):
+        message = f"tool_choice names '{choice.name}', which is not among the tools"
+    elif choice.mode == "required" and not tools:
+        message = f"tool_choice is '{required}' but there are no tools"
+    if message:
         raise InvalidRequestError(message, param="tool_choice")
-    return ToolChoice(mode="required", parallel=parallel)
+    return choice
 
 
 def refuse_infill(info: EngineInfo, param: str) -> None:
@@ -69,15 +71,22 @@ def as_text(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def content_of(pieces: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
-    """Return a Message's `content` and `pictures`; `between` separates texts."""
+def content_of(
+    content: str | Iterable[T], pieces_of: Callable[[T], Iterable[str | bytes]], between: str = ""
+) -> dict[str, Any]:
+    """Return a Message's `content` and `pictures`, each part's as `pieces_of` gives them.
+
+    `between` separates texts.
+    """
+    if isinstance(content, str):
+        return {"content": content}
     spaced: list[str | bytes] = []
-    for piece in pieces:
+    for piece in itertools.chain.from_iterable(map(pieces_of, content)):
         if spaced and isinstance(piece, str) and isinstance(spaced[-1], str):
             spaced.append(between)
         spaced.append(piece)
-    content, pictures = join_parts(spaced)
-    return {"content": content, "pictures": pictures}
+    text, pictures = join_parts(spaced)
+    return {"content": text, "pictures": pictures}
 
 
 #: Efforts that no model was trained on → the nearest that some were.

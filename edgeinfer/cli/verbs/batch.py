@@ -123,10 +123,7 @@ def answer(
 def read_input(path: Path) -> list[BatchLine]:
     """Read every request. Raises UsageError naming the line."""
     try:
-        with path.open("rb") as file:
-            return batches.read_lines(
-                file, lambda number, problem: UsageError(f"{path}:{number}: {problem}")
-            )
+        return batches.read_lines(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
 

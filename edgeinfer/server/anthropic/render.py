@@ -148,9 +148,6 @@ class MessageRenderer(Renderer):
         done = _event("message_delta", delta=delta, usage=wire_usage(usage), timings=timings)
         return self._close() + done + _event("message_stop")
 
-    def failure(self, problem: Problem, request_id: str) -> bytes:
-        return error_events(problem, request_id)
-
     def waiting(self, text: str) -> bytes:
         return sse_comment(text) + (self._start() or _PING)
 

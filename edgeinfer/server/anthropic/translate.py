@@ -13,12 +13,11 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Too
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (
     as_text,
+    check_choice,
     common_fields,
     content_of,
-    named_tool,
     overridden,
     reasoning,
-    required_tool,
     stop_strings,
     tool_of,
     unique_tools,
@@ -37,7 +36,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
     return GenerateRequest(
         messages=conversation(body),
         tools=tools,
-        tool_choice=_tool_choice(body, tools),
+        tool_choice=check_choice(_tool_choice(body), tools, "any"),
         **_thinking(body),
         continue_final=isinstance(body.messages[-1], wire.AssistantTurn),
         sampling=overridden(
@@ -97,16 +96,15 @@ def _user(turn: wire.UserTurn) -> list[Message]:
         return [Message(role="user", content=turn.content)]
     results = [block for block in turn.content if isinstance(block, wire.ToolResultBlock)]
     blocks = [block for block in turn.content if not isinstance(block, wire.ToolResultBlock)]
-    parts = [piece for block in blocks for piece in _parts(block)]
     turns = [
         Message(role="tool", tool_call_id=block.tool_use_id, **_result(block)) for block in results
     ]
-    if parts or not results:
-        turns.append(Message(role="user", **content_of(parts, "\n")))
+    if blocks or not results:
+        turns.append(Message(role="user", **content_of(blocks, _pieces, "\n")))
     return turns
 
 
-def _parts(block: _Blocks) -> Sequence[str | bytes]:
+def _pieces(block: _Blocks) -> Sequence[str | bytes]:
     match block:
         case wire.ImageBlock(source=source):
             return [from_base64(source.data)]
@@ -127,12 +125,7 @@ def _text(block: _Texts) -> str:
 
 
 def _result(block: wire.ToolResultBlock) -> dict[str, Any]:
-    content = block.content or ""
-    fields = (
-        {"content": content}
-        if isinstance(content, str)
-        else content_of((piece for block in content for piece in _parts(block)), "\n")
-    )
+    fields = content_of(block.content or "", _pieces, "\n")
     return fields | {"content": f"Error: {fields['content']}"} if block.is_error else fields
 
 
@@ -156,16 +149,16 @@ def _join_texts(content: str | Sequence[_Texts]) -> str:
     return content if isinstance(content, str) else "\n".join(map(_text, content))
 
 
-def _tool_choice(body: wire.CountRequest, tools: tuple[Tool, ...]) -> ToolChoice:
+def _tool_choice(body: wire.CountRequest) -> ToolChoice:
     match body.tool_choice:
         case None:
             return ToolChoice()
         case wire.NoChoice():
             return ToolChoice(mode="none")
         case wire.OneChoice(name=name, disable_parallel_tool_use=is_single):
-            return named_tool(name, not is_single, tools)
+            return ToolChoice(mode="named", name=name, parallel=not is_single)
         case wire.AnyChoice(disable_parallel_tool_use=is_single):
-            return required_tool("any", not is_single, tools)
+            return ToolChoice(mode="required", parallel=not is_single)
         case wire.AutoChoice(disable_parallel_tool_use=is_single):
             return ToolChoice(parallel=not is_single)
 

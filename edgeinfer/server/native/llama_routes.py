@@ -231,8 +231,8 @@ class LlamaRenderer(Renderer):
                 return sse(self._last(self._answer(index, "", ()), event))
         return b""
 
-    def failure(self, problem: Problem, request_id: str) -> bytes:
-        return b"data: " + error_body(problem, request_id) + b"\n\n"
+    def failure(self, problem: Problem) -> bytes:
+        return b"data: " + error_body(problem, "") + b"\n\n"
 
     def waiting(self, text: str) -> bytes:
         return sse_comment(text) + sse(self._answer(0, "", ()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +22,7 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
-from edgeinfer.server.dialect import Renderer
+from edgeinfer.server.dialect import Renderer, stamp
 from edgeinfer.server.model_pool import AvailableModel, ollama_name
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.render import wire_logprobs
@@ -57,12 +56,6 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 def waiting_line(text: str) -> bytes:
     """Keep a stream alive while the model is loaded: white space before its first line."""
     return b" "
-
-
-def stamp(unix_s: float | None = None) -> str:
-    """Format a time as Ollama does; now if none is given."""
-    moment = datetime.now(UTC) if unix_s is None else datetime.fromtimestamp(unix_s, UTC)
-    return moment.isoformat().replace("+00:00", "Z")
 
 
 class Clock:
@@ -112,7 +105,7 @@ class OllamaRenderer(Renderer):
         **last: Any,
     ) -> msgspec.Struct:
         """Make a piece of the answer; `last` are the last piece's own fields."""
-        fields = {"model": self.model, "created_at": stamp(), "done": False} | last
+        fields = {"model": self.model, "created_at": stamp(time.time()), "done": False} | last
         return self._shape(content, thinking, calls, **fields)
 
     def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
@@ -137,9 +130,6 @@ class OllamaRenderer(Renderer):
         calls = _calls(self._calls)
         self._calls = {}
         return self._line(calls=calls) if calls else b""
-
-    def failure(self, problem: Problem, request_id: str) -> bytes:
-        return error_line(problem, request_id)
 
     def waiting(self, text: str) -> bytes:
         return self._line()

@@ -17,7 +17,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
-from edgeinfer.server.dialect import Dialect, RouteTable
+from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import (
     AvailableModel,
@@ -179,7 +179,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
         size=loaded.size_bytes,
         digest=pulled.sha256 or info.sha256,
         details=render.details(pulled, info),
-        expires_at=render.stamp(time.time() + left_s),
+        expires_at=stamp(time.time() + left_s),
         size_vram=0,
         context_length=info.n_ctx,
     )

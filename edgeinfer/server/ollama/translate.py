@@ -92,7 +92,10 @@ def _call(call: wire.CallParam, index: int, number: int) -> ToolCall:
 
 
 def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:
-    return content_of([*map(from_base64, images), text]) if images else {"content": text}
+    if not images:
+        return {"content": text}
+    pieces: list[str | bytes] = [*map(from_base64, images), text]
+    return content_of(pieces, lambda piece: [piece])
 
 
 def _message(turn: wire.MessageParam, open_calls: list[ToolCall]) -> Message:

@@ -157,9 +157,6 @@ class _OpenAI(Renderer):
     def _choice(self, index: int, answer: Collected) -> msgspec.Struct:
         """Make one of a whole answer's choices."""
 
-    def failure(self, problem: Problem, request_id: str) -> bytes:
-        return error_events(problem, request_id)
-
     def waiting(self, text: str) -> bytes:
         waits = next((index for index in range(self.count) if index not in self._ends), 0)
         return sse_comment(text) + self._piece(waits, self.nothing) + _TAIL

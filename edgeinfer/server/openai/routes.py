@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 import msgspec
 from starlette.responses import Response
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext, with_engine
-from edgeinfer.server.dialect import Dialect, RouteTable
+from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation import answer
 from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import translate, wire
@@ -124,7 +123,7 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
         created=pulled.created,
         state=models.state(model_name),
         size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
-        created_at=_stamp(pulled.created),
+        created_at=stamp(pulled.created),
         display_name=pulled.name,
         n_ctx=info.n_ctx if info else 0,
         max_model_len=n_ctx,
@@ -135,10 +134,6 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
         sha256=pulled.sha256 or (info.sha256 if info else ""),
         alias_of=pulled.alias_of,
     )
-
-
-def _stamp(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 OPENAI = Dialect(

@@ -32,13 +32,12 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai import wire
 from edgeinfer.server.request_fields import (
     as_text,
+    check_choice,
     common_fields,
     content_of,
-    named_tool,
     overridden,
     reasoning,
     refuse_infill,
-    required_tool,
     seed_of,
     stop_strings,
     tool_of,
@@ -140,21 +139,21 @@ def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
 def _message(turn: wire.ChatMessage) -> Message:
     match turn:
         case wire.DeveloperMessage():
-            return Message(role="developer", **_content(turn.content))
+            return Message(role="developer", **content_of(turn.content, _pieces))
         case wire.UserMessage():
-            return Message(role="user", name=turn.name or "", **_content(turn.content))
+            return Message(role="user", name=turn.name or "", **content_of(turn.content, _pieces))
         case wire.SystemMessage():  # the others are of its type too
-            return Message(role="system", **_content(turn.content))
+            return Message(role="system", **content_of(turn.content, _pieces))
         case wire.ToolMessage():
             content = "" if turn.content is None else turn.content
-            return Message(role="tool", tool_call_id=turn.tool_call_id, **_content(content))
+            return Message(role="tool", tool_call_id=turn.tool_call_id, **content_of(content, _pieces))
     calls = tuple(
         ToolCall(id=call.id, name=call.function.name, arguments=as_text(call.function.arguments))
         for call in turn.tool_calls or ()
     )
     return Message(
         role="assistant",
-        **_content(turn.refusal or "" if turn.content is None else turn.content),
+        **content_of(turn.refusal or "" if turn.content is None else turn.content, _pieces),
         reasoning=turn.reasoning_content or turn.reasoning or "",
         tool_calls=calls,
         name=turn.name or "",
@@ -164,13 +163,7 @@ def _message(turn: wire.ChatMessage) -> Message:
 _Part = wire.TextPart | wire.ImagePart | wire.FilePart | wire.RefusalPart
 
 
-def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
-    if isinstance(content, str):
-        return {"content": content}
-    return content_of(piece for item in content for piece in _parts(item))
-
-
-def _parts(item: _Part) -> Sequence[str | bytes]:
+def _pieces(item: _Part) -> Sequence[str | bytes]:
     match item:
         case wire.TextPart(text=text):
             return [text]
@@ -192,14 +185,10 @@ def tool_choice(
     choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
 ) -> ToolChoice:
     """Raises InvalidRequestError when a call is demanded of a tool that is not there."""
-    both = parallel is not False
-    if choice is None:
-        return ToolChoice(parallel=both)
+    fields: dict[str, Any] = {"parallel": parallel is not False, "mode": choice or "auto"}
     if isinstance(choice, wire.NamedToolChoice):
-        return named_tool(choice.function.name, both, tools)
-    if choice == "required":
-        return required_tool(choice, both, tools)
-    return ToolChoice(mode=choice, parallel=both)  # type: ignore[arg-type]  # the wire type allows exactly these words
+        fields |= {"mode": "named", "name": choice.function.name}
+    return check_choice(ToolChoice(**fields), tools)
 
 
 def constraint(

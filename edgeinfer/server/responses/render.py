@@ -90,7 +90,7 @@ class ResponseRenderer(Renderer):
         done = self._finish_item("incomplete" if self._answer.finish.is_cut_short else "completed")
         return done + self._sse(f"response.{reply.status}", response=reply)
 
-    def failure(self, problem: Problem, request_id: str) -> bytes:
+    def failure(self, problem: Problem) -> bytes:
         reply = self.reply("failed")
         error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))

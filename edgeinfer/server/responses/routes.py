@@ -132,8 +132,7 @@ def _output_items(response: StoredResponse) -> list[wire.Item]:
     output = msgspec.json.decode(response.reply, type=_Output).output
     if not output:
         return []
-    decoder = LenientDecoder(refuse_unknown=False)
-    return _own_items(decoder.read({"input": output}, wire.ResponsesRequest))
+    return _own_items(LenientDecoder().read({"input": output}, wire.ResponsesRequest))
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,12 +22,11 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.openai.wire import JsonObjectFormat, RefusalPart
 from edgeinfer.server.request_fields import (
     as_text,
+    check_choice,
     common_fields,
     content_of,
-    named_tool,
     overridden,
     reasoning,
-    required_tool,
     tool_of,
 )
 from edgeinfer.server.responses import wire
@@ -110,10 +108,11 @@ def _append(turns: list[Message], item: wire.Item) -> None:
     match item:
         case wire.MessageItem():
             thought = _pending_reasoning(turns, item)
-            turns.append(Message(role=item.role, reasoning=thought, **_content(item.content)))
+            content = content_of(item.content, _pieces)
+            turns.append(Message(role=item.role, reasoning=thought, **content))
         case wire.FunctionOutputItem():
             output = as_text(item.output) if isinstance(item.output, dict) else item.output
-            turns.append(Message(role="tool", tool_call_id=item.call_id, **_content(output)))
+            turns.append(Message(role="tool", tool_call_id=item.call_id, **content_of(output, _pieces)))
         case wire.ReasoningItem():
             text = "".join(piece.text for piece in item.content or item.summary)
             turns.append(Message(role="assistant", reasoning=text))
@@ -138,13 +137,7 @@ def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
 _Part = wire.InputText | wire.InputImage | wire.InputFile | wire.OutputText | RefusalPart
 
 
-def _content(content: str | Sequence[_Part]) -> dict[str, Any]:
-    if isinstance(content, str):
-        return {"content": content}
-    return content_of(piece for item in content for piece in _parts(item))
-
-
-def _parts(item: _Part) -> Sequence[str | bytes]:
+def _pieces(item: _Part) -> Sequence[str | bytes]:
     match item:
         case wire.InputImage(image_url=url):
             return [from_base64(url)]
@@ -156,13 +149,11 @@ def _parts(item: _Part) -> Sequence[str | bytes]:
 
 
 def _tool_choice(body: wire.ResponsesRequest, tools: tuple[Tool, ...]) -> ToolChoice:
-    parallel = body.parallel_tool_calls is not False
-    choice = body.tool_choice
+    parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
     if isinstance(choice, wire.ChosenFunction):
-        return named_tool(_model_name(choice.name, body), parallel, tools)
-    if choice == "required":
-        return required_tool("required", parallel, tools)
-    return ToolChoice(mode=choice or "auto", parallel=parallel)
+        named = ToolChoice(mode="named", name=_model_name(choice.name, body), parallel=parallel)
+        return check_choice(named, tools)
+    return check_choice(ToolChoice(mode=choice or "auto", parallel=parallel), tools)
 
 
 def _constraint(body: wire.ResponsesRequest) -> Constraint | None:

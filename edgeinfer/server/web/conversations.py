@@ -20,7 +20,7 @@ import msgspec
 
 from edgeinfer.chat.answer import Answer
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.history.values import Attachment, Conversation
+from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.events import Finished
@@ -424,13 +424,6 @@ class Follower:
             blocks = growing.blocks[first:]
             piece = {"turn": turn_id, "from": first, "blocks": blocks, "reasoning": new.reasoning}
             yield "piece", piece
-
-
-def attachments_of(files: Sequence[tuple[str, bytes]]) -> list[Attachment]:
-    """Return files as attachments. Raises UsageError for one that is neither text nor a picture."""
-    from edgeinfer.chat.attachments import from_bytes
-
-    return [from_bytes(name, data) for name, data in files]
 
 
 def no_conversation() -> Problem:

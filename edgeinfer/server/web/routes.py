@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
 from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.attachments import from_bytes
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation, Summary, branch_to
 from edgeinfer.chat.session import ChatSession
@@ -32,7 +33,7 @@ from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access, Web, user_of
-from edgeinfer.server.web.conversations import Conversations, attachments_of, no_conversation
+from edgeinfer.server.web.conversations import Conversations, no_conversation
 from edgeinfer.server.web.models import Pulls, list_offers
 from edgeinfer.server.web.render import blocks
 from edgeinfer.tools.approval import Decision
@@ -336,8 +337,9 @@ async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
 async def _ask(context: RequestContext, body: wire.Question, conversation_id: int) -> wire.Opened:
     if body.tools:
         await context.endpoint.use_tools()
-    named = [(file.name, file.data) for file in body.files]
-    files = await context.endpoint.in_thread(attachments_of, named)
+    files = await context.endpoint.in_thread(
+        lambda: [from_bytes(file.name, file.data) for file in body.files]
+    )
 
     def prepare(session: ChatSession) -> None:
         _set(context, session, body)

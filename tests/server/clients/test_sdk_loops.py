@@ -31,7 +31,7 @@ def loop(serve):
             Finished(reason="tool_calls", usage=Usage(), timings=Timings()),
         ]
 
-    return serve(FakeEngine(script), refuse_unknown=True)
+    return serve(FakeEngine(script))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def live_server(serve_module, engine):
-    return serve_module(engine, refuse_unknown=True)
+    return serve_module(engine)
 
 
 @pytest.mark.parametrize(

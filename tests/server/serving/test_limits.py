@@ -261,7 +261,6 @@ def test_query_names_are_compared_linearly():
     names = [_Counted(f"q{number}") for number in range(2000)]
     fields = [*((name, "") for name in names), ("prompt", "x")]
     context: Any = SimpleNamespace(
-        endpoint=SimpleNamespace(refuse_unknown=False),
         request=SimpleNamespace(query_params=SimpleNamespace(multi_items=lambda: fields)),
         body=None,
         ignore=lambda names: None,
