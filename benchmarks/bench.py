@@ -79,7 +79,7 @@ class Bare:
         self.llama.llama_model_free(self.model)
 
 
-def finished(engine: LlamaEngine, prompt: list[int], n: int) -> Finished:
+def run_to_end(engine: LlamaEngine, prompt: list[int], n: int) -> Finished:
     request = GenerateRequest(
         prompt=tuple(prompt),
         max_tokens=n,
@@ -97,8 +97,8 @@ def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
     """Prefill (prompt to first token) and steady decode, tokens a second, by the engine's own
     timings.
     """
-    prefill = finished(engine, prompt, 1).timings.prefill_ms
-    last_event = finished(engine, prompt[:16], DECODE + 1)
+    prefill = run_to_end(engine, prompt, 1).timings.prefill_ms
+    last_event = run_to_end(engine, prompt[:16], DECODE + 1)
     return 1000.0 * len(prompt) / prefill, last_event.timings.decode_tokens_per_s(DECODE + 1)
 
 
@@ -110,7 +110,7 @@ def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) 
     return engine.between_steps(lambda: bare.rates(prompt, n))
 
 
-def timed(work) -> tuple[float, object]:
+def time_call(work) -> tuple[float, object]:
     began = time.perf_counter()
     result = work()
     return (time.perf_counter() - began) * 1000.0, result
@@ -125,32 +125,32 @@ def measure(name: str, rounds: int) -> dict[str, object]:
     files = ModelFiles(name=name, paths=(str(path),))
     options = LoadOptions(n_ctx=N_CTX, n_parallel=1)
     rows: dict[str, list[float]] = {}
-    ours: LlamaEngine | None = None
+    engine: LlamaEngine | None = None
     bare: Bare | None = None
     for _ in range(rounds):
-        for side in (ours, bare):
+        for side in (engine, bare):
             if side is not None:
                 side.close()
-        ms, ours = timed(lambda: load_engine(files, options))  # type: ignore[assignment]
+        ms, engine = time_call(lambda: load_engine(files, options))  # type: ignore[assignment]
         rows.setdefault("load_ms ours", []).append(ms)
-        threads = ours.info.choices["n_threads"].value
-        ms, bare = timed(lambda n=threads: Bare(path, n))  # type: ignore[assignment]
+        threads = engine.info.choices["n_threads"].value
+        ms, bare = time_call(lambda n=threads: Bare(path, n))  # type: ignore[assignment]
         rows.setdefault("load_ms bare", []).append(ms)
-    assert ours is not None
+    assert engine is not None
     assert bare is not None
-    prompt = (ours.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[
+    prompt = (engine.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[
         :PREFILL
     ]
-    engine_rates(ours, prompt)
-    beside(ours, bare, prompt)
+    engine_rates(engine, prompt)
+    beside(engine, bare, prompt)
     for _ in range(rounds):
         for label, (prefill, decode) in (
-            ("ours", engine_rates(ours, prompt)),
-            ("bare", beside(ours, bare, prompt)),
+            ("ours", engine_rates(engine, prompt)),
+            ("bare", beside(engine, bare, prompt)),
         ):
             rows.setdefault(f"prefill_tok_s {label}", []).append(prefill)
             rows.setdefault(f"decode_tok_s {label}", []).append(decode)
-    ours.close()
+    engine.close()
     bare.close()
     result: dict[str, object] = {key: summary(values) for key, values in rows.items()}
     result |= llama_bench(path, threads)
@@ -191,13 +191,13 @@ def table(results: dict[str, dict]) -> str:
     ]
     for model, rows in results.items():
         for figure, higher in (("load_ms", False), ("prefill_tok_s", True), ("decode_tok_s", True)):
-            ours, bare = rows[f"{figure} ours"], rows[f"{figure} bare"]
+            own_rates, bare = rows[f"{figure} ours"], rows[f"{figure} bare"]
             peer = rows.get(f"{figure} llama-bench")
             cells = [
                 f"{s['median']:.1f} ({s['min']:.1f}–{s['max']:.1f})" if s else "–"
-                for s in (ours, bare, peer)
+                for s in (own_rates, bare, peer)
             ]
-            ratio = ours["median"] / bare["median"]
+            ratio = own_rates["median"] / bare["median"]
             mark = " (higher is better)" if higher else " (lower is better)"
             lines.append(
                 f"| {model} | {figure}{mark} | {cells[0]} | {cells[1]} | {ratio:.3f} | {cells[2]} |"

@@ -52,7 +52,7 @@ class Session(NamedTuple):
     """Where and when a session is, and what its person says first."""
 
     folder: str
-    words: str
+    question: str
     day: str = datetime.date.today().isoformat()
 
 
@@ -63,7 +63,7 @@ def first_request(agent: str) -> dict[str, Any]:
     return next(request for request in recorded if len(request["body"].get("tools") or ()) == most)
 
 
-def asked(body: dict[str, Any], session: Session) -> dict[str, Any]:
+def body_for(body: dict[str, Any], session: Session) -> dict[str, Any]:
     """The body as the agent would have sent it for another session."""
     raw = json.dumps(body)
     if scrub(FIRST) not in raw:
@@ -71,7 +71,9 @@ def asked(body: dict[str, Any], session: Session) -> dict[str, Any]:
     raw = _HOME.sub("/home/ada", raw)
     raw = _WORK.sub(f"/home/ada/{session.folder}", raw)
     raw = _SLUG.sub(f"-home-ada-{session.folder}", raw)
-    other: dict[str, Any] = json.loads(_DAY.sub(session.day, raw).replace(scrub(FIRST), session.words))
+    other: dict[str, Any] = json.loads(
+        _DAY.sub(session.day, raw).replace(scrub(FIRST), session.question)
+    )
     return other
 
 
@@ -80,7 +82,7 @@ def ask(
 ) -> tuple[float, dict[str, Any]]:
     """Seconds from the request to the first piece of an answer of `n` tokens, and what /slots says."""
     limit = _LIMITS.get(recorded["path"], "max_tokens")
-    body = asked(recorded["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
+    body = body_for(recorded["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
     for name in ("stream_options", "max_completion_tokens"):
         body.pop(name, None)
     connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
@@ -132,12 +134,12 @@ def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[
     recorded = first_request(agent)
     side = ours(home, model, N_CTX, parallel=1)
     try:
-        return _measured(side, agent, shape, recorded, home, runs)
+        return _measure_side(side, agent, shape, recorded, home, runs)
     finally:
         side.stop()  # what was read is written, also of a run that was broken off
 
 
-def _measured(
+def _measure_side(
     side: Side, agent: str, shape: str, recorded: dict[str, Any], home: Path, runs: int
 ) -> list[dict[str, Any]]:
     side.start()

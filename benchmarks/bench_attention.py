@@ -109,9 +109,9 @@ def table(figures: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> 
     ]
     for (model, cache), by_rows in figures.items():
         for rows, times in by_rows.items():
-            theirs, ours = (times[side] for side in SIDES)
-            share = statistics.median(ours) / statistics.median(theirs)
-            told = (spread([s * 1000 for s in side], "ms") for side in (theirs, ours))
+            llama_cpp, edgeinfer = (times[side] for side in SIDES)
+            share = statistics.median(edgeinfer) / statistics.median(llama_cpp)
+            told = (spread([s * 1000 for s in side], "ms") for side in (llama_cpp, edgeinfer))
             lines.append(f"| {model} | {cache} | {rows} | {' | '.join(told)} | {share:.2f} |")
     return "\n".join(lines) + "\n"
 
@@ -134,9 +134,9 @@ def main() -> None:
     parser.set_defaults(rows=[1, 2, 4, 8, 19, 32, 64, 512])
     options = parser.parse_args()
     figures = {}
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         for shape in options.shapes.split(","):
-            model = model_of(shape, model_path("smollm2"), options.work or Path(made))
+            model = model_of(shape, model_path("smollm2"), options.work or Path(temporary))
             for cache in options.caches.split(","):
                 figures[shape, cache] = measure(model, cache, options)
     name = "-".join(["attention", *filter(None, [options.variant]), *options.caches.split(",")])

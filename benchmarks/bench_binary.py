@@ -130,23 +130,23 @@ class Side:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
-    def painted(self, model: str) -> dict[str, float]:
+    def measure_chat(self, model: str) -> dict[str, float]:
         """`chat` on a pseudo-terminal: exec → the composer is on the screen."""
-        controller, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        controller, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         began = time.monotonic()
         process = subprocess.Popen(
             [*self.command, "chat", model, "--resume", "always"],
             env=self.environment,
             cwd="/",
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
             start_new_session=True,
             **self.person,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
-        os.close(theirs)
+        os.close(terminal)
         seen = b""
         try:
             while PAINTED not in seen:
@@ -234,7 +234,7 @@ def measure(
             for stages in (
                 side.answer(name),
                 side.ready(name),
-                side.painted(name),
+                side.measure_chat(name),
                 cold_start(side, name),
             ):
                 for stage, ms in stages.items():

@@ -125,14 +125,14 @@ def requests(task: str, n_tokens: int) -> list[GenerateRequest]:
 
 
 def ask(
-    engine: LlamaEngine, requests: list[GenerateRequest], how: str
+    engine: LlamaEngine, requests: list[GenerateRequest], speculative: str
 ) -> tuple[float, int, int, list[str]]:
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
     engine.between_steps(
         engine._scheduler.kv.drop_idle
     )  # or old cells would decide the new ones' order
     running = [
-        engine.submit(msgspec.structs.replace(r, speculative=how, cache_on_disk=False))
+        engine.submit(msgspec.structs.replace(r, speculative=speculative, cache_on_disk=False))
         for r in requests
     ]
     answers = [list(stream) for stream in running]
@@ -160,31 +160,37 @@ def measure(
         for group in groups[:1]:
             ask(engine, group, "off")
         n_equal = n_texts = 0
-        found: dict[str, list[tuple[float, int, int]]] = {"off": [], "auto": []}
+        figures_by_mode: dict[str, list[tuple[float, int, int]]] = {"off": [], "auto": []}
         for number in range(rounds):
             for group in groups:
                 texts = {}
-                for how in ("off", "auto") if number % 2 else ("auto", "off"):
-                    *figures, texts[how] = ask(engine, group, how)
-                    found[how].append(tuple(figures))  # type: ignore[arg-type]
+                for mode in ("off", "auto") if number % 2 else ("auto", "off"):
+                    *figures, texts[mode] = ask(engine, group, mode)
+                    figures_by_mode[mode].append(tuple(figures))  # type: ignore[arg-type]
                 n_texts += len(group)
                 n_equal += sum(a == b for a, b in zip(texts["off"], texts["auto"], strict=True))
                 said.setdefault(task, [])
                 said[task] += zip((str(r.prompt) for r in group), texts["off"], strict=True)
-        ratios = [a[0] / o[0] for a, o in zip(found["auto"], found["off"], strict=True)]
+        ratios = [
+            a[0] / o[0] for a, o in zip(figures_by_mode["auto"], figures_by_mode["off"], strict=True)
+        ]
         equal = f"{n_equal} of {n_texts}"
         gain = f"{statistics.median(ratios):.2f}"
-        rows.append([name, str(n_streams), task, *_cells(found), gain, equal])
+        rows.append([name, str(n_streams), task, *_cells(figures_by_mode), gain, equal])
         print(rows[-1], flush=True)
     return rows, said
 
 
-def _cells(found: dict[str, list[tuple[float, int, int]]]) -> list[str]:
-    drafted = sum(one[1] for one in found["auto"])
-    share = f"{sum(one[2] for one in found['auto']) / drafted:.0%} of {drafted}" if drafted else "none"
+def _cells(figures_by_mode: dict[str, list[tuple[float, int, int]]]) -> list[str]:
+    drafted = sum(figures[1] for figures in figures_by_mode["auto"])
+    share = (
+        f"{sum(figures[2] for figures in figures_by_mode['auto']) / drafted:.0%} of {drafted}"
+        if drafted
+        else "none"
+    )
     cells = []
-    for how in ("off", "auto"):
-        rates = [one[0] for one in found[how]]
+    for mode in ("off", "auto"):
+        rates = [figures[0] for figures in figures_by_mode[mode]]
         middle = statistics.median(rates)
         cells.append(f"{middle:.0f} ± {(max(rates) - min(rates)) / 2 / middle:.0%}")
     return [*cells, share]
@@ -199,23 +205,32 @@ def prime(engine: LlamaEngine, n_tokens: int) -> None:
 
 
 def replay(
-    engine: LlamaEngine, said: dict[str, list[tuple[str, str]]], curve: StepCurve, name: str
+    engine: LlamaEngine,
+    said: dict[str, list[tuple[str, str]]],
+    curve: StepCurve,
+    name: str,
+    *,
+    uses_past: bool,
 ) -> list[list[str]]:
-    """A row for each task: the same answers in steps of the times of another model's `curve`."""
+    """A row for each task: the same answers in steps of the times of another model's `curve`.
+
+    Tool calls and JSON are drafted from past answers too if `uses_past`; other tasks only once.
+    """
     rows = []
     one_s = curve.seconds(1, 1)
     assert one_s is not None
     with tempfile.TemporaryDirectory() as folder:
         past = PastAnswers(Path(folder), b"secret")
-        for task in TASKS:
+        tasks = ("tool call", "JSON")
+        for task in TASKS if uses_past else tasks:
             spent_s = 0.0
             n_tokens = drafted = accepted = 0
             for prompt, text in dict(said[task]).items():
                 tokens, answer = engine.tokenize(prompt), engine.tokenize(text)
                 drafter = SuffixDrafter(engine.info.n_vocab)
-                drafter.answers = past.of("") if task in ("tool call", "JSON") else None
-                drafting, begun = Drafting(drafter, limit=MAX_DRAFT), len(tokens)
-                while (done := len(tokens) - begun) < len(answer):
+                drafter.answers = past.of("") if uses_past and task in tasks else None
+                drafting, n_prompt = Drafting(drafter, limit=MAX_DRAFT), len(tokens)
+                while (done := len(tokens) - n_prompt) < len(answer):
                     drafts = drafting.propose(tokens, len(answer) - done - 1, DraftBudget(curve, 1, 1))
                     right = 0
                     while right < len(drafts) and drafts[right] == answer[done + right]:
@@ -225,11 +240,12 @@ def replay(
                     spent_s += curve.seconds(1, 1 + len(drafts)) or 0.0
                 n_tokens += len(answer)
                 drafted, accepted = drafted + drafting.drafted, accepted + drafting.accepted
-                past.add("", "", tokens[begun - CONTEXT_TOKENS :])
+                past.add("", "", tokens[n_prompt - CONTEXT_TOKENS :])
             rate = n_tokens / spent_s
             share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
             cells = [f"{1 / one_s:.1f}", f"{rate:.1f}", share, f"{rate * one_s:.2f}", "–"]
-            rows.append([name, "1, replayed", task, *cells])
+            streams = "1, replayed" if uses_past else "1, replayed without past answers"
+            rows.append([name, streams, task, *cells])
             print(rows[-1], flush=True)
         past.close()
     return rows
@@ -276,7 +292,9 @@ def main() -> None:
                 rows += measured_rows
                 said = said or answers
                 if curve is not None and n_streams == 1:
-                    rows += replay(engine, said, curve, f"{options.shape}, answers of {name}")
+                    for uses_past in (True, False):
+                        label = f"{options.shape}, answers of {name}"
+                        rows += replay(engine, said, curve, label, uses_past=uses_past)
                 engine.close()
     head = [
         "model",

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import peer_server
-from bench import Bare, beside, finished
+from bench import Bare, beside, run_to_end
 from common import NAMES, add_out, model_path, peer_program, write_figure
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -87,8 +87,8 @@ class Ours:
         # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every
         # token
         arrivals: list[float] = []
-        wanted = request(prompt, n, cache_prompt=cache, speculative=self._speculative)
-        for event in self.engine.submit(wanted):
+        generate_request = request(prompt, n, cache_prompt=cache, speculative=self._speculative)
+        for event in self.engine.submit(generate_request):
             if isinstance(event, TextDelta):
                 arrivals.append(time.perf_counter())
             elif isinstance(event, Finished):
@@ -124,7 +124,7 @@ def together(side, prompts: list[list[int]], n: int, *, cache: bool) -> dict:
     }
 
 
-def merged(samples: list[dict]) -> dict:
+def merge(samples: list[dict]) -> dict:
     ttft = [v for s in samples for v in s["ttft_ms"]]
     gaps = [v for s in samples for v in s["gap_ms"]]
     rates = [s["tok_s"] for s in samples]
@@ -154,18 +154,18 @@ def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
     """
     bare = Bare(path, engine.info.choices["n_threads"].value)
     prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
-    ours, theirs = [], []
+    engine_rates, bare_rates = [], []
     for _ in range(4 * rounds + 1):
-        ours.append(finished(engine, prompt, 33).timings.decode_tokens_per_s(33))
-        theirs.append(beside(engine, bare, prompt, 32)[1])
+        engine_rates.append(run_to_end(engine, prompt, 33).timings.decode_tokens_per_s(33))
+        bare_rates.append(beside(engine, bare, prompt, 32)[1])
     bare.close()
-    ours, theirs = ours[1:], theirs[1:]
+    engine_rates, bare_rates = engine_rates[1:], bare_rates[1:]
     return {
-        "ours_tok_s": statistics.median(ours),
-        "bare_tok_s": statistics.median(theirs),
-        "ours_best_tok_s": max(ours),
-        "bare_best_tok_s": max(theirs),
-        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "ours_tok_s": statistics.median(engine_rates),
+        "bare_tok_s": statistics.median(bare_rates),
+        "ours_best_tok_s": max(engine_rates),
+        "bare_best_tok_s": max(bare_rates),
+        "ratio": statistics.median(a / b for a, b in zip(engine_rates, bare_rates, strict=True)),
     }
 
 
@@ -185,7 +185,7 @@ def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) ->
             for name in list(sides) if r % 2 else reversed(sides):
                 prompts = prompts_of(engine, width, r)
                 samples[name].append(together(sides[name], prompts, TOKENS, cache=False))
-        figures[width] = {name: merged(s) for name, s in samples.items()}
+        figures[width] = {name: merge(s) for name, s in samples.items()}
         if server:
             server.close()
         print(width, {name: round(v["tok_s"], 1) for name, v in figures[width].items()}, flush=True)
@@ -209,7 +209,7 @@ def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: 
             samples[name].append(together(side, prompts, TOKENS, cache=True))
     if server:
         server.close()
-    return {name: merged(s) for name, s in samples.items()}
+    return {name: merge(s) for name, s in samples.items()}
 
 
 def stall(engine: LlamaEngine) -> dict:
@@ -277,10 +277,10 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
             prompt = engine.tokenize(
                 f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: "
             )
-            wanted = request(
+            generate_request = request(
                 prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off"
             )
-            finished_event = list(engine.submit(wanted))[-1]
+            finished_event = list(engine.submit(generate_request))[-1]
             assert isinstance(finished_event, Finished)
             if r:
                 rates[name].append(
@@ -376,11 +376,11 @@ def _against(sides: dict) -> str:
         latency = f"TTFT {s['ttft_p50_ms']:.0f}/{s['ttft_p95_ms']:.0f}, gap {s['gap_p50_ms']:.0f}/{s['gap_p95_ms']:.0f} ms"
         return f"{s['tok_s']:.1f} tok/s ({s['tok_s_min']:.1f}–{s['tok_s_max']:.1f}; {latency})"
 
-    ours, off, peer = (sides.get(name) for name in ("ours", "off", "llama_server"))
+    default, off, peer = (sides.get(name) for name in ("ours", "off", "llama_server"))
     beside = f"llama-server {words(peer)}" if peer else "no llama-server"
-    ratio = f"{ours['tok_s'] / peer['tok_s']:.2f}" if peer else ""
-    drafts = f"; {ours['tok_s'] / off['tok_s']:.2f} of itself without drafts" if off else ""
-    return f"{words(ours)} | {beside} | {ratio}{drafts}"
+    ratio = f"{default['tok_s'] / peer['tok_s']:.2f}" if peer else ""
+    drafts = f"; {default['tok_s'] / off['tok_s']:.2f} of itself without drafts" if off else ""
+    return f"{words(default)} | {beside} | {ratio}{drafts}"
 
 
 def main() -> None:

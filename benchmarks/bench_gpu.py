@@ -43,7 +43,7 @@ ATTACH_S = 600.0
 class Side(NamedTuple):
     """Where layers lie, in words; `--gpu-layers`; the devices' names, none for the CPU."""
 
-    words: str
+    label: str
     layers: str
     devices: tuple[str, ...] = ()
 
@@ -83,14 +83,14 @@ class GpuBench(Bench):
         folder = CACHE / "lavapipe"
         if file is None or not folder.is_dir():
             raise SystemExit("error: no software device is here\n\nhint: scripts/setup.sh test")
-        place = self.work / "home/data/backends"
-        place.mkdir(parents=True)
+        folder = self.work / "home/data/backends"
+        folder.mkdir(parents=True)
         for path in (
             Path(file.path),
             backends.facts_path(Path(file.path)),
             folder / "loader/libvulkan.so.1",
         ):
-            shutil.copy(path, place)
+            shutil.copy(path, folder)
         driver = str(folder / "lvp_icd.json")
         self.environment |= {
             "VK_DRIVER_FILES": driver,
@@ -129,8 +129,8 @@ class GpuBench(Bench):
         self._launch(name)  # page cache and kdat are hot from here on
         by_side = {}
         for side in self.sides(name, devices):
-            by_side[side.words] = self._measure_side(name, side)
-            print(f"{name}, {side.words}: {by_side[side.words]}", file=sys.stderr, flush=True)
+            by_side[side.label] = self._measure_side(name, side)
+            print(f"{name}, {side.label}: {by_side[side.label]}", file=sys.stderr, flush=True)
         peer = self._peer_rates(model, devices) if devices and not self.options.software else {}
         self.edgeinfer("snapshots", "rm", name)
         return by_side | peer
@@ -143,7 +143,7 @@ class GpuBench(Bench):
         first = [self._launch(name, *layers)["first_token"] for _ in range(self.options.runs)]
         began = time.monotonic()
         with self._endpoint(name, PORT, "--resume=always", *layers):
-            attached = bool(side.devices) and _attached(PORT)
+            attached = bool(side.devices) and _has_layers_on_device(PORT)
             attach_s = time.monotonic() - began if attached else None
             turns = [self._turn(PORT, n) for n in range(self.options.runs)]
         return Found(attach_s, first, *zip(*turns, strict=True))
@@ -158,7 +158,7 @@ class GpuBench(Bench):
     def _peer_rates(self, model: Path, devices: list[Device]) -> dict[str, Found]:
         """llama-bench of the same build with the same backend libraries, all layers on one device."""
         program = os.environ.get("EDGEINFER_LLAMA_BENCH")
-        found = {}
+        rates = {}
         for device in devices if program else ():
             file = backends.find(device.backend)
             assert file is not None
@@ -167,11 +167,11 @@ class GpuBench(Bench):
             environment = os.environ | {"GGML_BACKEND_PATH": file.path}
             done = subprocess.run(command, env=environment, capture_output=True, check=True)
             read, written = (test["samples_ts"] for test in json.loads(done.stdout))
-            found[f"llama-bench, all on {device.name}"] = Found(None, (), read, written)
-        return found
+            rates[f"llama-bench, all on {device.name}"] = Found(None, (), read, written)
+        return rates
 
 
-def _attached(port: int) -> bool:
+def _has_layers_on_device(port: int) -> bool:
     """Wait until layers are on a device. Raises SystemExit when they never are."""
     deadline = time.monotonic() + ATTACH_S
     while time.monotonic() < deadline:
@@ -206,7 +206,9 @@ def _post(port: int, body: dict[str, Any]) -> Any:
     raise SystemExit(f"error: nothing answers on port {port}")
 
 
-def table(found: dict[str, dict[str, Found]], devices: list[Device], absent: list[str], n: int) -> str:
+def table(
+    rates_by_model: dict[str, dict[str, Found]], devices: list[Device], absent: list[str], n: int
+) -> str:
     """The figure: devices, then a row for each side, medians with the spread."""
     lines = [f"- {device_line(device)}" for device in devices]
     lines += [
@@ -217,7 +219,7 @@ def table(found: dict[str, dict[str, Found]], devices: list[Device], absent: lis
         f"| | attached after | first token | prompt of {n} | answer |",
         "|---|---|---|---|---|",
     ]
-    for name, sides in found.items():
+    for name, sides in rates_by_model.items():
         for title, rates in sides.items():
             after = "" if rates.attach_s is None else f"{rates.attach_s:.2f} s"
             cells = (
@@ -258,8 +260,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=options.work) as work:
         bench = GpuBench(options, Path(work))
         devices, absent = bench.prepare()
-        found = {name: bench.measure_sides(name, devices) for name in options.models.split(",")}
-    sys.stdout.write(write_figure(options.out, "gpu", table(found, devices, absent, options.prompt)))
+        rates_by_model = {
+            name: bench.measure_sides(name, devices) for name in options.models.split(",")
+        }
+    sys.stdout.write(
+        write_figure(options.out, "gpu", table(rates_by_model, devices, absent, options.prompt))
+    )
 
 
 if __name__ == "__main__":

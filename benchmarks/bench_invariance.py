@@ -50,9 +50,9 @@ def docs() -> str:
 
 def prompts(n: int) -> list[str]:
     """Pieces of the docs, of 30 to 140 words."""
-    words = docs().split()
-    step = len(words) // n
-    return [" ".join(words[i * step : i * step + 30 + i * 37 % 111]) for i in range(n)]
+    docs_words = docs().split()
+    step = len(docs_words) // n
+    return [" ".join(docs_words[i * step : i * step + 30 + i * 37 % 111]) for i in range(n)]
 
 
 class Outcome:
@@ -74,11 +74,11 @@ class Outcome:
         self.texts.append(text)
 
 
-def compute(engine: LlamaEngine, way: str, wanted: list[str], n_tokens: int) -> Outcome:
+def compute(engine: LlamaEngine, way: str, all_prompts: list[str], n_tokens: int) -> Outcome:
     """Compute the texts in groups."""
     at_once, fields = WAYS[way]
     outcome = Outcome()
-    for first in range(0, len(wanted), at_once):
+    for first in range(0, len(all_prompts), at_once):
         running = [
             engine.submit(
                 GenerateRequest(
@@ -89,7 +89,7 @@ def compute(engine: LlamaEngine, way: str, wanted: list[str], n_tokens: int) -> 
                     **{"speculative": "off", **fields},  # type: ignore[arg-type]
                 )
             )
-            for prompt in wanted[first : first + at_once]
+            for prompt in all_prompts[first : first + at_once]
         ]
         for generation in running:
             outcome.add(iter(generation))
@@ -106,10 +106,10 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         limits = CacheLimits(max_bytes=4 << 30, margin_bytes=0)
         ways = list(WAYS)
-        for part in (ways[:-1], ways[-1:]):
+        for group in (ways[:-1], ways[-1:]):
             with closing(load_engine(files, options)) as engine:
                 engine.use_blocks(BlockStore(Path(folder), limits))
-                for way in part:
+                for way in group:
                     outcome = compute(engine, way, texts, n_tokens)
                     first = first or outcome
                     same = sum(a == b for a, b in zip(first.texts, outcome.texts, strict=True))
@@ -135,7 +135,7 @@ def score(model: str, text: str, tokens: str, kernels: str) -> None:
     print(json.dumps(perplexity.measure([model, text, tokens])))
 
 
-def measured(model: Path, windows: list[str], kernels: str) -> float:
+def text_perplexity(model: Path, windows: list[str], kernels: str) -> float:
     """The perplexity of all windows together."""
     total, n_tokens = 0.0, 0
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -148,9 +148,9 @@ def measured(model: Path, windows: list[str], kernels: str) -> float:
             done = subprocess.run(
                 [*command, str(_WINDOW_TOKENS), kernels], check=True, stdout=subprocess.PIPE, text=True
             )
-            found = json.loads(done.stdout.splitlines()[-1])
-            total += math.log(found["perplexity"]) * found["n_tokens"]
-            n_tokens += found["n_tokens"]
+            score = json.loads(done.stdout.splitlines()[-1])
+            total += math.log(score["perplexity"]) * score["n_tokens"]
+            n_tokens += score["n_tokens"]
     return math.exp(total / n_tokens)
 
 
@@ -159,8 +159,10 @@ def perplexity_rows(name: str, n_windows: int) -> list[str]:
     text = docs()
     step = len(text) // n_windows
     windows = [text[i * step : (i + 1) * step] for i in range(n_windows)]
-    ours, llamas = (measured(model_path(name), windows, kernels) for kernels in ("ours", "llama.cpp"))
-    return [f"| {name} | {llamas:.4f} | {ours:.4f} | {ours / llamas - 1:+.3%} |"]
+    edgeinfer, llamas = (
+        text_perplexity(model_path(name), windows, kernels) for kernels in ("ours", "llama.cpp")
+    )
+    return [f"| {name} | {llamas:.4f} | {edgeinfer:.4f} | {edgeinfer / llamas - 1:+.3%} |"]
 
 
 def main() -> None:

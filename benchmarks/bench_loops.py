@@ -152,11 +152,11 @@ def prompts() -> list[Prompt]:
         ],
         [
             Prompt(
-                f"{name} left the {thing} in the {place} and went home. The {place} was locked at night. "
+                f"{name} left the {thing} in the {location} and went home. The {location} was locked at night. "
                 f"In the morning {name} came back for the {thing}. Where was the {thing}?",
-                place,
+                location,
             )
-            for name, thing, place in moves
+            for name, thing, location in moves
         ],
         [
             Prompt(f"Which of these is a number: {word}, seven, {other}?", "seven")
@@ -164,7 +164,7 @@ def prompts() -> list[Prompt]:
         ],
         *([Prompt(form.format(subject)) for subject in SUBJECTS] for form in FORMS),
     ]
-    return [one for row in itertools.zip_longest(*kinds) for one in row if one is not None]
+    return [prompt for row in itertools.zip_longest(*kinds) for prompt in row if prompt is not None]
 
 
 class Answer(NamedTuple):
@@ -173,7 +173,7 @@ class Answer(NamedTuple):
     prompt: Prompt
     text: str
     n_tokens: int
-    ended: bool
+    is_complete: bool
     loops: bool
     new_share: float
     surprise: float
@@ -210,7 +210,7 @@ def ask(engine: LlamaEngine, prompt: Prompt, limit: int, sampling: Sampling, see
         prompt=prompt,
         text=answer.text,
         n_tokens=answer.finish.usage.completion_tokens,
-        ended=answer.finish.reason == "stop",
+        is_complete=answer.finish.reason == "stop",
         loops=RepetitionWatch().add(answer.text) is not None,
         new_share=new_share(engine.tokenize(answer.text)),
         surprise=statistics.fmean(nats or [0.0]),
@@ -231,13 +231,15 @@ def ask_all(
 def show_answers(answers: Sequence[Answer]) -> None:
     """Print every answer under its prompt and what was found."""
     for answer in answers:
-        marks = f"{'' if answer.ended else 'ENDLESS '}{'LOOP ' * answer.loops}{answer.new_share:.2f}"
+        marks = (
+            f"{'' if answer.is_complete else 'ENDLESS '}{'LOOP ' * answer.loops}{answer.new_share:.2f}"
+        )
         print(f"--- {marks} {answer.n_tokens} {answer.prompt.text}\n{answer.text}")
 
 
 def everyday_cells(answers: Sequence[Answer]) -> list[str]:
     """Return the cells of a row that everyday prompts fill."""
-    endless = [answer for answer in answers if not answer.ended]
+    endless = [answer for answer in answers if not answer.is_complete]
     monotonous = sum(answer.is_monotonous for answer in answers)
     caught = sum(answer.loops for answer in endless)
     tokens = statistics.fmean(answer.n_tokens for answer in answers)

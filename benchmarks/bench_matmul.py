@@ -69,10 +69,10 @@ class _IkProducts(Products):
     def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
         return declared(cls.library, cls.library)
 
-    def _placed(
+    def _place_tensors(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
     ) -> list[int]:
-        tensors = super()._placed(weights, kind, shape, is_repacked=False)
+        tensors = super()._place_tensors(weights, kind, shape, is_repacked=False)
         for tensor in tensors if is_repacked else []:
             self.library.iqk_repack_tensor(ctypes.c_void_p(tensor))
         return tensors
@@ -98,9 +98,9 @@ def serve_side(side: str, level: str, ik: str) -> None:
         libllama.lib()
     weights, kind = [], ""
     for line in sys.stdin:
-        wanted, rows = line.split()
-        if wanted != kind:
-            kind = wanted
+        next_kind, rows = line.split()
+        if next_kind != kind:
+            kind = next_kind
             weights = [
                 random_weights(kind, _ROWS, _WIDTH)
             ] * _MATRICES  # each is copied to a place of its own
@@ -146,7 +146,7 @@ def measure(
     }
     repacked = [k for k in _REPACKED if k != "Q2_K" or libllama.build_info().kernels == "v4"]
     for kind in kinds:
-        found: dict[str, dict[int, float]] = {side: {} for side in sides}
+        rates: dict[str, dict[int, float]] = {side: {} for side in sides}
         for n in rows:
             times: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(rounds):
@@ -159,15 +159,15 @@ def measure(
                 if seconds:
                     matrices = _MATRICES if n < _MANY else _MATRICES_OF_MANY
                     weights = n * _ROWS * _WIDTH * matrices
-                    found[side][n] = weights / _ROW_WEIGHTS / statistics.median(seconds)
-        yield kind, found
+                    rates[side][n] = weights / _ROW_WEIGHTS / statistics.median(seconds)
+        yield kind, rates
     for process in sides.values():
         process.stdin.close()
         process.wait()
 
 
 def table(
-    found: dict[str, dict[str, dict[int, float]]], rows: list[int], peaks: tuple[float, ...]
+    rates_by_kind: dict[str, dict[str, dict[int, float]]], rows: list[int], peaks: tuple[float, ...]
 ) -> str:
     """Return the figure's rows: ours, and in brackets the better one of each peer's."""
     peak_g, *reads = peaks
@@ -181,7 +181,7 @@ def table(
         "| --- |" + " --- |" * (len(rows) + 2),
     ]
     peers = (("plain", "repacked"), ("ik", "ik-repacked"))
-    for kind, sides in found.items():
+    for kind, sides in rates_by_kind.items():
         cells = []
         for n in rows:
             bests = [
@@ -226,9 +226,9 @@ def main() -> None:
         load_only(_LEVELS[options.level][0])  # for the figure's head
     level = libllama.build_info().kernels
     before = peak(level)
-    found = {}
+    rates_by_kind = {}
     for kind, sides in measure(options.types, options.rows, options.rounds, options.level, options.ik):
-        found[kind] = sides
+        rates_by_kind[kind] = sides
         print(
             kind,
             {side: {n: round(r) for n, r in by_rows.items()} for side, by_rows in sides.items()},
@@ -237,7 +237,7 @@ def main() -> None:
     first = "" if options.types == list(TYPES) else options.types[0]
     name = "-".join(filter(None, ["matmul", options.level, first]))
     peaks = tuple(max(pair) for pair in zip(before, peak(level), strict=True))
-    print(write_figure(options.out, name, table(found, options.rows, peaks)))
+    print(write_figure(options.out, name, table(rates_by_kind, options.rows, peaks)))
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
             "side": side.name,
             "prompt_tokens": answer.usage["prompt_tokens"],
             "prefill_s": answer.first_s
-            if answer.cached < answer.usage["prompt_tokens"] // 10
+            if answer.n_cached < answer.usage["prompt_tokens"] // 10
             else None,
         }
         note.write_text(json.dumps([row, answer.text]))
@@ -237,7 +237,7 @@ def _restart(
     side.start()
     healthy = time.perf_counter() - began
     again = side.ask(chat, n=1)
-    return healthy + again.total_s, again.total_s, again.computed
+    return healthy + again.total_s, again.total_s, again.n_computed
 
 
 def restart_table(rows: Rows) -> str:
@@ -287,7 +287,7 @@ def edits_section(options: argparse.Namespace, work: Path) -> Rows:
     attention, window = options.model, model_path("gemma3")
     hybrid = make_lfm2(work / "hybrid.gguf", attention, _HYBRID_LAYERS)
     for model, other in ((attention, window), (window, attention), (hybrid, attention)):
-        side = ours(work / f"edits-{name_of(model)}", model, 4096, others=[other])
+        side = ours(work / f"edits-{name_of(model)}", model, 4096, more_models=[other])
         side.start()
         for case, answer in _edits(side, name_of(other), options.words).items():
             tokens = answer.usage["prompt_tokens"]
@@ -296,7 +296,7 @@ def edits_section(options: argparse.Namespace, work: Path) -> Rows:
                     "model": side.model,
                     "case": case,
                     "prompt_tokens": tokens,
-                    "computed_tokens": answer.computed,
+                    "computed_tokens": answer.n_computed,
                 }
             )
             print(json.dumps(rows[-1]), file=sys.stderr)
@@ -348,11 +348,11 @@ SECTIONS: dict[str, tuple[Section, Callable[[Rows], str]]] = {
 
 
 @contextlib.contextmanager
-def work_folder(named: str, kept: Path | None = None) -> Iterator[Path]:
-    """A folder for the homes, removed at the end; or `kept`, which stays."""
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
+def work_folder(named: str, permanent: Path | None = None) -> Iterator[Path]:
+    """A folder for the homes, removed at the end; or `permanent`, which stays."""
+    if permanent is not None:
+        permanent.mkdir(parents=True, exist_ok=True)
+        yield permanent
         return
     folder = Path(tempfile.mkdtemp(prefix="edgeinfer-memory-", dir=named or None))
     try:

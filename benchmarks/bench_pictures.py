@@ -139,20 +139,22 @@ def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, fl
     return max(gaps), sorted(gaps)[len(gaps) // 2], first_s
 
 
-def table(found: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
+def table(answers_by_side: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
     rows = []
     for case, title in CASES.items():
         rows.append([title])
-        for answers in found.values():
-            some = answers[case]
-            rows[-1].append(spread([1000 * one.first_s for one in some], "ms"))
-            rows[-1].append(f"{max(one.computed for one in some)} of {some[0].usage['prompt_tokens']}")
+        for answers in answers_by_side.values():
+            case_answers = answers[case]
+            rows[-1].append(spread([1000 * answer.first_s for answer in case_answers], "ms"))
+            rows[-1].append(
+                f"{max(answer.n_computed for answer in case_answers)} of {case_answers[0].usage['prompt_tokens']}"
+            )
     for kind in next(iter(gaps.values())):
         rows.append([kind])
         for sides in gaps.values():
             rows[-1] += [spread([1000 * s for s in sides[kind]], "ms"), "–"]
     head = ["time to first token"]
-    for name in found:
+    for name in answers_by_side:
         head += [name, "computed tokens"]
     return markdown(head, rows)
 
@@ -171,14 +173,14 @@ def main() -> None:
         slots = _STREAMS + 1
         peer = theirs(model, _N_CTX, slots=slots, flags=["--mmproj", str(projector)])
         both = [side for side in (ours(work / "home", model, _N_CTX, parallel=slots), peer) if side]
-        found: Found = {side.name: {case: [] for case in CASES} for side in both}
+        answers_by_side: Found = {side.name: {case: [] for case in CASES} for side in both}
         gaps: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
         for number in range(options.runs):
             for side in both:
                 side.start()
                 side.ask(conversation(900 + number, 12))
                 for case, answer in one_run(side, number).items():
-                    found[side.name][case].append(answer)
+                    answers_by_side[side.name][case].append(answer)
                     print(json.dumps([side.name, case, answer.first_s, answer.usage]), file=sys.stderr)
                 side.stop()
         for number, side in itertools.product(range(options.gap_runs), both):
@@ -187,11 +189,11 @@ def main() -> None:
                 long = gap_beside(side, 1000 + 100 * number, sees=sees)
                 print(json.dumps([side.name, sees, *long]), file=sys.stderr)
                 whats = ("longest gap", "median gap", *["its first token"] * sees)
-                for what, s in zip(whats, long, strict=False):
-                    kind = f"eight streams, {'a picture arriving' if sees else 'alone'}: {what}"
+                for label, s in zip(whats, long, strict=False):
+                    kind = f"eight streams, {'a picture arriving' if sees else 'alone'}: {label}"
                     gaps[side.name].setdefault(kind, []).append(s)
             side.stop()
-        print(write_figure(options.out, "pictures", table(found, gaps)))
+        print(write_figure(options.out, "pictures", table(answers_by_side, gaps)))
 
 
 if __name__ == "__main__":

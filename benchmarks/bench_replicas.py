@@ -61,7 +61,7 @@ def rate(port: int, name: str, seconds: float, n: int) -> float:
     deadline = began + seconds
     for thread in threads:
         thread.join()
-    return sum(tokens for _, tokens in done) / (max(at for at, _ in done) - began)
+    return sum(tokens for _, tokens in done) / (max(ended_s for ended_s, _ in done) - began)
 
 
 def measure(

@@ -79,13 +79,13 @@ class Bench:
     def measure(self, name: str) -> None:
         model = self._model(name)
         self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
-        found: dict[str, Any] = {"file_bytes": model.stat().st_size}
+        figures: dict[str, Any] = {"file_bytes": model.stat().st_size}
         warm = self.json("warm", name, "--quiet")
-        found["snapshot"] = {
+        figures["snapshot"] = {
             k: warm["snapshot"][k] for k in ("memory_bytes", "disk_bytes", "images_bytes", "mappings")
         }
-        found = self.results["models"].setdefault(name, {}) | found
-        self.results["models"][name] = found
+        figures = self.results["models"].setdefault(name, {}) | figures
+        self.results["models"][name] = figures
         self._launch(name)  # page cache and kdat are hot from here on
         few = max(3, self.options.runs // 3) if MODELS[name] else self.options.runs
         parts: dict[str, Callable[[], Any]] = {
@@ -95,10 +95,10 @@ class Bench:
             "memory": lambda: self._memory(name),
             "decode": lambda: self._decode(name),
             "cold_cache": lambda: self._cold_cache(name, model),
-            "warm": lambda: self._warm(name, found["snapshot"]["disk_bytes"]),
+            "warm": lambda: self._warm(name, figures["snapshot"]["disk_bytes"]),
         }
-        for part in self.options.parts.split(","):
-            found[part] = parts[part]()
+        for measurement in self.options.parts.split(","):
+            figures[measurement] = parts[measurement]()
             self.write()
         self.edgeinfer("snapshots", "rm", name)
 

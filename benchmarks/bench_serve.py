@@ -178,11 +178,11 @@ class Server:
         self.fields = fields
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
-        def asked(n_tokens: int) -> Callable[[int], Any]:
+        def ask_for(n_tokens: int) -> Callable[[int], Any]:
             return lambda n: ask(self.target, n, n_tokens, **self.fields)
 
-        asyncio.run(closed_loop(asked(4), min(width, 4), 4, 90_000))
-        return figures(*asyncio.run(closed_loop(asked(tokens), width, requests, first)))
+        asyncio.run(closed_loop(ask_for(4), min(width, 4), 4, 90_000))
+        return figures(*asyncio.run(closed_loop(ask_for(tokens), width, requests, first)))
 
 
 class BareEngine:
@@ -219,19 +219,19 @@ def engine_main(model: Path, threads: int) -> None:
             max_tokens=n_tokens,
             ignore_eos=True,
         )
-        begun = time.perf_counter()
-        stamps, made = [], 0
+        start_s = time.perf_counter()
+        stamps, n_generated = [], 0
         async for event in engine.submit(request):
             if isinstance(event, Finished):
-                made = event.usage.completion_tokens
+                n_generated = event.usage.completion_tokens
             elif not isinstance(event, Progress):
                 stamps.append(time.perf_counter())
         return Answer(
-            arrivals=tuple(at - begun for at in stamps),
-            total_s=time.perf_counter() - begun,
+            arrivals=tuple(stamp - start_s for stamp in stamps),
+            total_s=time.perf_counter() - start_s,
             prompt_tokens=0,
             cached_tokens=None,
-            completion_tokens=made,
+            completion_tokens=n_generated,
         )
 
     async def main(width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
@@ -249,7 +249,7 @@ def engine_main(model: Path, threads: int) -> None:
 
 def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one model at every width; a row for each side."""
-    theirs, model = peer_program("llama-server"), model_path(name)
+    llama_server, model = peer_program("llama-server"), model_path(name)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
 
@@ -264,8 +264,8 @@ def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
         }
         if options.bare:
             sides["engine"] = BareEngine(name, options.threads, stack)
-        if theirs:
-            start(their_command(theirs, model, other, options.threads), other)
+        if llama_server:
+            start(their_command(llama_server, model, other, options.threads), other)
             sides["llama-server"] = Server(other, "m")
         for width in options.widths:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -300,9 +300,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         low, high = row["spread"]["tokens_per_s"]
         if row["side"] == "edgeinfer":
-            ours = row["rounds"]
+            own_rounds = row["rounds"]
         ratio = statistics.median(
-            a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, row["rounds"], strict=True)
+            a["tokens_per_s"] / b["tokens_per_s"]
+            for a, b in zip(own_rounds, row["rounds"], strict=True)
         )
         lines.append(
             f"| {row['model']} | {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | "

@@ -73,7 +73,7 @@ def at_terminal(arguments: list[str]) -> tuple[float, float]:
     seen.until(lambda text: "context" in text)
     asked = time.monotonic()
     os.write(master, b"Say one.\r")
-    first = seen.until(_answered) - asked
+    first = seen.until(_has_answer) - asked
     os.write(master, b"\x11")
     seen.drain()
     os.waitpid(pid, 0)
@@ -91,7 +91,7 @@ _OURS = frozenset(
 )
 
 
-def _answered(text: str) -> bool:
+def _has_answer(text: str) -> bool:
     """Tell whether a word stands after the question that neither we nor the status line wrote."""
     _, mark, after = text.rpartition("\u276f")
     plain = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", " ", after)
@@ -313,10 +313,12 @@ def bench_store(runs: int) -> dict[str, Any]:
             "search a prefix": lambda: store.search("conv"),
             "open one": lambda: store.turns(77),
         }
-        return {name: spread([_timed(call) for _ in range(runs)], "ms") for name, call in calls.items()}
+        return {
+            name: spread([_time_ms(call) for _ in range(runs)], "ms") for name, call in calls.items()
+        }
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _time_ms(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return (time.perf_counter() - began) * 1000

@@ -200,14 +200,14 @@ def main() -> None:
             print("| " + " | ".join(map(str, said)) + " |", flush=True)
     grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
     print(f"\nmemory after the first two thousand: {grown:+.1%}")
-    left = (
+    unfinished = (
         rows[-1]["num_requests_running"]
         + rows[-1]["num_requests_waiting"]
         + rows[-1]["http_requests_in_flight"]
     )
     if (
         grown > 0.05
-        or left
+        or unfinished
         or any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds"))
     ):
         raise SystemExit("something leaks")

@@ -40,12 +40,12 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def cached(self) -> int:
+    def n_cached(self) -> int:
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     @property
-    def computed(self) -> int:
-        return int(self.usage["prompt_tokens"]) - self.cached
+    def n_computed(self) -> int:
+        return int(self.usage["prompt_tokens"]) - self.n_cached
 
 
 def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: Any) -> Answer:
@@ -152,11 +152,11 @@ def name_of(model: Path) -> str:
 
 
 def ours(
-    home: Path, model: Path, n_ctx: int, *, others: Sequence[Path] = (), parallel: int = 4
+    home: Path, model: Path, n_ctx: int, *, more_models: Sequence[Path] = (), parallel: int = 4
 ) -> Side:
     """`edgeinfer serve` through its launcher, in a home of its own, which may be one of an earlier run;
     warm, so that a start is a resume.
-    `others` are further models it can be asked for.
+    `more_models` are further models it can be asked for.
     """
     settings = home / "config/config.toml"
     name = name_of(model)
@@ -165,7 +165,7 @@ def ours(
     if not settings.exists():
         settings.parent.mkdir(parents=True)
         settings.write_text("[snapshots]\nauto-warm = false\n")
-        for path in (model, *others):
+        for path in (model, *more_models):
             verbs.append(["pull", str(path), "--name", name_of(path), "--in-place", "--quiet"])
     verbs.append(["warm", name, "--ctx", str(n_ctx), "--parallel", str(parallel), "--quiet"])
     for arguments in verbs:
