@@ -25,7 +25,7 @@ from edgeinfer.platform.machine import (
 )
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
-from edgeinfer.runtime.model_shape import Buffers, Shape, make_shape
+from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_bytes, format_duration
 
@@ -144,16 +144,7 @@ def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed
     shape = make_shape({}, n_vocab=0, n_params=0, weights_bytes=size_bytes)
     per_token = int(size_bytes * active_share)
     shape = msgspec.structs.replace(shape, weights_bytes_per_token=per_token, expert_bytes=experts)
-    buffers = Buffers(
-        n_ctx=0,
-        n_parallel=1,
-        kv_type="f16",
-        weights_bytes=size_bytes,
-        kv_bytes=room_bytes // _CONTEXT_SHARE,
-        kv_per_1000_bytes=0,
-        compute_bytes=0,
-    )
-    streaming = plan_streaming(shape, room_bytes, buffers)
+    streaming = plan_streaming(shape, room_bytes, room_bytes // _CONTEXT_SHARE)
     return round(min(speed, disk_pace(shape, streaming, disk_rate())), 1)
 
 

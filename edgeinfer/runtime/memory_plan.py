@@ -255,7 +255,8 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
     )
     streaming = None
     if from_disk and not refusal:
-        streaming = plan_streaming(shape, machine.memory.available_bytes, buffers)
+        context_bytes = buffers.kv_bytes + buffers.compute_bytes
+        streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
     return Plan(
         n_threads=n_threads,
         n_parallel=n_parallel,
@@ -284,13 +285,13 @@ def make_exact_plan(
     return shape, plan
 
 
-def plan_streaming(shape: Shape, available_bytes: int, buffers: Buffers) -> StreamingPlan | None:
-    """Divide the memory among weights that do not fit.
+def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
+    """Divide the memory that a context leaves among weights that do not fit.
 
     Returns None without room for a ring and the output, or for the experts that one layer uses.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
-    budget = available_bytes - buffers.kv_bytes - buffers.compute_bytes - _PROCESS_BYTES - margin
+    budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
     dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
     if shape.expert_bytes:
         slots = min(budget - dense_bytes, shape.expert_bytes)

@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import Progress, list_tensors, open_model
+from edgeinfer.runtime.llama.weights import Progress, open_model, tensor_sizes
 from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -125,7 +125,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape, plan = make_exact_plan(
-            model_shape(model, meta), options, machine, lambda: _tensor_sizes(files.paths)
+            model_shape(model, meta), options, machine, lambda: tensor_sizes(files.paths)
         )
         if plan.refusal:
             raise OutOfMemoryError(plan.refusal)
@@ -139,10 +139,6 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         raise
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
-
-
-def _tensor_sizes(paths: tuple[str, ...]) -> dict[str, int]:
-    return {name: place.size for name, place in list_tensors(paths).items()}
 
 
 def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.runtime.llama import libllama
@@ -24,28 +24,18 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-class TensorPlace(NamedTuple):
-    """The bytes of a tensor: `size` from `offset` on in a file."""
-
-    path: str
-    offset: int
-    size: int
-
-
-def list_tensors(paths: Sequence[str]) -> dict[str, TensorPlace]:
-    """Return the places of all tensors of GGUF files by name. Raises ModelLoadError."""
-    base, places = libllama.base_library(), {}
+def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
+    """Return the sizes (bytes) of all tensors of GGUF files by name. Raises ModelLoadError."""
+    base, sizes = libllama.base_library(), {}
     for path in paths:
         gguf = base.gguf_init_from_file(os.fsencode(path), libllama.GgufParams(no_alloc=True))
         if not gguf:
             raise ModelLoadError(f"{path} cannot be read as GGUF")
-        start = base.gguf_get_data_offset(gguf)
         for i in range(base.gguf_get_n_tensors(gguf)):
-            offset, size = base.gguf_get_tensor_offset(gguf, i), base.gguf_get_tensor_size(gguf, i)
             name = base.gguf_get_tensor_name(gguf, i).decode("utf-8", "replace")
-            places[name] = TensorPlace(path, start + offset, size)
+            sizes[name] = base.gguf_get_tensor_size(gguf, i)
         base.gguf_free(gguf)
-    return places
+    return sizes
 
 
 class Placement:

@@ -45,12 +45,13 @@ class StepCurve:
     """What decode-only steps cost by their rows and sequences. Shared by all sequences.
 
     The curve is relative to one row: the depth of the cache and other programs move all of it. Logits
-    take `logits_share` of a row's time, from 0 to 1; the rows of forced tokens have none.
+    take `logits_share` of a row's time, from 0 to 1; the rows of forced tokens have none. Before the
+    first measurement, `shared_share` of a row's time is assumed to be the same for all rows of a step.
     """
 
-    def __init__(self, logits_share: float = 0.0) -> None:
+    def __init__(self, logits_share: float = 0.0, shared_share: float = 0.0) -> None:
         self._logits_share = logits_share
-        self._points = list(_ASSUMED)
+        self._points = [shared_share + (1.0 - shared_share) * cost for cost in _ASSUMED]
         self._weights = [1.0] * len(_ROWS)
         self._plain_s: dict[int, float] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: Return codes of llama_decode: no cells are left, and it was aborted.
 _NO_CELLS = 1
 _ABORTED = 2
+#: Tokens that steps are measured with at most: every vocabulary has as many.
+_MEASURED_TOKENS = 64
 T = TypeVar("T")
 #: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
@@ -145,12 +148,15 @@ class Executor:
 
     def measure_steps(self, cached_seq: CachedSequence, token: int) -> None:
         """Learn what steps cost by their rows, after an empty sequence. Raises DecodeError."""
+        numbers = itertools.count()
 
         def step_s(rows: int) -> float:
             self.batch.clear()
             rows = min(rows, self.batch.capacity, self.kv.free_cells)
             outputs = min(rows, self.batch.max_outputs, _MEASURED_OUTPUTS)
-            self.batch.add([token] * rows, 0, cached_seq.seq_id, outputs=outputs)
+            # other tokens for each row and step: in a mixture the same ones would share their experts
+            tokens = [abs(token - next(numbers) % _MEASURED_TOKENS) for _ in range(rows)]
+            self.batch.add(tokens, 0, cached_seq.seq_id, outputs=outputs)
             began = time.perf_counter()
             code = self.batch.decode(self.active)
             took_s = time.perf_counter() - began

@@ -120,6 +120,8 @@ _PREFILL_S_PER_BYTE = 1e-11
 #: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
 #: 256, and 192 cells with 60 rows stay within the first.
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
+#: Share of a step's time that reading streamed weights of a dense model takes, whatever its rows.
+_STREAMED_SHARE = 0.9
 #: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
 _LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 #: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
@@ -147,7 +149,9 @@ class Scheduler:
         self.counters = Counters()
         shape = loaded.shape
         share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
-        costs = StepCurve(logits_share=share)
+        streaming = loaded.plan.streaming
+        is_streamed = streaming is not None and streaming.streamed_bytes > 0
+        costs = StepCurve(logits_share=share, shared_share=_STREAMED_SHARE if is_streamed else 0.0)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunks = ChunkSizer(self._batch_invariance, s_per_token)
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)

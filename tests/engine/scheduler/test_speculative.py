@@ -2,12 +2,16 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import JsonSchema
 from edgeinfer.runtime.sampling.past_answers import PastAnswers
 from edgeinfer.runtime.sampling.speculative import (
@@ -167,6 +171,34 @@ def test_curve_follows_steps_with_drafts_and_the_depth_of_the_cache() -> None:
         costs.note(1, 4, 0.080)
     assert costs.seconds(1, 4) == pytest.approx(0.080, rel=0.05)
     assert costs.seconds(1, 1) > 0.012  # type: ignore[operator]
+
+
+def test_measured_steps_have_other_tokens_in_each_row(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, add = [], Batch.add
+
+    def record(batch: Batch, tokens: list[int], *args: Any, **more: Any) -> Any:
+        steps.append(tuple(tokens))
+        return add(batch, tokens, *args, **more)
+
+    monkeypatch.setattr(Batch, "add", record)
+    with closing(load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())) as engine:
+        engine._loop.call(lambda: engine._scheduler.measure_steps(1))
+    measured = [tokens for tokens in steps if len(tokens) <= 16]
+    assert len(measured) >= 5
+    assert all(len({*tokens}) >= len(tokens) - 1 for tokens in measured)  # around 0 one comes twice
+    assert len({*measured}) > 2 * len({len(tokens) for tokens in measured})
+
+
+def test_drafts_are_cheap_from_the_first_step_on_if_weights_are_streamed() -> None:
+    streamed, plain = StepCurve(shared_share=0.9), StepCurve()
+    for rows in (2, 4, 8, 16, 32):
+        assert streamed.cost(rows) - 1.0 == pytest.approx(0.1 * (plain.cost(rows) - 1.0))
+    for _ in range(100):  # what steps take counts more than the assumption
+        streamed.note(1, 1, 0.010)
+        streamed.note(1, 4, 0.040)
+    assert streamed.seconds(1, 4) == pytest.approx(0.040, rel=0.05)
 
 
 def test_curve_is_linear_between_its_points_and_beyond_them() -> None:
