@@ -155,7 +155,7 @@ class Executor:
             rows = min(rows, self.batch.capacity, self.kv.free_cells)
             outputs = min(rows, self.batch.max_outputs, _MEASURED_OUTPUTS)
             # other tokens for each row and step: in a mixture the same ones would share their experts
-            tokens = [abs(token - next(numbers) % _MEASURED_TOKENS) for _ in range(rows)]
+            tokens = [(token + next(numbers)) % _MEASURED_TOKENS for _ in range(rows)]
             self.batch.add(tokens, 0, cached_seq.seq_id, outputs=outputs)
             began = time.perf_counter()
             code = self.batch.decode(self.active)
