@@ -65,8 +65,8 @@ def larger_context(engine: Engine, n_tokens: int) -> int:
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
 
-def beginning(engine: Engine, text: str) -> str:
-    """Return the beginning of `text` that fits into the context together with an answer."""
+def fitting_start(engine: Engine, text: str) -> str:
+    """Return as much of the start of `text` as fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.external_stores.reader import ExternalModel
     from edgeinfer.models.external_stores.stores import StoreCache
     from edgeinfer.models.progress import OnProgress
+    from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
 #: Descriptors that are for files, models and workers rather than for connections.
@@ -71,25 +72,33 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     Raises ServeError if the address cannot be bound or a key file is not safe, and what naming a model
     raises.
     """
-    name = _name(options, host)
+    name, ref = _default_model(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
     listeners = list(host.listeners) or bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
-    return asyncio.run(_serve(options, host, name, listeners, gate))
+    loader = ModelLoader(options, name, host, ref)
+    return asyncio.run(_serve(options, host, loader, listeners, gate))
 
 
-def _name(options: argparse.Namespace, host: Host) -> str:
-    """Return the default model's name, without the catalogue (8 ms to read) after a resume."""
+def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelRef | None]:
+    """Return the default model's name and reference; None after a resume, which needs no catalogue."""
     model: str = options.model or host.config.default_model
-    return model if model == host.loaded_model else host.files(model).name
+    if model == host.loaded_model:
+        return model, None
+    ref = host.resolve(model)
+    return host.files(ref).name, ref
 
 
 async def _serve(
-    options: argparse.Namespace, host: Host, name: str, listeners: list[socket.socket], gate: Gate
+    options: argparse.Namespace,
+    host: Host,
+    loader: ModelLoader,
+    listeners: list[socket.socket],
+    gate: Gate,
 ) -> ServeOutcome:
-    load_options = requesting.load_options(options, host.config.load)
+    name = loader.name
     models: ModelPool
     endpoint: Endpoint
 
@@ -108,7 +117,6 @@ async def _serve(
         endpoint.log.info("replicas", model=name, running=len(info.running), reason=info.reason)
         host.note_replicas(info)
 
-    loader = ModelLoader(options.model, name, host, load_options)
     replicas = options.replicas or 1
     sources = ModelSources(
         load=ReplicaLoader(loader, replicas, replicas_changed) if replicas > 1 else loader,
@@ -158,11 +166,10 @@ def offline_endpoint(
     `names` are models next to the default and the stored ones, such as GGUF files, of `eval`: its
     answers are not counted.
     """
-    typed = requesting.load_options(options, host.config.load)
-    load_options = msgspec.structs.replace(typed, is_counted=not names)
-    name = host.files(options.model or host.config.default_model).name
+    ref = host.resolve(options.model or host.config.default_model)
+    name = host.files(ref).name
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
-    loader = ModelLoader(options.model, name, host, load_options)
+    loader = ModelLoader(options, name, host, ref, is_counted=not names)
     sources = ModelSources(load=loader, pulled=lambda: [*stored(), *also])
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
@@ -177,20 +184,33 @@ async def _purge_daily() -> None:
 
 
 class ModelLoader:
-    """Loads models: the default model into this process the first time, all others into workers."""
+    """Loads models: the default model into this process the first time, all others into workers.
 
-    def __init__(self, typed: str | None, name: str, host: Host, options: LoadOptions) -> None:
+    `ref` is the default model's reference, None if this process was resumed with it.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        name: str,
+        host: Host,
+        ref: ModelRef | None,
+        *,
+        is_counted: bool = True,
+    ) -> None:
         self.name = name
         self.host = host
-        self._typed = typed or host.config.default_model
-        self._options = options
+        self._typed = options.model or host.config.default_model
+        self._ref = ref
+        loading = requesting.load_options(options, host.config.load)
+        self._options = msgspec.structs.replace(loading, is_counted=is_counted)
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model, in a worker thread. Raises what loading raises."""
         if name == self.name and self._loads_here:
             self._loads_here = False
-            engine = self.host.engine(self._typed, self._options, progress)
+            engine = self.host.engine(self._ref or self._typed, self._options, progress)
             how, stages_ms = self.host.start.how, self.host.start.stages_ms
             return LoadedEngine(engine=engine, where="process", how=how, stages_ms=stages_ms)
         if name == self.name:

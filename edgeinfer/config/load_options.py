@@ -216,17 +216,17 @@ def snapshot_options(options: object) -> dict[str, str]:
     }
 
 
-def differing(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
-    """Return the first wanted option that was neither `requested` nor `became` so, or ""."""
+def differing(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
+    """Return the first wanted option that was neither `requested` nor `actual` so, or ""."""
     for name, value in wanted.items():
-        if value not in (requested.get(name), became.get(name)):
+        if value not in (requested.get(name), actual.get(name)):
             return name
     return ""
 
 
-def unmet(wanted: dict[str, str], requested: dict[str, str], became: dict[str, str]) -> str:
+def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
     """Return `differing`, or the first `exact` option that was requested and is not wanted."""
-    if adapters := differing(wanted, requested, became):
+    if adapters := differing(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)
     unrequested = (field for field in exact if wanted.get(field) != requested.get(field))

@@ -77,7 +77,7 @@ class Apps:
             reason = error
         except OSError as error:
             reason = EdgeInferError(f"the snapshot could not be resumed: {error}")
-        return self.cold(request, fds, reason, hint_at(reason))
+        return self.cold(request, fds, reason, hint_for(reason))
 
     def start_verb(self) -> LaunchedApp:
         """Start the app of the verb. Raises as `start`."""
@@ -167,7 +167,7 @@ class Apps:
         quietly(os.waitpid, app.child.pid, 0)
 
 
-def hint_at(error: EdgeInferError) -> str:
+def hint_for(error: EdgeInferError) -> str:
     """Return the command that makes the next start a resumed one, or why none does."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
         from edgeinfer.snapshot_format import criu  # not for a launch that resumes a known one

@@ -16,7 +16,7 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.launcher import builds, exit, messages, process_env, supervise
-from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_at, quietly
+from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for, quietly
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Launcher:
             hint = "build it again: `edgeinfer warm`"
             exit.fail(EdgeInferError(f"the snapshot could not be resumed: {why}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}")
-        again = self._apps.cold(app.request, app.fds, error, hint_at(error))
+        again = self._apps.cold(app.request, app.fds, error, hint_for(error))
         if app is self._main:
             self._main = again
 

@@ -165,7 +165,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
             return default
         return value if value >= 0 else default
 
-    def own(self, key: str) -> str:
+    def arch_key(self, key: str) -> str:
         """Return `key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
         return f"{self.architecture}.{key}"
 
@@ -183,15 +183,15 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def n_layer(self) -> int:
-        return self.number(self.own("block_count"))
+        return self.number(self.arch_key("block_count"))
 
     @property
     def n_ctx_train(self) -> int:
-        return self.number(self.own("context_length"))
+        return self.number(self.arch_key("context_length"))
 
     @property
     def n_embd(self) -> int:
-        return self.number(self.own("embedding_length"))
+        return self.number(self.arch_key("embedding_length"))
 
     @property
     def n_vocab(self) -> int:
@@ -206,7 +206,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> Literal["chat", "base", "embedding"]:
-        if self.metadata.get(self.own("attention.causal")) is False:
+        if self.metadata.get(self.arch_key("attention.causal")) is False:
             return "embedding"
         return "chat" if self.chat_template else "base"
 
@@ -268,7 +268,7 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
         raise InvalidGgufError(f"{header.path} has no general.architecture: not a model")
     if count == 1 and not header.tensors:
         raise InvalidGgufError(f"{header.path} has no tensors: not a model")
-    layers = header.metadata.get(header.own("block_count"), 1)
+    layers = header.metadata.get(header.arch_key("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         bounds = f"1 to {MAX_LAYERS} are possible"
         raise InvalidGgufError(f"{header.path} claims {layers!r} layers; {bounds}")

@@ -198,7 +198,7 @@ class LlamaEngine:
         running = len(s.queue.running)
         traffic = self._cache.folder.traffic if self._cache is not None else Traffic()
         return s.counters.copy_with(
-            queued=max(0, self._loop.inside - running),
+            queued=max(0, self._loop.n_requests - running),
             running=running,
             kv_used_tokens=s.kv.used_cells,
             kv_total_tokens=s.kv.n_cells,
@@ -245,7 +245,7 @@ class LlamaEngine:
 
     def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
-        if self._cache is not None and not self._loop.inside:
+        if self._cache is not None and not self._loop.n_requests:
             self._cache.writer.is_leaving = True
             self.flush_blocks()
 

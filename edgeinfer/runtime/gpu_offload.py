@@ -138,8 +138,8 @@ class GpuOffload:
             raise EngineClosedError("the engine is closed")
         self.lora.attach(device_context.loaded.model, device_context.active.adapters)
         self.prefix_cache.detach()
-        knows = self.active.copy_state_to(device_context.active)
-        self.scheduler.switch_context(device_context.active, knows=knows, on_device=True)
+        has_copy = self.active.copy_state_to(device_context.active)
+        self.scheduler.switch_context(device_context.active, has_copy=has_copy, on_device=True)
         for cached_seq in self.scheduler.kv.cached_sequences:
             cached_seq.is_shifted = (
                 True  # computed by another context, whose rounding differs: not stored
@@ -162,7 +162,7 @@ class GpuOffload:
         self.prefix_cache.detach()
         active = self.cpu.active_context()
         active.adapters = self.lora.detach()
-        self.scheduler.switch_context(active, knows=False, on_device=False)
+        self.scheduler.switch_context(active, has_copy=False, on_device=False)
         self._enter(self.cpu)
         return True
 

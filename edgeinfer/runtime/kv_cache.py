@@ -55,7 +55,7 @@ class State(msgspec.Struct, frozen=True):
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
 
 
-def whole(state: memoryview) -> State:
+def as_state(state: memoryview) -> State:
     """Make a state of one piece, which may lie anywhere."""
     return State((state,), (ANYWHERE,))
 
@@ -95,7 +95,7 @@ class SequenceMemory(Protocol):
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         """Add `delta` to the positions from `start` on."""
 
-    def first(self, seq_id: int) -> int:
+    def first_position(self, seq_id: int) -> int:
         """The first position that every layer still has, -1 for none."""
 
 
@@ -209,8 +209,8 @@ class KvCache:
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0
-        lost = self._window and self._memory.first(cached_seq.seq_id) > max(0, n - self._window)
-        return 0 if lost else n
+        first = self._memory.first_position(cached_seq.seq_id) if self._window else 0
+        return 0 if first > max(0, n - self._window) else n
 
     def claim(
         self,

@@ -33,7 +33,7 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._inside = 0
+        self._n_requests = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -41,16 +41,16 @@ class DecodeLoop:
         self.failure = ""
 
     @property
-    def inside(self) -> int:
-        return self._inside
+    def n_requests(self) -> int:
+        return self._n_requests
 
     def submit(self, seq: Sequence) -> None:
         """Queue a request. Raises QueueFullError, EngineClosedError."""
         with self._changed:
             self._check_open()
-            if self._inside >= self._capacity:
-                raise QueueFullError(f"the queue is full: {self._inside} requests run or wait")
-            self._inside += 1
+            if self._n_requests >= self._capacity:
+                raise QueueFullError(f"the queue is full: {self._n_requests} requests run or wait")
+            self._n_requests += 1
             seq.wake = self.wake
             self._inbox.put(seq)
             self._start()
@@ -77,8 +77,8 @@ class DecodeLoop:
     def stop(self) -> None:
         """End the thread until the next work. Raises EngineError while requests run or wait."""
         with self._changed:
-            if self._inside:
-                raise EngineError(f"{self._inside} requests are still running")
+            if self._n_requests:
+                raise EngineError(f"{self._n_requests} requests are still running")
             self._stopping = True
         self._join()
         self._stopping = False
@@ -113,7 +113,7 @@ class DecodeLoop:
 
     def _count_end(self, seq: Sequence) -> None:
         with self._changed:
-            self._inside -= 1
+            self._n_requests -= 1
 
     def _main(self) -> None:
         try:
@@ -125,7 +125,7 @@ class DecodeLoop:
         with self._changed:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
-            self._inside = 0
+            self._n_requests = 0
             sequences = [*self._queue.running, *self._queue.waiting]
             while not self._inbox.empty():
                 sequences.append(self._inbox.get())

@@ -23,7 +23,7 @@ import edgeinfer
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.platform.disk import CacheTable, stamps
 from edgeinfer.platform.process import child_command, lower_thread_priority
-from edgeinfer.runtime.kv_cache import whole
+from edgeinfer.runtime.kv_cache import as_state
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
@@ -159,7 +159,7 @@ class Vision:
             name = folder.names.rows(digest)
             folder.touch([name])
             if request.conversation:
-                folder.own(request.conversation, [name])
+                folder.add_owner(request.conversation, [name])
         return Source(digest, file, size_and_chunks[0], folder, is_stored), size_and_chunks[1]
 
     def _keep_pixels(self, digest: bytes, pixels: Picture) -> None:
@@ -203,7 +203,7 @@ class Vision:
         if folder.has(name):
             return
         header = Header("rows", name, b"", folder.names.identity, pack_tokens(source.size), ())
-        folder.write(KvBlock(header, tuple(whole(row.data.cast("B")) for row in rows)))
+        folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the spans of this one's picture, known or to be encoded.
@@ -291,7 +291,7 @@ class PromptPictures:
     spans: Sequence[Span] = ()
     _rows: dict[bytes, Future[list[Rows]]] = field(default_factory=dict)
 
-    def encode_behind(self, n_past: int) -> None:
+    def encode_after(self, n_past: int) -> None:
         """Begin to encode the pictures that do not lie within the first `n_past` tokens."""
         for span in self.spans:
             if span.end > n_past and span.digest not in self._rows:

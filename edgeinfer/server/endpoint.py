@@ -86,7 +86,7 @@ class Endpoint:
         self.running: set[Generation] = set()
         self.last_activity = time.monotonic()
         #: Generations in each model, waiting or running.
-        self.inside: Counter[str] = Counter()
+        self.generation_counts: Counter[str] = Counter()
         #: Slots of the engine of each model in use.
         self.engine_slots: defaultdict[str, EngineSlots] = defaultdict(EngineSlots)
         self._by_key: Counter[str] = Counter()
@@ -155,19 +155,19 @@ class Endpoint:
         A caller's only ones are not refused for those of others.
         """
         is_only = caller != "" and not self.engine_slots[model].has(caller)
-        if self.inside[model] + n > n_parallel + self.limits.max_queue and not is_only:
+        if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
             self.metrics.refused.labels("queue").inc()
-            answers = f"{self.inside[model]} answers are running or waiting"
+            answers = f"{self.generation_counts[model]} answers are running or waiting"
             raise QueueFullError(f"The queue of {model} is full: {answers}")
-        self.inside[model] += n
+        self.generation_counts[model] += n
         self.engine_slots[model].n_parallel = n_parallel
 
     def unqueue(self, model: str, n: int, caller: str = "") -> None:
         """End what `queue` began; a caller with a key gives back its slots too."""
         self.engine_slots[model].give_back(caller, n)
-        self.inside[model] -= n
-        if not self.inside[model]:
-            del self.inside[model], self.engine_slots[model]
+        self.generation_counts[model] -= n
+        if not self.generation_counts[model]:
+            del self.generation_counts[model], self.engine_slots[model]
 
     def problem_of(self, error: Exception, request_id: str) -> Problem:
         """Return what to answer after `error`; of a defect, the log gets the traceback."""

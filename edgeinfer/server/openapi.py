@@ -130,10 +130,10 @@ def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
     return extended
 
 
-def _other_object(kinds: list[type[Wire]], beginnings: list[str]) -> dict[str, Any]:
+def _other_object(kinds: list[type[Wire]], tag_prefixes: list[str]) -> dict[str, Any]:
     config = kinds[0].__struct_config__
     tags = [kind.__struct_config__.tag for kind in kinds]
-    named = {"type": "string", "pattern": f"^({'|'.join(beginnings)})", "not": {"enum": tags}}
+    named = {"type": "string", "pattern": f"^({'|'.join(tag_prefixes)})", "not": {"enum": tags}}
     tag = str(config.tag_field)
     return {"type": "object", "required": [tag], "properties": {tag: named}}
 

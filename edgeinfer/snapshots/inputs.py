@@ -20,7 +20,7 @@ _CHOICES = ("kv_type", "flash_attention")
 class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     """A model and how it is loaded. `given_name` "": derived; `system` is what a launch begins with.
 
-    `became` are the options with the choices of another load, which are to be made again, `adapters`
+    `actual` are the options with the choices of another load, which are to be made again, `adapters`
     those of the options under the names they had there. `stamps` are of the files that are read
     (`fingerprint.stamp`), before they are.
     """
@@ -30,7 +30,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     options: LoadOptions
     system: str = ""
     given_name: str = ""
-    became: LoadOptions | None = None
+    actual: LoadOptions | None = None
     adapters: tuple[Adapter, ...] | None = None
     stamps: dict[str, str] = {}
 
@@ -51,7 +51,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def as_loaded(self) -> LoadOptions:
         """Return the options with the load's choices, if known."""
-        return self.became or self.options
+        return self.actual or self.options
 
 
 class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             options=options,
-            became=msgspec.structs.replace(self.as_loaded, lora=lora),
+            actual=msgspec.structs.replace(self.as_loaded, lora=lora),
             adapters=adapters,
             stamps=stamps | stamps_of(self.files, options),
         )
@@ -95,14 +95,14 @@ def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
         files=inputs.files,
         options=inputs.options,
         system=inputs.system,
-        became=became(inputs.options, engine),
+        actual=actual_options(inputs.options, engine),
         adapters=engine.info.lora,
         stamps=inputs.stamps,
         program=fingerprint.program_tag(),
     )
 
 
-def became(options: LoadOptions, engine: Engine) -> LoadOptions:
+def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
     """Return the options with every choice made that another load might make otherwise."""
     info = engine.info
     if not info.can_generate:

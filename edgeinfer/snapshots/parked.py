@@ -32,7 +32,7 @@ from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.snapshot_format.format import LINK_FD, WAKE_FD
-from edgeinfer.snapshots.inputs import SnapshotInputs, became, describe, unmapped_files
+from edgeinfer.snapshots.inputs import SnapshotInputs, actual_options, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
 
@@ -126,9 +126,9 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         import_everything()
         _rehearse()
         engine: LlamaEngine = loading.result()
-    if inputs.became is not None and became(options, engine) != inputs.became:
+    if inputs.actual is not None and actual_options(options, engine) != inputs.actual:
         engine.close()  # memory that was free meanwhile has led to other choices
-        engine = load_engine(loadable, inputs.became)
+        engine = load_engine(loadable, inputs.actual)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
         engine.use_adapters(inputs.adapters)
     loaded = LoadedModel(engine, describe(engine, inputs))

@@ -284,7 +284,7 @@ class ChatScreen(Screen[None]):
         elif choice == "beginning" and engine is not None:
             text = self.attachments.unnamed[-1].text
             self.attachments.remove_last()
-            self.attachments.paste(context.beginning(engine, text))
+            self.attachments.paste(context.fitting_start(engine, text))
         elif choice:
             head = self.session.head
             waits = choice.startswith("ctx") and head is not None and head.failed_empty

@@ -33,7 +33,7 @@ from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.kv_cache import whole
+from edgeinfer.runtime.kv_cache import as_state
 from edgeinfer.runtime.prefix_cache import block_folder as blocks_module
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -501,8 +501,8 @@ class Deleted:
         root, tokens = self._blocks.names.root(), list(range(256))
         self._name = self._blocks.names.full(root, tokens)
         header = Header("full", self._name, root, self._blocks.names.identity, pack_tokens(tokens), ())
-        assert self._blocks.write(KvBlock(header, (whole(memoryview(b"abc")),)))
-        self._blocks.own(gone.owner, [self._name])
+        assert self._blocks.write(KvBlock(header, (as_state(memoryview(b"abc")),)))
+        self._blocks.add_owner(gone.owner, [self._name])
         assert self._blocks.close()
 
     def is_gone(self):

@@ -6,7 +6,7 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
-from edgeinfer.runtime.kv_cache import whole
+from edgeinfer.runtime.kv_cache import as_state
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -22,8 +22,8 @@ def keep(model: str) -> None:
     parent = blocks.names.root()
     name = blocks.names.full(parent, [1])
     header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), ())
-    blocks.write(KvBlock(header, (whole(memoryview(b"text")),)))
-    blocks.own("talk", [name])
+    blocks.write(KvBlock(header, (as_state(memoryview(b"text")),)))
+    blocks.add_owner("talk", [name])
     assert blocks.close()
 
 

@@ -553,7 +553,7 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
         for pixels in (a, b, c, c)
     ]
     for request in requests:
-        request.encode_behind(0)
+        request.encode_after(0)
     assert started.wait(60)
     for request in requests[:3]:  # the first is encoding, and another request waits for the third
         request.close()

@@ -40,7 +40,7 @@ def test_pixels_of_waiting_pictures_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert len(spans) == 40
     assert _Pixels.alive <= 48 << 20
     request = PromptPictures(vision, spans)
-    request.encode_behind(-1)
+    request.encode_after(-1)
     for span in spans:
         request.wait(span, 60)
         assert request.rows(span).max() == 1000

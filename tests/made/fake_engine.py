@@ -23,6 +23,7 @@ import msgspec
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
 from edgeinfer.host import Host, LoadProgress
+from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -251,13 +252,13 @@ class FakeHost(Host):
         super().__init__(config=Config(default_model="fake"))
         self._load_fake = load
 
-    def files(self, model: object, progress: LoadProgress | None = None) -> ModelFiles:
-        return ModelFiles(name=str(model), paths=())
+    def files(self, model: str | ModelRef, progress: LoadProgress | None = None) -> ModelFiles:
+        return ModelFiles(name=model if isinstance(model, str) else model.text, paths=())
 
     def engine(
-        self, model: object, options: LoadOptions, progress: LoadProgress | None = None
+        self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> FakeEngine:
-        return self._load_fake(str(model))
+        return self._load_fake(model if isinstance(model, str) else model.text)
 
 
 class _Player(threading.Thread):

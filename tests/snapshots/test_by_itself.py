@@ -117,9 +117,11 @@ def test_auto_warm_off_builds_nothing(user):
 
 def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     warm.run("pull", str(warm.model), "--name", "second", "--in-place", "--quiet").check()
-    guessed = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
-    assert guessed.err.count("cold start") == 1, "of this process, not of its worker too"
-    assert guessed.start["how"] == "cold"  # though the launcher resumed the model that the prompt names
+    resumed_other = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
+    assert resumed_other.err.count("cold start") == 1, "of this process, not of its worker too"
+    assert (
+        resumed_other.start["how"] == "cold"
+    )  # though the launcher resumed the model that the prompt names
     warm.run("warm", "second", "--quiet").check()
     with Endpoint(warm, MODEL) as endpoint:
         first = endpoint.ask(MODEL)["choices"][0]["text"]

@@ -244,9 +244,9 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs
-became = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
+actual = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
 inputs = SnapshotInputs(
-    model="small", files=Host().files("small"), options=LoadOptions(), became=became, given_name="less"
+    model="small", files=Host().files("small"), options=LoadOptions(), actual=actual, given_name="less"
 )
 details = jobs.build(inputs, SnapshotsConfig(), lambda stage, fraction: None)
 print(json.dumps([details.requested, details.actual]))

@@ -219,5 +219,5 @@ def test_answer_shows_how_it_ended():
 def test_estimated_heights_are_near_the_drawn_ones():
     turn = Turn(role="assistant", content="word " * 600)
     entry = AnswerEntry(turn)
-    guess = entry.height(80)
-    assert abs(guess - len(entry.lines(80))) <= 0.2 * guess + 2
+    estimate = entry.height(80)
+    assert abs(estimate - len(entry.lines(80))) <= 0.2 * estimate + 2

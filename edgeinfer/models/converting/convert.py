@@ -91,10 +91,10 @@ def plain_name(name: str) -> str:
 
 def transform_of(family: Family, name: str) -> Transform | None:
     """Return the family's transform of the GGUF tensor `name`, or None."""
-    return next((how for suffix, how in family.transforms.items() if _is(name, suffix)), None)
+    return next((how for suffix, how in family.transforms.items() if _has_suffix(name, suffix)), None)
 
 
-def _is(name: str, suffix: str) -> bool:
+def _has_suffix(name: str, suffix: str) -> bool:
     """Return whether a row's `suffix` matches the tensor: with its kind, or both weight and bias."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)

@@ -104,9 +104,9 @@ def _family_of(base: GgufHeader) -> Family:
 
 
 def _heads(base: GgufHeader) -> Heads:
-    n_head = base.number(base.own("attention.head_count"), 1)
-    n_head_kv = base.number(base.own("attention.head_count_kv"), n_head)
-    head_dim = base.number(base.own("attention.key_length"), base.n_embd // n_head)
+    n_head = base.number(base.arch_key("attention.head_count"), 1)
+    n_head_kv = base.number(base.arch_key("attention.head_count_kv"), n_head)
+    head_dim = base.number(base.arch_key("attention.key_length"), base.n_embd // n_head)
     return Heads(n_head, n_head_kv, head_dim)
 
 

@@ -59,7 +59,7 @@ class ActiveContext:
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         L.llama_memory_seq_add(self.memory, seq_id, start, -1, delta)
 
-    def first(self, seq_id: int) -> int:
+    def first_position(self, seq_id: int) -> int:
         return int(L.llama_memory_seq_pos_min(self.memory, seq_id))
 
     def clear(self, *, zeros: bool = False) -> None:

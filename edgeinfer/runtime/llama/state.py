@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.kv_cache import ANYWHERE, State, whole
+from edgeinfer.runtime.kv_cache import ANYWHERE, State, as_state
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import ActiveContext
@@ -87,7 +87,7 @@ class SequenceStates:
         cells = self._active.cells
         if cells.copies is None or not cells.is_all:
             state = self._get(self._scratch, 0)
-            return None if state is None else whole(state)
+            return None if state is None else as_state(state)
         size = self._llama.llama_state_seq_get_size_ext(self._active.context, self._scratch, 0)
         buffer = np.empty(size, np.uint8)
         with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:

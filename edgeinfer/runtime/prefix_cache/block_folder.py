@@ -251,11 +251,11 @@ class BlockFolder:
         """Queue a block; False if too much is pending."""
         return self.writer_thread.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
-    def own(self, conversation: str, names: Sequence[bytes]) -> None:
+    def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         """Record a conversation as owner of these blocks, so that they are deleted with it."""
-        self.writer_thread.put(lambda: self._try(lambda: self._own(conversation, names)))
+        self.writer_thread.put(lambda: self._try(lambda: self._add_owner(conversation, names)))
 
-    def _own(self, conversation: str, names: Sequence[bytes]) -> None:
+    def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         if not self._store.has_owner(conversation):  # new, or forgotten while it continues
             self._owned.pop(conversation, None)
         owned = self._owned.setdefault(conversation, set())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, as_state
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens, unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
@@ -136,7 +136,7 @@ class BlockWriter:
             return False
         # first: a killed process leaves no block without an owner
         for conversation in pending.conversations:
-            self.folder.own(conversation, [header.name])
+            self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
         if superseded is not None:
             self.folder.writer_thread.put(lambda: self.folder.remove(superseded))
@@ -152,7 +152,7 @@ class BlockWriter:
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         c = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
-        return None if c is None else (state, whole(c.state))
+        return None if c is None else (state, as_state(c.state))
 
     def _missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> Iterator[_Missing]:
         tokens = _writable(cached_seq)
@@ -233,7 +233,7 @@ class BlockWriter:
             used_names = [*names[1:], *([tail] if n else [])]
             self.folder.touch(used_names)
             for conversation in conversations:
-                self.folder.own(conversation, used_names)
+                self.folder.add_owner(conversation, used_names)
 
         self.folder.writer_thread.put(note)
 

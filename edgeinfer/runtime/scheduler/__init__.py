@@ -9,5 +9,6 @@ scheduler ── request_queue     waiting and running requests, their admission
 
 A `sequence` is a request that waits or runs; features that only record it are its `observer`s.
 
-`scheduler` holds them, and returns the memory of the KV cache while idle.
+`scheduler` holds them. `idle_cells` returns the memory of the KV cache while idle;
+`batch_invariance` bounds the steps that compute the same bits as unbatched ones.
 """

@@ -5,8 +5,9 @@ from __future__ import annotations
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.recurrent_checkpoints import tokens_to_next_checkpoint
 from edgeinfer.runtime.sampling.speculative import DraftBudget
+from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.executor import Executor
-from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, BatchInvariance, DecodeBudget
+from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudget
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 
+from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 #: While others decode, a chunk takes about this long (s), with at least `_CHUNK_MIN` tokens.
@@ -20,20 +20,6 @@ SHORT_TOKENS = 256
 #: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
 _SHARE = 0.1
 _AHEAD_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchInvariance:
-    """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
-
-    `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
-    the attention of a single token does; None for no such bound. `in_order`: attention sums a
-    sequence's cells in the order of its positions, wherever free ones were filled.
-    """
-
-    rows: int
-    cells: int | None
-    in_order: bool = True
 
 
 class ChunkSizer:

@@ -27,8 +27,8 @@ _DISK_WAIT_S = 0.02
 
 def restoring(running: list[Sequence]) -> list[Sequence]:
     """List the sequences whose blocks are restored now; prefill-only ones yield to the others."""
-    beginning = [s for s in running if s.cached_seq is not None and not s.is_decoding]
-    is_awaited = any(not s.is_prefill_only for s in beginning)
+    prefilling = [s for s in running if s.cached_seq is not None and not s.is_decoding]
+    is_awaited = any(not s.is_prefill_only for s in prefilling)
     return [s for s in running if s.restore is not None and not (is_awaited and s.is_prefill_only)]
 
 
@@ -117,7 +117,7 @@ class Prefixes:
                 seq.divergence = describe_divergence(
                     seq.tokens, seq.closest, cached, self._vocab.detokenize
                 )
-        seq.pictures.encode_behind(cached)
+        seq.pictures.encode_after(cached)
         seq.progress()
 
     def _evict_idle(self, seq: Sequence, n_new: int) -> None:

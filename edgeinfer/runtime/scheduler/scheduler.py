@@ -11,104 +11,24 @@ import time
 from collections.abc import Callable, Collection
 
 from edgeinfer.errors import DecodeError, EngineError
-from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.kv_cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
-from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.llama.model import LlamaModel
-from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.memory_plan import invariant_rows
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.prefix_cache.cache import PrefixCache, make_states, scratch_id
+from edgeinfer.runtime.prefix_cache.cache import make_states, scratch_id
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.sampling.speculative import StepCurve
+from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance, batch_invariance
 from edgeinfer.runtime.scheduler.batch_planner import BatchPlanner
 from edgeinfer.runtime.scheduler.executor import Executor
+from edgeinfer.runtime.scheduler.idle_cells import IdleCells
 from edgeinfer.runtime.scheduler.output_processor import OutputProcessor
-from edgeinfer.runtime.scheduler.prefill_policy import IDLE_CHUNK_TOKENS, BatchInvariance, ChunkSizer
+from edgeinfer.runtime.scheduler.prefill_policy import IDLE_CHUNK_TOKENS, ChunkSizer
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
-
-#: Idle time (s) after which cells are emptied.
-_IDLE_S = 300.0
-#: Interval (s) at which pending writes are checked.
-_WRITING_S = 0.5
-#: Least number of idle tokens for which memory is returned.
-_WORTH_TOKENS = 512
-
-
-class IdleCells:
-    """Return the memory of `kv`, the active context's cells, after some minutes without a request.
-
-    Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
-    all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
-    """
-
-    def __init__(
-        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, active: ActiveContext
-    ) -> None:
-        self._kv, self._prefixes = kv, prefixes
-        self._states = states
-        self._active = active
-        self._ranges: list[Range] = []
-        self._used_at = time.monotonic()
-
-    def note_use(self) -> None:
-        """Stop returning memory: a step is about to use cells."""
-        self._used_at = time.monotonic()
-        self._ranges.clear()
-
-    def due_in_s(self) -> float | None:
-        """Return the seconds until there is work; None without any."""
-        if self._ranges:
-            return 0.0
-        cache = self._prefixes.prefix_cache
-        if not self._active.cells.buffers or cache is None or not self._is_on_disk(cache):
-            return None
-        least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITING_S
-        return max(least_s, self._used_at + _IDLE_S - time.monotonic())
-
-    def _is_on_disk(self, cache: PrefixCache) -> bool:
-        if not cache.can_store:
-            return False
-        idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
-        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
-            return False
-        return all(not c.active and cache.writer.would_store(c) for c in idle)
-
-    def work(self) -> None:
-        """Empty the cells, then return one piece of their memory. Only while idle."""
-        if self._ranges:
-            self._active.cells.give_back([self._ranges.pop()])
-            return
-        self._kv.drop_idle()
-        pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
-        if pinned:
-            self._give_back_around(pinned)
-        else:
-            self._ranges = list(self._active.cells.pages())
-
-    def _give_back_around(self, pinned: list[CachedSequence]) -> None:
-        assert self._states is not None
-        states = []
-        for cached_seq in pinned:
-            state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
-            is_recurrent = not self._kv.supports_truncation
-            checkpoint = self._states.read_checkpoint(cached_seq.seq_id) if is_recurrent else None
-            states.append((cached_seq, state, checkpoint))
-        for cached_seq in pinned:
-            self._kv.clear_cells(cached_seq)
-        self._active.cells.give_back()
-        for cached_seq, state, checkpoint in states:
-            is_back = state is not None and self._states.write(cached_seq.seq_id, state)
-            if is_back and checkpoint is not None:
-                is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
-            if not is_back:
-                self._kv.drop(cached_seq)
-
 
 #: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
 _PICTURE_WAIT_S = 0.02
@@ -116,16 +36,8 @@ _PICTURE_WAIT_S = 0.02
 #: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
 #: that of a 4B in Q4_0 on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
-#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
-#: 256, and 192 cells with 60 rows stay within the first.
-_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
 #: Share of a step's time that reading streamed weights of a dense model takes, whatever its rows.
 _STREAMED_SHARE = 0.9
-#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
-_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
-#: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
-_MOST_HEAD, _HEAD_STEP = 256, 16
 
 
 class Scheduler:
@@ -231,8 +143,8 @@ class Scheduler:
             self.queue.fail(seq, error)
         self.kv.drop_idle(pinned=True)
 
-    def switch_context(self, active: ActiveContext, *, knows: bool, on_device: bool) -> None:
-        """Continue in another context, which has a copy of this one's cells (`knows`) or is empty.
+    def switch_context(self, active: ActiveContext, *, has_copy: bool, on_device: bool) -> None:
+        """Continue in another context, which has a copy of this one's cells (`has_copy`) or is empty.
 
         Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
         is not batch-invariant, so there are no automatic drafts on one.
@@ -240,7 +152,7 @@ class Scheduler:
         self.executor.chunks.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
         )
-        if not knows:
+        if not has_copy:
             for seq in self.queue.running:
                 self.prefixes.preempt(seq, keep=False)
             self.kv.drop_idle(pinned=True)
@@ -284,20 +196,3 @@ class Scheduler:
         self.kv.release(cached_seq, keep=True)
         cached_seq.pinned = True
         return len(tokens)
-
-
-def _is_left_to_llama(loaded: LlamaModel) -> bool:
-    """Return whether native/attention.cpp declines this model's attention."""
-    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
-    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
-
-
-def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    """Return the bounds for the kernels, the attention and the KV cache in use."""
-    kernels = libllama.build_info().kernels
-    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
-    kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded)
-    if kv_type != "f16" or is_ours:
-        return BatchInvariance(rows, cells=None, in_order=is_ours)
-    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)

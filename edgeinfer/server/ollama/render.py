@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000
 #: Our code → how Ollama's own message for it begins: clients look for these words.
-_BEGINNINGS = {
+_PREFIXES = {
     "model_not_found": "model not found: ",
     "context_length_exceeded": "the input length exceeds the context length: ",
 }
@@ -44,8 +44,8 @@ _BEGINNINGS = {
 
 def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"error": "…"}`, which has no place for the request's id."""
-    beginning = _BEGINNINGS.get(problem.code or "", "")
-    return _encode(wire.OllamaError(error=beginning + problem.message))
+    prefix = _PREFIXES.get(problem.code or "", "")
+    return _encode(wire.OllamaError(error=prefix + problem.message))
 
 
 def error_line(problem: Problem, request_id: str) -> bytes:

@@ -14,7 +14,7 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama.cells import Buffer, cell_memory
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.scheduler import scheduler
+from edgeinfer.runtime.scheduler import idle_cells
 
 from .conftest import ROOMY, ask, heard, load, text
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_IDLE_S", 0.0)
+    monkeypatch.setattr(idle_cells, "_IDLE_S", 0.0)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, whole
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, as_state
 from edgeinfer.runtime.prefix_cache.block_file import unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
 from edgeinfer.runtime.prefix_cache.block_names import BlockNames
@@ -24,7 +24,7 @@ LONG_S = 1.0
 class _States:
     def read(self, seq_id: int, start: int, stop: int, shift: int, position: object) -> State:
         assert shift == 0
-        return whole(memoryview(bytes(stop - start)))
+        return as_state(memoryview(bytes(stop - start)))
 
 
 class _Check:

@@ -20,9 +20,8 @@ from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
+from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance, batch_invariance
 from edgeinfer.runtime.scheduler.executor import Executor
-from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance
-from edgeinfer.runtime.scheduler.scheduler import batch_invariance
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 from ..conftest import GREEDY, answer, answers, ask, collected, load

@@ -2,7 +2,8 @@
 
 import pytest
 
-from edgeinfer.runtime.scheduler.prefill_policy import BatchInvariance, ChunkSizer, decode_budget_s
+from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
+from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer, decode_budget_s
 
 
 def chunks(rows: int = 60, ms_per_token: float = 1.0) -> ChunkSizer:

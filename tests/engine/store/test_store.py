@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
-from edgeinfer.runtime.kv_cache import ANYWHERE, State, whole
+from edgeinfer.runtime.kv_cache import ANYWHERE, State, as_state
 from edgeinfer.runtime.prefix_cache import block_folder as folders
 from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, decode, encode, pack_tokens
@@ -39,7 +39,7 @@ def make_block(
     name = blocks.names.full(parent, tokens)
     payload = (bytes(tokens[:1]) or b"x") * n_bytes
     header = Header("full", name, parent, blocks.names.identity, pack_tokens(tokens), ())
-    return KvBlock(header, (whole(memoryview(payload)), whole(memoryview(b"end"))))
+    return KvBlock(header, (as_state(memoryview(payload)), as_state(memoryview(b"end"))))
 
 
 def put(blocks: BlockFolder, block: KvBlock) -> bytes:
@@ -72,7 +72,7 @@ def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
     places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
     state = State(tuple(memoryview(piece) for piece in contents), places)
     header = make_block(blocks, TOKENS).header
-    data = memoryview(b"".join(encode(KvBlock(header, (state, whole(memoryview(b"point")))))))
+    data = memoryview(b"".join(encode(KvBlock(header, (state, as_state(memoryview(b"point")))))))
     back, point = decode(data).states
     assert [bytes(piece) for piece in back.pieces] == contents
     assert bytes(data).index(b"ccc") % 4096 == 64
@@ -167,7 +167,7 @@ def test_wrong_sizes_are_refused(blocks: BlockFolder) -> None:
 
 def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
-    blocks.own("talk", [name])
+    blocks.add_owner("talk", [name])
     assert blocks.writer_thread.flush(30)
     for folder, subfolders, files in os.walk(store.root):
         assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o700 for f in subfolders)
@@ -299,8 +299,8 @@ def test_forgetting_many_conversations_is_one_walk(
     shared, private = (put(blocks, make_block(blocks, [n] * 256)) for n in range(2))
     names = [put(blocks, make_block(blocks, [n] * 256)) for n in range(2, 22)]
     for n, name in enumerate(names):
-        blocks.own(f"chat-{n}", [shared, name])
-    blocks.own("other", [private])
+        blocks.add_owner(f"chat-{n}", [shared, name])
+    blocks.add_owner("other", [private])
     assert blocks.writer_thread.flush(30)
     listed = count_calls(monkeypatch, "list_blocks")
     owners = count_calls(monkeypatch, "owned_names")
@@ -409,8 +409,8 @@ def test_two_processes_that_write_the_same_do_no_harm(tmp_path: Path) -> None:
 
 def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: BlockFolder) -> None:
     shared, mine, foreign = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
-    blocks.own("mine", [shared, mine])
-    blocks.own("theirs", [shared, foreign])
+    blocks.add_owner("mine", [shared, mine])
+    blocks.add_owner("theirs", [shared, foreign])
     assert blocks.writer_thread.flush(30)
     assert folders.forget_conversations(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, foreign)] == [True, False, True]
@@ -437,8 +437,8 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
     blocks = store.model("sha", {})
     gone, kept_block, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
     for conversation, block in (("gone", gone), ("kept", kept_block)):
-        blocks.own(conversation, [put(blocks, block)])
-    blocks.own("new", [new.header.name])
+        blocks.add_owner(conversation, [put(blocks, block)])
+    blocks.add_owner("new", [new.header.name])
     assert blocks.writer_thread.flush(30)
     for conversation in ("gone", "kept"):
         os.utime(store.root / "owners" / owner_name(store.secret, conversation), (0, 0))
@@ -467,13 +467,13 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     blocks = store.model("sha", {"kv": "f16"})
     blocks.note_check("exact")
     first = put(blocks, make_block(blocks, TOKENS))
-    blocks.own("talk", [first])
+    blocks.add_owner("talk", [first])
     assert blocks.writer_thread.flush(30)
     delete(store.root)
     assert not blocks.has(first)
 
     second = put(blocks, make_block(blocks, [2] * 256))
-    blocks.own("talk", [second])
+    blocks.add_owner("talk", [second])
     assert blocks.writer_thread.flush(30)
     another = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
     assert another.read(second) is not None

@@ -33,7 +33,7 @@ def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
     live_server = serve(engine, keys=KEYS)  # decodes four at once
     asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(12)]
-    until(lambda: live_server.endpoint.inside["fake"] == 12, "twelve requests to wait")
+    until(lambda: live_server.endpoint.generation_counts["fake"] == 12, "twelve requests to wait")
     assert len(engine.requests) == 3
     assert _ask(live_server, OTHER).status_code == 200
     gate.opened.set()
@@ -76,10 +76,10 @@ def test_places_of_clients_that_leave_are_given_on(serve, until):
     clients = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(9)]
     for client in clients:
         client.sendall(head + body)
-    until(lambda: live_server.endpoint.inside["fake"] == 9, "nine requests to wait")
+    until(lambda: live_server.endpoint.generation_counts["fake"] == 9, "nine requests to wait")
     for client in clients:
         client.close()
-    until(lambda: not live_server.endpoint.inside, "all to be forgotten")
+    until(lambda: not live_server.endpoint.generation_counts, "all to be forgotten")
     assert not live_server.endpoint.engine_slots
     assert _ask(live_server, BUSY).status_code == 200
 

@@ -232,7 +232,7 @@ def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
     gate.opened.set()
     assert [future.result().status_code for future in asking] == [200] * 6
     assert live_server.chat().status_code == 200
-    assert not live_server.endpoint.inside
+    assert not live_server.endpoint.generation_counts
 
 
 def test_connections_are_limited(serve):

@@ -1,0 +1,50 @@
+"""Bounds within which a batched step computes the same bits as unbatched ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.memory_plan import invariant_rows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInvariance:
+    """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
+
+    `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
+    the attention of a single token does; None for no such bound. `in_order`: attention sums a
+    sequence's cells in the order of its positions, wherever free ones were filled.
+    """
+
+    rows: int
+    cells: int | None
+    in_order: bool = True
+
+
+#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
+#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
+#: 256, and 192 cells with 60 rows stay within the first.
+_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
+#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
+_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
+#: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
+_MOST_HEAD, _HEAD_STEP = 256, 16
+
+
+def _is_left_to_llama(loaded: LlamaModel) -> bool:
+    """Return whether native/attention.cpp declines this model's attention."""
+    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
+    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
+
+
+def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
+    """Return the bounds for the kernels, the attention and the KV cache in use."""
+    kernels = libllama.build_info().kernels
+    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
+    kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
+    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded)
+    if kv_type != "f16" or is_ours:
+        return BatchInvariance(rows, cells=None, in_order=is_ours)
+    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)

@@ -1,0 +1,89 @@
+"""Return the memory of the KV cache while the engine is idle."""
+
+from __future__ import annotations
+
+import time
+
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
+from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.mappings import Range
+from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache
+from edgeinfer.runtime.scheduler.prefixes import Prefixes
+
+#: Idle time (s) after which cells are emptied.
+_IDLE_S = 300.0
+#: Interval (s) at which pending writes are checked.
+_WRITING_S = 0.5
+#: Least number of idle tokens for which memory is returned.
+_WORTH_TOKENS = 512
+
+
+class IdleCells:
+    """Return the memory of `kv`, the active context's cells, after some minutes without a request.
+
+    Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
+    all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
+    """
+
+    def __init__(
+        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, active: ActiveContext
+    ) -> None:
+        self._kv, self._prefixes = kv, prefixes
+        self._states = states
+        self._active = active
+        self._ranges: list[Range] = []
+        self._used_at = time.monotonic()
+
+    def note_use(self) -> None:
+        """Stop returning memory: a step is about to use cells."""
+        self._used_at = time.monotonic()
+        self._ranges.clear()
+
+    def due_in_s(self) -> float | None:
+        """Return the seconds until there is work; None without any."""
+        if self._ranges:
+            return 0.0
+        cache = self._prefixes.prefix_cache
+        if not self._active.cells.buffers or cache is None or not self._is_on_disk(cache):
+            return None
+        least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITING_S
+        return max(least_s, self._used_at + _IDLE_S - time.monotonic())
+
+    def _is_on_disk(self, cache: PrefixCache) -> bool:
+        if not cache.can_store:
+            return False
+        idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
+        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
+            return False
+        return all(not c.active and cache.writer.would_store(c) for c in idle)
+
+    def work(self) -> None:
+        """Empty the cells, then return one piece of their memory. Only while idle."""
+        if self._ranges:
+            self._active.cells.give_back([self._ranges.pop()])
+            return
+        self._kv.drop_idle()
+        pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
+        if pinned:
+            self._give_back_around(pinned)
+        else:
+            self._ranges = list(self._active.cells.pages())
+
+    def _give_back_around(self, pinned: list[CachedSequence]) -> None:
+        assert self._states is not None
+        states = []
+        for cached_seq in pinned:
+            state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
+            is_recurrent = not self._kv.supports_truncation
+            checkpoint = self._states.read_checkpoint(cached_seq.seq_id) if is_recurrent else None
+            states.append((cached_seq, state, checkpoint))
+        for cached_seq in pinned:
+            self._kv.clear_cells(cached_seq)
+        self._active.cells.give_back()
+        for cached_seq, state, checkpoint in states:
+            is_back = state is not None and self._states.write(cached_seq.seq_id, state)
+            if is_back and checkpoint is not None:
+                is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
+            if not is_back:
+                self._kv.drop(cached_seq)
