@@ -10,5 +10,5 @@ scheduler ── request_queue     waiting and running requests, their admission
 A `sequence` is a request that waits or runs; features that only record it are its `observer`s.
 
 `scheduler` holds them. `idle_cells` returns the memory of the KV cache while idle;
-`batch_invariance` bounds the steps that compute the same bits as unbatched ones.
+`batch_invariance` bounds the steps that are bit-identical to unbatched ones.
 """

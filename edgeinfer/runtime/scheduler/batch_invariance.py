@@ -1,4 +1,4 @@
-"""Bounds within which a batched step computes the same bits as unbatched ones."""
+"""Bounds within which a batched step is bit-identical to unbatched ones."""
 
 from __future__ import annotations
 
