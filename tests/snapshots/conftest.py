@@ -34,10 +34,12 @@ def _is_world_accessible(path: Path) -> bool:
     return all(p.stat().st_mode & 0o001 for p in (path, *path.parents))
 
 
-def _world_accessible_copy(folder: Path) -> Path:
-    """A copy of the virtual environment, with the CRIU in it told where it is now."""
+def _world_accessible_copy(folder: Path, sources: Path) -> Path:
+    """A copy of the virtual environment that imports `sources`, with its CRIU told where it is now."""
     target = folder / "venv"
     shutil.copytree(sys.prefix, target, symlinks=True)
+    for installed in target.glob("lib/python*/site-packages/__editable__.edgeinfer-*.pth"):
+        installed.write_text(f"{sources}\n")
     criu = target / "criu/bin/criu"
     if criu.exists():
         from edgeinfer.shipping.payload import relocate
@@ -57,7 +59,7 @@ class Place:
         self.prefix = (
             Path(sys.prefix)
             if _is_world_accessible(Path(sys.prefix))
-            else _world_accessible_copy(folder)
+            else _world_accessible_copy(folder, self.sources)
         )
         self.python = self.prefix / "bin/python"
         self.criu = probe().criu.replace(sys.prefix, str(self.prefix))
