@@ -53,6 +53,8 @@ def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, sig
 def test_an_export_that_was_stopped_is_repeated(warm, exported):
     folder = warm.home / "stopped"
     shutil.copytree(exported, folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, warm.uid, warm.gid)
     (folder / "index.json").unlink()
     next((folder / "blobs/sha256").iterdir()).unlink()
     warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
