@@ -31,6 +31,7 @@ from edgeinfer.runtime.requests import (
     preparing,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints
+from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.preparation import Preparer
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
@@ -119,6 +120,8 @@ class LlamaEngine:
                 f"{self._info.model} only embeds; it cannot generate", param="model"
             )
         seq = self._preparer.sequence(request)
+        if seq.recorder is not None:
+            seq.recorder.why_irreproducible = self._why_irreproducible
         seq.progress()
         try:
             with self._lora.lock:
@@ -128,6 +131,13 @@ class LlamaEngine:
             seq.sampler.close()
             raise
         return seq.stream
+
+    def _why_irreproducible(self) -> str:
+        if str(self._gpu.loaded.choices["gpu_layers"].value) != "none":
+            return "layers of the model are on a GPU"
+        if self._lora.named_adapters and not self._lora.has_kernels:
+            return "llama.cpp adds the LoRA adapters of this model, whose bits depend on the batch"
+        return why_irreproducible(self._loaded)
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False

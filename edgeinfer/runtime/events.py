@@ -138,6 +138,21 @@ class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="typ
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a prompt and its answer, and the log-probability of each token of the answer.
+
+    It is None for a token that a constraint or a spent budget forced. In a replay that ended at a token
+    that differs, `logprobs` has that token's only, and `replayed_logprob` is that of the token that was
+    expected in its place. `irreproducible` says why another engine may get other tokens, "" if none does.
+    """
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    logprobs: tuple[float | None, ...] = ()
+    replayed_logprob: float | None = None
+    irreproducible: str = ""
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
     """The end. `stop_sequence` is the stop string that ended it, if one did."""
 
@@ -146,6 +161,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     timings: Timings
     stop_sequence: str | None = None
     divergence: Divergence = Divergence()
+    record: TokenRecord | None = None
 
     @property
     def is_cut_short(self) -> bool:

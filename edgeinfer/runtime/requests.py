@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -158,6 +159,17 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[InfillFile, ...] = ()
 
 
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """An earlier answer to a request, to be compared with what the engine generates.
+
+    `answer` are its tokens, verified many at a time as drafts are. The generation ends at the first
+    token that differs. Templates that write the date get the day of `time` (ISO 8601).
+    """
+
+    answer: tuple[int, ...]
+    time: datetime
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
 
@@ -181,6 +193,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     it. `preamble` names the agent whose sessions share a prefix, which is evicted last.
 
     `reasoning_budget` closes a reasoning span after so many tokens, 0 at once; None leaves it open.
+
+    `record_tokens` reports the tokens of prompt and answer at the end, in `Finished.record`; so does
+    `replay`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -209,6 +224,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     preamble: str = ""
     lora: tuple[tuple[str, float], ...] | None = None
     speculative: Literal["auto", "off", "ngram"] = "auto"
+    record_tokens: bool = False
+    replay: Replay | None = None
 
     @property
     def length(self) -> int:

@@ -32,6 +32,7 @@ from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, remove_marks
 from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
+from edgeinfer.runtime.chat_format.sandbox import render_time
 from edgeinfer.runtime.chat_format.templates import (
     CHATML,
     TRANSCRIPT,
@@ -173,9 +174,13 @@ class ChatFormat:
         tools = self._tools(request)
         messages = self._adapt(request.messages, tools)
         shown = tools if self._template.traits.tools else ()
-        text = self._template.render(
-            messages, shown, options=request.template_options, continue_final=request.continue_final
-        )
+        was_set = render_time.set(request.replay and request.replay.time)
+        try:
+            text = self._template.render(
+                messages, shown, options=request.template_options, continue_final=request.continue_final
+            )
+        finally:
+            render_time.reset(was_set)
         bos = self._facts.bos_text if self._facts.add_bos else ""
         return text if text.startswith(bos) else bos + text
 

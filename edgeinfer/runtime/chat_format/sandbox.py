@@ -257,10 +257,16 @@ def _raise_exception(message: Any = "") -> None:
     raise jinja2.TemplateError(str(message)[:500])
 
 
+#: The time that a replayed prompt was rendered at; None is now.
+render_time: contextvars.ContextVar[datetime | None] = contextvars.ContextVar(
+    "edgeinfer_render_time", default=None
+)
+
+
 def _strftime_now(form: str) -> str:
     if len(form) > 200 or _WIDE.search(form):
         raise ExhaustedError("strftime_now is given too long a format")
-    return datetime.now().astimezone().strftime(form)
+    return (render_time.get() or datetime.now().astimezone()).strftime(form)
 
 
 class GenerationTag(Extension):

@@ -42,8 +42,8 @@ class LoraAdapters:
         self._current: AdapterKey = ()
         self._context = active.context
         self._homes: list[tuple[Any, Held]] = [(model, active.adapters)]
-        # recurrent models reorder the rows of a batch
-        self._has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
+        #: Whether kernels add adapters to single rows. Recurrent models reorder the rows of a batch.
+        self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
 
     @property
@@ -94,7 +94,7 @@ class LoraAdapters:
     def leave_kernels(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
         _log.warning("the kernels cannot add the LoRA adapters of this model: llama.cpp does")
-        self._has_kernels = False
+        self.has_kernels = False
         for loaded in self._active.adapters.values():
             loaded.leave_kernels()
 
@@ -161,7 +161,7 @@ class LoraAdapters:
         for adapter, stamp in named.values():
             if stamp not in held:
                 held[stamp] = _load(model, adapter, stamp)
-                if self._has_kernels and model is self._homes[0][0]:  # others are on devices
+                if self.has_kernels and model is self._homes[0][0]:  # others are on devices
                     held[stamp].use_kernels()
 
 

@@ -337,3 +337,24 @@ class Drafting:
             self._drafter.acceptance(i).note(is_right=predicted == sampled)
             if predicted != sampled:
                 break
+
+
+class ReplayDrafting(Drafting):
+    """Draft the tokens of an earlier `answer`: each step verifies as many as it has rows for."""
+
+    def __init__(self, answer: Sequence[int], n_prompt: int) -> None:
+        super().__init__(None, limit=0)
+        self._answer, self._n_prompt = answer, n_prompt
+
+    def propose(
+        self,
+        tokens: Sequence[int],
+        room: int,
+        budget: DraftBudget,
+        valid: Callable[[Sequence[int]], int] = len,
+    ) -> list[int]:
+        n = len(tokens) - self._n_prompt
+        return list(self._answer[n : min(n + room, len(self._answer) - 1)])
+
+    def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """Learn nothing: these are no predictions."""

@@ -48,3 +48,15 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     if kv_type != "f16" or is_ours:
         return BatchInvariance(rows, cells=None, in_order=is_ours)
     return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)
+
+
+def why_irreproducible(loaded: LlamaModel) -> str:
+    """Return why the tokens of a request may depend on its batch or the machine; "" if they do not."""
+    invariance = batch_invariance(loaded)
+    if not libllama.build_info().kernels:
+        return "llama.cpp's own kernels serve here, whose bits depend on the batch and the processor"
+    if not loaded.supports_truncation:
+        return "the model is recurrent: it computes a prompt differently from single tokens"
+    if invariance.cells is not None or not invariance.in_order:
+        return "llama.cpp's own attention serves this model, whose bits depend on the batch"
+    return ""

@@ -29,7 +29,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
-from edgeinfer.runtime.sampling.speculative import Drafting, SuffixDrafter
+from edgeinfer.runtime.sampling.speculative import Drafting, ReplayDrafting, SuffixDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
@@ -81,7 +81,7 @@ class Preparer:
             tokens=PromptTokens(tokens),
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
             output=output,
-            drafting=self._drafting(request),
+            drafting=self._drafting(request, len(tokens)),
             max_tokens=self._max_tokens(request, len(tokens)),
             keep_tokens=lambda: self._keep_tokens(request, tokens),
             matcher=matcher,
@@ -204,7 +204,9 @@ class Preparer:
         close = self.vocab.tokenize(prepared.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
 
-    def _drafting(self, request: GenerateRequest) -> Drafting:
+    def _drafting(self, request: GenerateRequest, n_prompt: int) -> Drafting:
+        if request.replay is not None:
+            return ReplayDrafting(request.replay.answer, n_prompt)
         drafter = None if request.speculative == "off" else SuffixDrafter(self.vocab.n_vocab)
         return Drafting(drafter, limit=self.max_draft, is_forced=request.speculative == "ngram")
 

@@ -32,7 +32,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
-from edgeinfer.runtime.scheduler.observer import SequenceObserver
+from edgeinfer.runtime.scheduler.observer import SequenceObserver, TokenRecorder
 from edgeinfer.runtime.vision import PromptPictures, Span
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -81,6 +81,7 @@ class Sequence:
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     observers: tuple[SequenceObserver, ...] = ()
+    recorder: TokenRecorder | None = None
     n_generated: int = 0
     delayed_s: float = 0.0
     constraint_s: float = 0.0
@@ -91,6 +92,10 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.stream = EventStream(self.cancel)
+        replay = self.request.replay
+        if self.request.record_tokens or replay is not None:
+            self.recorder = TokenRecorder(self.tokens, replay.answer if replay else None)
+            self.observers = (self.recorder,)
         if self.sampler.history:
             self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
@@ -185,6 +190,8 @@ class Sequence:
         self.n_generated += 1
         for observer in self.observers:
             observer.on_token(token)
+        if self.recorder is not None and self.recorder.differs:
+            return "stop"
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
                 self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
@@ -241,6 +248,7 @@ class Sequence:
                 timings=self.timings(),
                 divergence=self.divergence,
                 stop_sequence=self.output.stopped_by,
+                record=self.recorder and self.recorder.record(),
             )
         )
 
