@@ -60,6 +60,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.ReleaseUntrustedError: (5, "nothing was changed; do not install it by hand either"),
+    e.ReceiptError: (5, "ask for another receipt, or make one: `edgeinfer run --receipt FILE`"),
     e.InterruptedByUser: (130, ""),
 }
 

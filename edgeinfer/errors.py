@@ -228,6 +228,10 @@ class ShippingError(EdgeInferError):
     """The shipped file is not one, is damaged, or cannot be unpacked here."""
 
 
+class ReceiptError(EdgeInferError):
+    """The receipt is malformed or private, or it cannot be checked by this engine."""
+
+
 class ReleaseUntrustedError(ShippingError):
     """A release is not signed by a key of this program, or is older than one seen, or expired."""
 

@@ -64,6 +64,10 @@ VERBS = {
     "batch": Verb(
         "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
     ),
+    "verify": Verb(
+        "check the receipt of an answer: does this model generate it?",
+        ("verify receipt.json", "verify --log payloads --sample 1%"),
+    ),
     "eval": Verb(
         "score models, prompts or adapters on a set of items, and compare them",
         ("eval basics qwen3-4b qwen3-1.7b", "eval mine.jsonl qwen3-4b --system A --system B"),

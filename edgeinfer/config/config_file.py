@@ -86,6 +86,14 @@ class DriftConfig(_Section, frozen=True, kw_only=True):
     ] = True
 
 
+class ReceiptsConfig(_Section, frozen=True, kw_only=True):
+    """Receipts of answers."""
+
+    key: Annotated[
+        str, key_doc("File of an Ed25519 key (PEM) that signs receipts; empty: they are not signed.")
+    ] = ""
+
+
 class GpuConfig(_Section, frozen=True, kw_only=True):
     """GPUs."""
 
@@ -218,6 +226,7 @@ class Config(_Section, frozen=True, kw_only=True):
     snapshots: SnapshotsConfig = SnapshotsConfig()
     blocks: BlocksConfig = BlocksConfig()
     drift: DriftConfig = DriftConfig()
+    receipts: ReceiptsConfig = ReceiptsConfig()
     gpu: GpuConfig = GpuConfig()
     serve: ServeConfig = ServeConfig()
     chat: ChatConfig = ChatConfig()

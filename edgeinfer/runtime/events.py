@@ -143,7 +143,8 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     It is None for a token that a constraint or a spent budget forced. In a replay that ended at a token
     that differs, `logprobs` has that token's only, and `replayed_logprob` is that of the token that was
-    expected in its place. `irreproducible` says why another engine may get other tokens, "" if none does.
+    expected in its place. `irreproducible` says why another engine may get other tokens, "" if none
+    does.
     """
 
     prompt: tuple[int, ...]

@@ -46,7 +46,7 @@ def test_kinds_of_results_are_those_that_scripts_know():
         agents batch bench chat completion config doctor drift eval forget launch licenses list
         ps ps-usage pull pull-adapter quantize quantize-compare rm run self-check serve show
         snapshot snapshots snapshots-export snapshots-import snapshots-removed snapshots-take
-        snapshots-trust snapshots-verify stop tools update version warm web
+        snapshots-trust snapshots-verify stop tools update verify version warm web
     """.split()
     for verb in (*VERBS, "snapshots_transfer"):
         module_of(verb)

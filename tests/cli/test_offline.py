@@ -20,7 +20,8 @@ LAUNCH = ("--resume", "never", "--ctx", "512")
 #: Every verb with its words, and the exit code that it ends with.
 COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
-    "run": ((MODEL, "Hello", "--max-tokens", "2", *LAUNCH), 0),
+    "run": ((MODEL, "Hello", "--max-tokens", "2", "--receipt", "receipt.json", *LAUNCH), 0),
+    "verify": (("receipt.json", "--ctx", "512"), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
     "eval": (("items.jsonl", MODEL, "--ctx", "512"), 0),
     "launch": ((), 0),  # what it launches is a third-party program

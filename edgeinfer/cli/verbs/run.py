@@ -29,8 +29,10 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
+from edgeinfer.platform.disk import write_whole
+from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime import document_files
-from edgeinfer.runtime.events import ReasoningDelta, TextDelta, Timings, Usage
+from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
@@ -97,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     launch = add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
+    add_option(launch, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
+    add_option(launch, "--private", "write the receipt's content to FILE.content instead")
     add_traces(launch)
 
 
@@ -130,16 +134,21 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     )
     if not options.tools:
         request = with_answer_limit(request, can_think=engine.info.can_think)
+    if options.receipt:
+        request = with_record(request)
     # the answer does not wait for it, nor the end: what is left is found by the next one
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
-        result = _with_tools(engine, request, model, host, stream_to)
+        result, request, finished = _with_tools(engine, request, model, host, stream_to)
     else:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-            result = _consume(generation, model, host.start, stream_to)
+            result, finished = _consume(generation, model, host.start, stream_to)
     if result.finish_reason == "length" and options.max_tokens is None:
         sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens, engine.info)}\n")
+    if options.receipt:
+        receipt = make_receipt(request, finished, engine.info, key=load_key(host.config.receipts.key))
+        _write_receipt(receipt, Path(options.receipt), is_private=options.private)
     if options.traces:
         _trace(options.traces, started, result)
     if options.timings:
@@ -169,6 +178,22 @@ def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
     return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
 
 
+def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) -> None:
+    """Write the receipt, a private one's content next to it, or say why there is none."""
+    if isinstance(receipt, Refusal):
+        sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
+        return
+    public = receipt.without_content() if is_private else receipt
+    try:
+        write_whole(path, msgspec.json.encode(public) + b"\n", 0o644)
+        if is_private:
+            secret = path.with_name(f"{path.name}.content")
+            write_whole(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
+    except OSError as error:
+        hint = "name another file for --receipt"
+        raise UsageError(f"{path}: {error.strerror}", hint=hint) from error
+
+
 def _purge() -> None:
     from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
 
@@ -188,8 +213,11 @@ def _trace(path: str, start: list[Span], result: RunResult) -> None:
 
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
-) -> RunResult:
-    """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr."""
+) -> tuple[RunResult, GenerateRequest, Finished]:
+    """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr.
+
+    Return the last request and its end, too.
+    """
     from edgeinfer.tools.loop import ChatTools, NoFront  # only for this option
 
     front, rounds = NoFront(sys.stderr), list[tuple[ToolUse, ...]]()
@@ -198,7 +226,7 @@ def _with_tools(
         while True:
             request = msgspec.structs.replace(request, **tools.fields(rounds))
             with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-                result = _consume(generation, model, host.start, stream_to)
+                result, finished = _consume(generation, model, host.start, stream_to)
             if result.finish_reason != "tool_calls" or request.tool_choice.mode == "none":
                 break
             run_calls = tools.start(result.calls, front, past=rounds)
@@ -215,7 +243,8 @@ def _with_tools(
         patterns = dict.fromkeys(front.refused)
         allow = ", ".join(msgspec.json.encode(pattern).decode() for pattern in patterns)
         front.say([f"refused; to allow such calls, add to `allow` under [tools]: {allow}"])
-    return msgspec.structs.replace(result, calls=tuple(itertools.chain(*rounds)))
+    calls = tuple(itertools.chain(*rounds))
+    return msgspec.structs.replace(result, calls=calls), request, finished
 
 
 def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Message, ...]:
@@ -278,7 +307,9 @@ def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
             signal.signal(number, handler)
 
 
-def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO | None) -> RunResult:
+def _consume(
+    generation: Generation, model: str, start: Start, stream_to: TextIO | None
+) -> tuple[RunResult, Finished]:
     answer = Collected()
     watch, repeats = RepetitionWatch(), False
     is_terminal = stream_to is not None and stream_to.isatty()
@@ -302,7 +333,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
     start_ms = start.stages_ms.get("load", start.ready_ms)
     if repeats:
         sys.stderr.write("edgeinfer: the answer repeated itself; stopped\n")
-    return RunResult(
+    result = RunResult(
         model=model,
         text=answer.text,
         reasoning=answer.reasoning,
@@ -318,6 +349,7 @@ def _consume(generation: Generation, model: str, start: Start, stream_to: TextIO
         ),
         calls=uses_of(answer) if finished.reason == "tool_calls" else (),
     )
+    return result, finished
 
 
 def timings_line(result: RunResult) -> str:

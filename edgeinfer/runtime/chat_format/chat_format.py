@@ -174,7 +174,7 @@ class ChatFormat:
         tools = self._tools(request)
         messages = self._adapt(request.messages, tools)
         shown = tools if self._template.traits.tools else ()
-        was_set = render_time.set(request.replay and request.replay.time)
+        was_set = render_time.set(request.replay.time if request.replay else None)
         try:
             text = self._template.render(
                 messages, shown, options=request.template_options, continue_final=request.continue_final

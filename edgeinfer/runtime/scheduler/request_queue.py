@@ -40,7 +40,8 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         self._counters.requests_total += 1
-        seq.observers += tuple(observer.on_admit(seq.request) for observer in self.observers)
+        if seq.request.replay is None:
+            seq.observers += tuple(observer.on_admit(seq.request) for observer in self.observers)
         self.waiting.append(seq)
 
     def end_cancelled_and_late(self) -> None:

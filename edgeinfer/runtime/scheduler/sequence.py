@@ -248,7 +248,7 @@ class Sequence:
                 timings=self.timings(),
                 divergence=self.divergence,
                 stop_sequence=self.output.stopped_by,
-                record=self.recorder and self.recorder.record(),
+                record=self.recorder.record() if self.recorder else None,
             )
         )
 

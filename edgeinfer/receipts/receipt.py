@@ -1,0 +1,340 @@
+"""A receipt: all that is needed to check an answer, as a small JSON document that may be signed.
+
+The conversation lies in `Receipt.content`, of which the receipt holds a salted digest. So a receipt
+without it (a private one) has the same digest and signature, and does not tell what was said.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import secrets
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgeinfer import __version__
+from edgeinfer.errors import ConfigError, ReceiptError
+from edgeinfer.platform.disk import stamps
+from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
+from edgeinfer.runtime.events import Finished, FinishReason
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest, Sampling, random_bytes
+from edgeinfer.runtime.revision import KERNEL_REVISION
+
+#: A receipt of 131,072 tokens takes 2 MB.
+MAX_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 21
+#: What signatures sign, before the digest.
+_SIGNED = b"edgeinfer receipt 1\n"
+
+_Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_Name = Annotated[str, Meta(max_length=1024)]
+_Tokens = Annotated[
+    tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(min_length=1, max_length=_MAX_TOKENS)
+]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a receipt; a field that it does not have is refused, since nothing would check it."""
+
+
+class AdapterDigest(_Part, frozen=True, kw_only=True):
+    """A LoRA adapter that the answer was generated with."""
+
+    name: _Name
+    scale: float
+    sha256: _Digest
+
+
+class Signature(_Part, frozen=True, kw_only=True):
+    """An Ed25519 signature of the receipt's digest; both fields are hexadecimal."""
+
+    public_key: _Digest
+    value: Annotated[str, Meta(pattern="^[0-9a-f]{128}$")]
+
+
+class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
+    """What was said. `request` has the fields of `GenerateRequest` that are not its defaults.
+
+    `salt` is drawn for each receipt, so that no digest tells two equal conversations. `logprobs` are
+    those of the answer's tokens, null for one that a constraint forced.
+    """
+
+    salt: _Digest
+    request: dict[str, Any]
+    prompt: _Tokens
+    answer: _Tokens
+    logprobs: Annotated[tuple[float | None, ...], Meta(max_length=_MAX_TOKENS)]
+    stop_sequence: str | None = None
+
+
+class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
+    """A receipt. `content` is left out of a private one, `signature` where no key is configured.
+
+    `constraint_sha256` is the digest of schema, grammar and tools, "" without any. `index` counts the
+    answers of one request from 0. `seconds` is how long prefill and generation took. `sha256` is the
+    digest of all fields above it.
+    """
+
+    version: Literal[1]
+    program: _Name
+    kernel_revision: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    model: _Name
+    model_sha256: _Digest
+    adapters: Annotated[tuple[AdapterDigest, ...], Meta(max_length=64)] = ()
+    kv_type: _Name
+    n_ctx: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    time: datetime
+    sampling: Sampling
+    constraint_sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    n_prompt: int
+    n_answer: int
+    finish_reason: FinishReason
+    index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    seconds: _Seconds
+    content_sha256: _Digest
+    sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    signature: Signature | None = None
+    content: Content | None = None
+
+    def digest(self) -> str:
+        """Return what `sha256` must be."""
+        return _sha256(msgspec.structs.replace(self, sha256="", signature=None, content=None))
+
+    def without_content(self) -> Receipt:
+        """Return the private form."""
+        return msgspec.structs.replace(self, content=None)
+
+    def alteration(self) -> str:
+        """Say what was changed after the receipt was made; "" if nothing was."""
+        content, signature = self.content, self.signature
+        if self.digest() != self.sha256:
+            return "the receipt was altered: its digest does not fit"
+        if content is not None and _sha256(content) != self.content_sha256:
+            return "the receipt's content was altered: its digest does not fit"
+        if signature is not None:
+            pair = (bytes.fromhex(signature.public_key), bytes.fromhex(signature.value))
+            if not is_signed_by(*pair, _SIGNED + self.sha256.encode()):
+                return "the signature does not fit"
+        return ""
+
+    @property
+    def signer(self) -> str:
+        """Return the fingerprint of the key that signed, "" without a signature."""
+        return fingerprint(bytes.fromhex(self.signature.public_key)) if self.signature else ""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an answer has no receipt."""
+
+    refused: str
+
+
+def with_record(request: GenerateRequest) -> GenerateRequest:
+    """Return the request as it must be submitted for a receipt: with a seed, its tokens recorded."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(random_bytes(4), "little"))
+    return msgspec.structs.replace(request, sampling=sampling, record_tokens=True)
+
+
+def make_receipt(
+    request: GenerateRequest,
+    finished: Finished,
+    info: EngineInfo,
+    *,
+    index: int = 0,
+    key: SigningKey | None = None,
+) -> Receipt | Refusal:
+    """Make the receipt of an answer to a request `with_record`, or say why it has none."""
+    record = finished.record
+    reason = _why_refused(request, finished, info)
+    if reason or record is None:
+        return Refusal(refused=reason or "the engine recorded no tokens")
+    logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
+    content = Content(
+        salt=secrets.token_hex(32),
+        request=_sparse(_without_server_fields(request)),
+        prompt=record.prompt,
+        answer=record.answer,
+        logprobs=tuple(logprobs),
+        stop_sequence=finished.stop_sequence,
+    )
+    receipt = Receipt(
+        version=1,
+        program=__version__,
+        kernel_revision=KERNEL_REVISION,
+        model=info.model,
+        model_sha256=info.sha256,
+        adapters=tuple(_adapters(request, info)),
+        kv_type=str(info.choices["kv_type"].value),
+        n_ctx=info.n_ctx,
+        time=datetime.now().astimezone(),
+        sampling=_with_floats(request.sampling),
+        constraint_sha256=_constraint_digest(request),
+        n_prompt=len(record.prompt),
+        n_answer=len(record.answer),
+        finish_reason=finished.reason,
+        index=index,
+        seconds=round((finished.timings.prefill_ms + finished.timings.decode_ms) / 1000, 4),
+        content_sha256=_sha256(content),
+        content=content,
+    )
+    receipt = msgspec.structs.replace(receipt, sha256=receipt.digest())
+    return receipt if key is None else sign(receipt, key)
+
+
+def sign(receipt: Receipt, key: SigningKey) -> Receipt:
+    value = key.sign(_SIGNED + receipt.sha256.encode())
+    signature = Signature(public_key=key.public.hex(), value=value.hex())
+    return msgspec.structs.replace(receipt, signature=signature)
+
+
+def _why_refused(request: GenerateRequest, finished: Finished, info: EngineInfo) -> str:
+    record = finished.record
+    if record is None or record.irreproducible:
+        return record.irreproducible if record else "the engine recorded no tokens"
+    if request.n_pictures:
+        return "the request has pictures, which a receipt cannot hold"
+    if not info.sha256:
+        return "the model is a file whose digest is unknown; `edgeinfer pull FILE` records it"
+    if not record.answer:
+        return "no token was generated"
+    if len(record.prompt) + len(record.answer) > info.n_ctx:
+        return "the context was shifted"
+    if any(map(math.isinf, request.sampling.logit_bias.values())):
+        return "logit_bias has an infinite value, which JSON cannot hold"
+    return ""
+
+
+def _with_floats(sampling: Sampling) -> Sampling:
+    """Return the options as they are read again: a temperature of 0 is 0.0."""
+    document = msgspec.to_builtins(sampling, str_keys=True)
+    return msgspec.convert(document, Sampling, str_keys=True)
+
+
+#: Fields that change when an answer is computed, and never which.
+_SERVER_FIELDS = (
+    "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
+    "prompt_logprobs record_tokens replay sampling speculative"
+).split()
+
+
+def _without_server_fields(request: GenerateRequest) -> GenerateRequest:
+    """Return the request with the defaults of fields that lie elsewhere or change no answer."""
+    defaults = GenerateRequest()
+    return msgspec.structs.replace(
+        request, **{name: getattr(defaults, name) for name in _SERVER_FIELDS}
+    )
+
+
+def _sparse(value: Any) -> Any:
+    """Return what JSON has of a value, of structs only the fields that are not their defaults."""
+    if isinstance(value, tuple):
+        return [_sparse(element) for element in value]
+    if not isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value, str_keys=True)
+    config = value.__struct_config__
+    tag = {config.tag_field: config.tag} if config.tag_field else {}
+    fields = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
+    return tag | {f.encode_name: _sparse(v) for f, v in fields if v != _default(f)}
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def _constraint_digest(request: GenerateRequest) -> str:
+    if request.constraint is None and not request.tools:
+        return ""
+    return _sha256((request.constraint, request.tools, request.tool_choice))
+
+
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
+
+
+def _adapters(request: GenerateRequest, info: EngineInfo) -> list[AdapterDigest]:
+    loaded = {adapter.name: adapter for adapter in info.lora}
+    scales = request.lora
+    if scales is None:
+        scales = tuple((adapter.name, adapter.scale) for adapter in info.lora)
+    pairs = ((loaded[name], scale) for name, scale in scales if scale)
+    return [
+        AdapterDigest(name=adapter.name, scale=scale, sha256=file_digest(adapter.path))
+        for adapter, scale in pairs
+    ]
+
+
+def file_digest(path: str) -> str:
+    """Return a file's SHA-256, computed once for each state of the file. Raises OSError."""
+    return _file_digest(path, stamps([path]))
+
+
+@functools.lru_cache(maxsize=64)
+def _file_digest(path: str, _stamps: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse(data: bytes) -> Receipt:
+    """Read a receipt from anybody. Raises ReceiptError saying what is wrong with it."""
+    return to_receipt(parse_json(data))
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON of a receipt, without keys that stand twice. Raises ReceiptError."""
+    if len(data) > MAX_BYTES:
+        raise ReceiptError(f"the receipt has {len(data):,} bytes, of at most {MAX_BYTES:,}")
+    try:
+        return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ReceiptError("the receipt is nested too deeply") from None
+    except ValueError as error:
+        raise ReceiptError(f"this is no receipt: {error}") from error
+
+
+def to_receipt(document: Any) -> Receipt:
+    """Convert a parsed document. Raises ReceiptError."""
+    try:
+        receipt = msgspec.convert(document, Receipt, str_keys=True)
+        msgspec.json.encode(receipt)  # refuses text that is no Unicode, and integers beyond 64 bits
+    except RecursionError:
+        raise ReceiptError("the receipt is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
+        raise ReceiptError(f"this is no receipt: {error}") from error
+    return receipt
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("it names a key twice")
+    return document
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+@functools.lru_cache(maxsize=4)
+def load_key(path: str) -> SigningKey | None:
+    """Read the configured signing key; None if `path` is "". Raises ConfigError."""
+    if not path:
+        return None
+    file = Path(path).expanduser()
+    try:
+        key = parse_key(file.read_text("utf-8", errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"receipts.key: {file}: {error.strerror}") from error
+    if key is None:
+        hint = f"make one: `openssl genpkey -algorithm ed25519 -out {file}`"
+        raise ConfigError(f"receipts.key: {file} is not an Ed25519 key", hint=hint)
+    return key

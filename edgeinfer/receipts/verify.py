@@ -1,0 +1,255 @@
+"""Check a receipt: one prefill of prompt and answer, with the sampler at each token of the answer.
+
+Where the revisions of the kernels differ, bits may too. Then only the log-probability of each token is
+compared with the receipt's, within a tolerance, and the verdict says so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from edgeinfer.errors import ReceiptError
+from edgeinfer.receipts.receipt import Content, Receipt, file_digest
+from edgeinfer.runtime.events import Finished, PromptLogprobs, TokenRecord
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.requests import GenerateRequest, Replay
+from edgeinfer.runtime.revision import KERNEL_REVISION
+
+#: Between the kernels of llama.cpp and ours, log-probabilities of an answer's tokens differ by 0.04 on
+#: average and by 0.6 at most (SmolLM2 in Q4_1).
+MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 2.0
+
+Verdict = Literal["verified", "within tolerance", "differs"]
+
+
+class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A token with its natural-log probability (temperature 1); None where nothing was sampled."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check found. `position` counts the answer's tokens from 0, up to the first that differs.
+
+    `expected` stands in the receipt there, `chosen` is what this engine generates; None is an end.
+    `mean_difference` and `most_difference` are those of log-probabilities, where only they were
+    compared. `seconds` is the time of the check, `generation_seconds` that of the answer.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    model: str
+    signer: str = ""
+    kernel_revision: int
+    own_revision: int = KERNEL_REVISION
+    n_prompt: int
+    n_answer: int
+    position: int | None = None
+    expected: TokenChoice | None = None
+    chosen: TokenChoice | None = None
+    mean_difference: float | None = None
+    most_difference: float | None = None
+    seconds: float = 0.0
+    generation_seconds: float
+
+
+def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
+    """Return a private receipt with the content of its whole form. Raises ReceiptError."""
+    if whole.content is None or whole.content_sha256 != receipt.content_sha256:
+        raise ReceiptError("this content is not that of the receipt")
+    return msgspec.structs.replace(receipt, content=whole.content)
+
+
+def verify(receipt: Receipt, engine: Engine) -> Verification:
+    """Check a receipt. Raises ReceiptError if that is impossible here, and what `submit` raises."""
+    return _Check(receipt, engine).run()
+
+
+class _Check:
+    def __init__(self, receipt: Receipt, engine: Engine) -> None:
+        self._receipt, self._engine = receipt, engine
+        self._findings: dict[str, Any] = {}
+
+    def run(self) -> Verification:
+        receipt = self._receipt
+        began_s = time.perf_counter()
+        reason = receipt.alteration() or self._other_model()
+        verdict: Verdict = "verified"
+        if not reason:
+            if receipt.content is None:
+                hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"
+                raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
+            request = self._request(receipt.content)
+            reason = self._limits(receipt.content, request)
+            if not reason and receipt.kernel_revision == KERNEL_REVISION:
+                reason = self._replay(receipt.content, request)
+            elif not reason:
+                verdict = "within tolerance"
+                reason = self._compare_logprobs(receipt.content, request)
+        return Verification(
+            verdict="differs" if reason else verdict,
+            reason=reason,
+            model=receipt.model,
+            signer=receipt.signer,
+            kernel_revision=receipt.kernel_revision,
+            n_prompt=receipt.n_prompt,
+            n_answer=receipt.n_answer,
+            seconds=round(time.perf_counter() - began_s, 4),
+            generation_seconds=receipt.seconds,
+            **self._findings,
+        )
+
+    def _other_model(self) -> str:
+        """Say how the model differs; raise ReceiptError if another load of it can be compared."""
+        receipt, info = self._receipt, self._engine.info
+        if not info.sha256:
+            hint = "`edgeinfer pull FILE` records it"
+            raise ReceiptError(f"{info.model} is a file whose digest is unknown", hint=hint)
+        if info.sha256 != receipt.model_sha256:
+            return f"{info.model} is not the model of the receipt: its file has another digest"
+        kv_type = str(info.choices["kv_type"].value)
+        if kv_type != receipt.kv_type:
+            problem = f"the receipt is of a {receipt.kv_type} KV cache, and this one is {kv_type}"
+            raise ReceiptError(problem, hint=f"load the model with `--kv-type {receipt.kv_type}`")
+        return ""
+
+    def _request(self, content: Content) -> GenerateRequest:
+        try:
+            request = msgspec.convert(content.request, GenerateRequest)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ReceiptError(f"this is no receipt: content.request: {error}") from error
+        if request.n_pictures:
+            raise ReceiptError("the receipt has pictures, which cannot be checked")
+        return msgspec.structs.replace(
+            request,
+            sampling=self._receipt.sampling,
+            logprobs=None if request.logprobs is None else 0,
+            cache_prompt=False,
+            lora=self._lora(),
+        )
+
+    def _lora(self) -> tuple[tuple[str, float], ...]:
+        """Find the receipt's adapters by their digests. Raises ReceiptError."""
+        loaded = {file_digest(adapter.path): adapter.name for adapter in self._engine.info.lora}
+        for adapter in self._receipt.adapters:
+            if adapter.sha256 not in loaded:
+                hint = "load the model with it: `--lora FILE`"
+                raise ReceiptError(f"the adapter {adapter.name} is not loaded", hint=hint)
+        return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
+
+    def _limits(self, content: Content, request: GenerateRequest) -> str:
+        """Say which number of the receipt does not fit the others, "" if all do.
+
+        Raises ReceiptError if it does not fit this engine's vocabulary or context.
+        """
+        receipt, info = self._receipt, self._engine.info
+        n_prompt, n_answer = len(content.prompt), len(content.answer)
+        if max(*content.prompt, *content.answer) >= info.n_vocab:
+            raise ReceiptError(f"the receipt has a token beyond the vocabulary of {info.n_vocab}")
+        if n_prompt + n_answer > info.n_ctx:
+            problem = f"the receipt has {n_prompt + n_answer} tokens, and the context {info.n_ctx}"
+            raise ReceiptError(problem, hint=f"load the model with `--ctx {receipt.n_ctx}`")
+        if (n_prompt, n_answer) != (receipt.n_prompt, receipt.n_answer):
+            return "the numbers of tokens do not fit"
+        most = receipt.n_ctx - n_prompt
+        if request.max_tokens is not None:
+            most = min(most, request.max_tokens)
+        if n_answer > most:
+            return f"the answer has {n_answer} tokens, and its limit was {most}"
+        if receipt.finish_reason == "length" and n_answer < most:
+            return f"the answer was not cut by length: it has {n_answer} tokens of {most}"
+        return ""
+
+    def _replay(self, content: Content, request: GenerateRequest) -> str:
+        """Say how the answer differs from what this engine generates, "" if it does not."""
+        reason, answer = self._receipt.finish_reason, content.answer
+        is_whole = reason in ("stop", "tool_calls")  # one more token shows if it goes on
+        finished = self._generate(request, answer, len(answer) + is_whole)
+        record = _record(finished)
+        if difference := self._prompt_difference(record, content):
+            return difference
+        position = _first_difference(record.answer, answer)
+        if position is not None:
+            return self._token_difference(record, answer, position)
+        if is_whole and (finished.reason, finished.stop_sequence) != (reason, content.stop_sequence):
+            return f"the answer ends by {finished.reason!r}, and the receipt says {reason!r}"
+        return ""
+
+    def _generate(self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int) -> Finished:
+        replay = Replay(answer=answer, time=self._receipt.time)
+        request = msgspec.structs.replace(request, replay=replay, max_tokens=max_tokens)
+        (finished,) = (event for event in self._engine.submit(request) if isinstance(event, Finished))
+        return finished
+
+    def _prompt_difference(self, record: TokenRecord, content: Content) -> str:
+        position = _first_difference(record.prompt, content.prompt)
+        if position is None:
+            return ""
+        return f"the request has another prompt, from token {position} on"
+
+    def _token_difference(self, record: TokenRecord, answer: tuple[int, ...], position: int) -> str:
+        expected, chosen = answer[position : position + 1], record.answer[position : position + 1]
+        self._findings["position"] = position
+        if expected:
+            self._findings["expected"] = self._choice(expected[0], record.replayed_logprob)
+        if not chosen:
+            return f"the answer ends after {position} tokens"
+        logprob = record.logprobs[-1] if record.logprobs else None
+        self._findings["chosen"] = self._choice(chosen[0], logprob)
+        return f"token {position} differs" if expected else "the answer goes on after its last token"
+
+    def _choice(self, token: int, logprob: float | None) -> TokenChoice:
+        text = self._engine.detokenize([token]).decode("utf-8", "replace")
+        return TokenChoice(id=token, text=text, logprob=logprob)
+
+    def _compare_logprobs(self, content: Content, request: GenerateRequest) -> str:
+        """Say how the log-probabilities differ beyond the tolerance, "" if they do not."""
+        first = self._generate(request, content.answer[:1], 1)  # for the prompt, which is rendered
+        if difference := self._prompt_difference(_record(first), content):
+            return difference
+        teacher = GenerateRequest(
+            prompt=content.prompt + content.answer,
+            prompt_logprobs=0,
+            max_tokens=0,
+            cache_prompt=False,
+            lora=request.lora,
+        )
+        events = [event for event in self._engine.submit(teacher) if isinstance(event, PromptLogprobs)]
+        own = [token.chosen.logprob for token in events[0].tokens[len(content.prompt) - 1 :]]
+        if len(content.logprobs) != len(own):
+            return "the receipt does not have a log-probability for each token"
+        pairs = zip(own, content.logprobs, strict=True)
+        differences = [abs(a - b) for a, b in pairs if b is not None]
+        if not differences:
+            return "the receipt has no log-probabilities to compare"
+        mean, most = sum(differences) / len(differences), max(differences)
+        self._findings |= {"mean_difference": round(mean, 4), "most_difference": round(most, 4)}
+        if mean <= MEAN_TOLERANCE and most <= MOST_TOLERANCE:
+            return ""
+        return (
+            f"log-probabilities differ by {mean:.2f} on average and {most:.2f} at most, and may by "
+            f"{MEAN_TOLERANCE} and {MOST_TOLERANCE}"
+        )
+
+
+def _record(finished: Finished) -> TokenRecord:
+    """Return the tokens of a replay. Raises ReceiptError if they mean nothing on this engine."""
+    record = finished.record
+    assert record is not None
+    if record.irreproducible:
+        raise ReceiptError(f"this engine cannot check receipts: {record.irreproducible}")
+    if finished.reason in ("cancelled", "deadline"):
+        raise ReceiptError("the check was cancelled", hint="run it again")
+    return record
+
+
+def _first_difference(tokens: tuple[int, ...], others: tuple[int, ...]) -> int | None:
+    pairs = enumerate(zip(tokens, others, strict=False))
+    shorter = min(len(tokens), len(others))
+    position = next((i for i, (a, b) in pairs if a != b), shorter)
+    return None if position == len(tokens) == len(others) else position

@@ -1,0 +1,406 @@
+"""Receipts of the real models: every answer's verifies, and none that was changed does."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgeinfer.errors import EdgeInferError, ReceiptError
+from edgeinfer.platform.ed25519 import SigningKey
+from edgeinfer.receipts import receipt as receipts
+from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
+from edgeinfer.receipts.verify import verify, with_content
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import (
+    Choice,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    Message,
+    Sampling,
+    Tool,
+    ToolChoice,
+)
+
+from .conftest import GREEDY, answers, collected
+
+_QUESTION = (Message(role="user", content="Tell me about ships and the sea, as a list."),)
+_SAMPLED = Sampling(temperature=0.9, seed=11)
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_TOOL = Tool(name="weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}})
+_PENALTIES = Sampling(
+    temperature=0.7,
+    seed=5,
+    min_p=0.02,
+    top_k=0,
+    repeat_penalty=1.2,
+    repeat_last_n=-1,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    dry_multiplier=0.8,
+    logit_bias={260: 2.0, 28: -3.0},
+)
+#: What an answer may be asked with.
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": GREEDY},
+    "sampled": {},
+    "cut by length": {"ignore_eos": True, "max_tokens": 60},
+    "penalties": {"sampling": _PENALTIES, "max_tokens": 60},
+    "schema": {"constraint": JsonSchema(_SCHEMA), "max_tokens": 80},
+    "grammar": {"constraint": Grammar('root ::= ("a" | "b" | "ship ")+ "."'), "max_tokens": 30},
+    "choice": {"constraint": Choice(("red sails", "green sails"))},
+    "tools": {"tools": (_TOOL,), "tool_choice": ToolChoice(mode="required"), "max_tokens": 80},
+    "stop strings": {"stop": (" the", "2"), "max_tokens": 60},
+    "drafts": {"speculative": "ngram", "sampling": GREEDY, "ignore_eos": True, "max_tokens": 90},
+    "log-probabilities": {"logprobs": 2, "constraint": JsonSchema(_SCHEMA), "max_tokens": 40},
+    "from the cache": {"cache_prompt": True},
+}
+Engines = dict[str, LlamaEngine]
+
+
+def _load(path: Path) -> LlamaEngine:
+    files = ModelFiles(name=path.stem, paths=(str(path),), sha256=f"{path.stat().st_size:064x}")
+    return load_engine(files, LoadOptions(n_ctx=2048, n_parallel=8))
+
+
+@pytest.fixture(scope="module")
+def engines(smollm2: Path, gemma3: Path) -> Iterator[Engines]:
+    with closing(_load(smollm2)) as smol, closing(_load(gemma3)) as gemma:
+        yield {"smollm2": smol, "gemma3": gemma}
+
+
+def _request(kind: str = "sampled", **fields: Any) -> GenerateRequest:
+    asked = {"sampling": _SAMPLED, "max_tokens": 40, "messages": _QUESTION, **_KINDS[kind], **fields}
+    return with_record(GenerateRequest(**asked))
+
+
+def _receipts(engine: LlamaEngine, *requests: GenerateRequest) -> list[Receipt]:
+    """Ask all at once, which batches them."""
+    made = [
+        make_receipt(request, answer.finish, engine.info)
+        for request, answer in zip(requests, answers(engine, requests), strict=True)
+    ]
+    assert not [entry for entry in made if isinstance(entry, Refusal)]
+    return [entry for entry in made if isinstance(entry, Receipt)]
+
+
+def _through_json(receipt: Receipt) -> Receipt:
+    """As another program would hand it on: parsed, and written with other white space."""
+    return receipts.parse(json.dumps(json.loads(msgspec.json.encode(receipt)), indent=1).encode())
+
+
+def _redigested(receipt: Receipt, **content: Any) -> Receipt:
+    """Change the content, and all digests with it, as a forger would."""
+    assert receipt.content is not None
+    changed = msgspec.structs.replace(receipt.content, **content)
+    raw = receipts._sha256(changed)
+    receipt = msgspec.structs.replace(receipt, content=changed, content_sha256=raw)
+    return msgspec.structs.replace(receipt, sha256=receipt.digest())
+
+
+def _content(receipt: Receipt) -> Content:
+    assert receipt.content is not None
+    return receipt.content
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_kind_of_answer_verifies_and_with_another_token_it_does_not(
+    engines: Engines, model: str, kind: str
+) -> None:
+    engine = engines[model]
+    (receipt,) = _receipts(engine, _request(kind))
+    result = verify(_through_json(receipt), engine)
+    assert (result.verdict, result.reason) == ("verified", "")
+    assert result.n_answer == receipt.n_answer > 0
+
+    answer = _content(receipt).answer
+    for position in {0, len(answer) // 2, len(answer) - 1}:
+        other = (answer[position] + 1) % engine.info.n_vocab
+        forged = _redigested(receipt, answer=(*answer[:position], other, *answer[position + 1 :]))
+        result = verify(forged, engine)
+        assert (result.verdict, result.position) == ("differs", position), result.reason
+        assert result.expected is not None
+        assert result.chosen is not None
+        assert (result.expected.id, result.chosen.id) == (other, answer[position])
+
+
+@pytest.mark.model
+def test_copies_of_a_batch_and_an_answer_from_the_cache_verify(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    four = [_request(sampling=msgspec.structs.replace(_SAMPLED, seed=seed)) for seed in range(4)]
+    made = _receipts(engine, *four) + _receipts(engine, four[0])
+    assert len({_content(receipt).answer for receipt in made}) == 4
+    assert [verify(receipt, engine).verdict for receipt in made] == ["verified"] * 5
+
+
+@pytest.mark.model
+def test_a_cancelled_answer_verifies_as_far_as_it_goes(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    request = _request(ignore_eos=True, max_tokens=1500)
+    generation = engine.submit(request)
+    events = iter(generation)
+    while (event := next(events)).__class__.__name__ != "TextDelta":
+        assert not isinstance(event, Finished)
+    generation.cancel()
+    receipt = make_receipt(request, collected(events).finish, engine.info)
+    assert isinstance(receipt, Receipt)
+    assert receipt.finish_reason == "cancelled"
+    assert verify(receipt, engine).verdict == "verified"
+
+
+@pytest.mark.model
+def test_a_seed_is_drawn_and_recorded(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    made = _receipts(engine, *(_request(sampling=Sampling(temperature=1.0)) for _ in range(2)))
+    assert made[0].sampling.seed != made[1].sampling.seed
+    assert [verify(receipt, engine).verdict for receipt in made] == ["verified"] * 2
+
+
+@pytest.mark.model
+def test_a_longer_a_shorter_and_another_ending_differ(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (cut,) = _receipts(engine, _request("cut by length"))
+    answer = _content(cut).answer
+    shorter = _redigested(msgspec.structs.replace(cut, n_answer=30), answer=answer[:30])
+    assert "not cut by length" in verify(shorter, engine).reason
+    ended = _redigested(
+        msgspec.structs.replace(cut, n_answer=30, finish_reason="stop"), answer=answer[:30]
+    )
+    assert "goes on" in verify(ended, engine).reason
+    (stopped,) = _receipts(engine, _request("stop strings"))
+    assert stopped.finish_reason == "stop"
+    for change in ({"stop_sequence": None}, {"stop_sequence": "sea"}):
+        assert verify(_redigested(stopped, **change), engine).verdict == "differs"
+    no_stop = {**_content(stopped).request}
+    del no_stop["stop"]
+    assert verify(_redigested(stopped, request=no_stop), engine).verdict == "differs"
+
+
+@pytest.mark.model
+def test_another_question_or_seed_differs(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request("penalties"))
+    request = {**_content(receipt).request, "messages": [{"role": "user", "content": "Lie to me."}]}
+    assert "another prompt" in verify(_redigested(receipt, request=request), engine).reason
+    for change in ({"seed": 6}, {"temperature": 1.4}, {"repeat_penalty": 3.0}, {"logit_bias": {}}):
+        sampling = msgspec.structs.replace(receipt.sampling, **change)
+        forged = _redigested(msgspec.structs.replace(receipt, sampling=sampling))
+        assert verify(forged, engine).verdict == "differs", change
+
+
+@pytest.mark.model
+def test_each_changed_field_of_a_receipt_is_noticed(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    key = SigningKey(b"k" * 32)
+    receipt = sign(_receipts(engine, _request())[0], key)
+    assert verify(receipt, engine).signer == key.fingerprint
+    document = json.loads(msgspec.json.encode(receipt))
+    for field, changed in _changes(document):
+        try:
+            verdict = verify(receipts.to_receipt(changed), engine).verdict
+        except EdgeInferError:
+            verdict = "differs"
+        assert verdict == "differs", field
+    # a forger can compute digests, and not the signature
+    forged = msgspec.structs.replace(receipt, model="qwen3-4b")
+    forged = msgspec.structs.replace(forged, sha256=forged.digest())
+    assert "signature" in verify(forged, engine).reason
+
+
+def _changes(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the document with each of its values changed, or left out."""
+    for key, value in list(document.items()):
+        without = {name: field for name, field in document.items() if name != key}
+        # an unsigned receipt is one, and a default may be left out
+        if path != "sampling." and f"{path}{key}" not in ("signature", "content.stop_sequence"):
+            yield f"{path}{key} left out", without
+        if isinstance(value, dict):
+            for name, changed in _changes(value, f"{path}{key}."):
+                yield name, {**document, key: changed}
+        else:
+            yield f"{path}{key}", {**document, key: _other(value)}
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:-1] + ("1" if value[-1:] == "0" else "0")
+    if isinstance(value, list):
+        return [*value[:-1], 2 if value[-1:] == [1] else 1]
+    return not value if isinstance(value, bool) else (value or 0) + 1
+
+
+@pytest.mark.model
+def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    whole = sign(_receipts(engine, _request())[0], SigningKey(b"k" * 32))
+    private = _through_json(whole.without_content())
+    assert b"ships" not in msgspec.json.encode(private)
+    with pytest.raises(ReceiptError, match="private"):
+        verify(private, engine)
+    assert verify(with_content(private, whole), engine).verdict == "verified"
+    (other,) = _receipts(engine, _request())
+    assert other.content_sha256 != whole.content_sha256, "equal conversations have other salts"
+    with pytest.raises(ReceiptError):
+        with_content(private, other)
+
+
+@pytest.mark.model
+def test_another_kernel_revision_is_checked_within_a_tolerance(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request("schema"))
+    old = _redigested(msgspec.structs.replace(receipt, kernel_revision=0))
+    result = verify(old, engine)
+    assert (result.verdict, result.most_difference) == ("within tolerance", pytest.approx(0, abs=1e-3))
+    answer = _content(old).answer
+    result = verify(_redigested(old, answer=(answer[1], *answer[1:])), engine)
+    assert result.verdict == "differs"
+    assert result.most_difference is not None
+    assert result.most_difference > 2
+
+
+@pytest.mark.model
+def test_another_model_differs_and_another_cache_type_is_refused(engines: Engines) -> None:
+    (receipt,) = _receipts(engines["smollm2"], _request())
+    assert "another digest" in verify(receipt, engines["gemma3"]).reason
+    with pytest.raises(ReceiptError, match="q8_0"):
+        verify(_redigested(msgspec.structs.replace(receipt, kv_type="q8_0")), engines["smollm2"])
+
+
+@pytest.mark.model
+def test_hostile_receipts_are_refused_in_words(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request())
+    bomb: dict[str, Any] = {"type": "string", "pattern": "(a{1,9999}){1,9999}(b{1,9999}){1,9999}"}
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"type": "array", "items": deep}
+    for schema in (bomb, deep):
+        request = {**_content(receipt).request, "constraint": {"type": "json_schema", "schema": schema}}
+        with contextlib.suppress(EdgeInferError):
+            assert verify(_redigested(receipt, request=request), engine).verdict == "differs"
+    for tokens, words in (((2_000_000,), "vocabulary"), ((1,) * 5000, "context")):
+        forged = msgspec.structs.replace(receipt, n_answer=len(tokens))
+        with pytest.raises(ReceiptError, match=words):
+            verify(_redigested(forged, answer=tokens), engine)
+    for request in ({"messages": 5}, {"prompt": "a", "infill": {}}, {"replay": {"answer": []}}, {}):
+        with contextlib.suppress(EdgeInferError):
+            assert verify(_redigested(receipt, request=request), engine).verdict == "differs"
+
+
+_WRONG = {
+    "no JSON": b"\xff\xfe{",
+    "another document": b'{"a": 1}',
+    "a list": b"[]",
+    "a key twice": b'{"version": 1, "version": 1}',
+    "NaN": b'{"version": NaN}',
+    "deep": b"[" * 100_000,
+    "deep objects": b'{"a":' * 50_000,
+    "a long number": b'{"version": ' + b"9" * 10_000 + b"}",
+    "a number beyond 64 bits": b'{"version": 99999999999999999999999}',
+    "too long": b" " * (receipts.MAX_BYTES + 1),
+    "": b"",
+}
+
+
+@pytest.mark.parametrize("kind", _WRONG)
+def test_what_is_no_receipt_is_refused_in_words(kind: str) -> None:
+    with pytest.raises(ReceiptError) as caught:
+        receipts.parse(_WRONG[kind])
+    assert len(caught.value.message) < 500
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(_JSON, st.data())
+def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
+    value: Any, data: st.DataObject
+) -> None:
+    document = json.loads(json.dumps(_EXAMPLE))
+    place = document["content"] if data.draw(st.booleans()) else document
+    field = data.draw(st.sampled_from(sorted(place)))
+    if place[field] == value or (field in ("signature", "content") and value is None):
+        return
+    place[field] = value
+    try:
+        receipt = receipts.to_receipt(document)
+    except ReceiptError:
+        return
+    assert receipt.alteration() or receipt == receipts.to_receipt(_EXAMPLE)
+
+
+def _example() -> dict[str, Any]:
+    finished = msgspec.convert(
+        {
+            "type": "finished",
+            "reason": "stop",
+            "usage": {},
+            "timings": {},
+            "record": {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]},
+        },
+        Finished,
+    )
+    from edgeinfer.runtime.options import Chosen, EngineInfo
+
+    info = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
+    receipt = make_receipt(with_record(GenerateRequest(prompt="a b")), finished, info)
+    document: dict[str, Any] = json.loads(msgspec.json.encode(receipt))
+    return document
+
+
+_EXAMPLE = _example()
+
+
+@pytest.mark.model
+def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp_path: Path) -> None:
+    models = Path(os.environ["EDGEINFER_HOME"]) / "data/models"
+    models.parent.mkdir(parents=True)
+    models.symlink_to(smollm2.parents[1])
+    model = smollm2.parent.name
+
+    def edgeinfer(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "edgeinfer", *map(str, words), "--ctx", "1024"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    file, question = tmp_path / "receipt.json", "Name three sails of a ship."
+    asked = ("run", model, question, "--max-tokens", 30, "--seed", 4, "--temperature", 0.9)
+    assert edgeinfer(*asked, "--receipt", file, "--private").returncode == 0
+    content = tmp_path / "receipt.json.content"
+    assert (file.stat().st_mode & 0o777, content.stat().st_mode & 0o777) == (0o644, 0o600)
+    refused = edgeinfer("verify", file)
+    assert (refused.returncode, "private" in refused.stderr) == (5, True)
+    checked = edgeinfer("verify", file, "--content", content)
+    assert (checked.returncode, checked.stdout[:9]) == (0, "verified:"), checked.stderr
+
+    document = json.loads(content.read_bytes())
+    document["content"]["answer"][5] += 1
+    content.write_text(json.dumps(document))
+    altered = edgeinfer("verify", content)
+    assert (altered.returncode, "altered" in altered.stdout) == (1, True)
+    file.write_text("{}")
+    assert edgeinfer("verify", file).returncode == 5
