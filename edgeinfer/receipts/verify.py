@@ -18,9 +18,9 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION
 
-#: Between the kernels of llama.cpp and ours, log-probabilities of an answer's tokens differ by 0.04 on
-#: average and by 0.6 at most (SmolLM2 in Q4_1).
-MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 2.0
+#: Between the kernels of llama.cpp and ours, log-probabilities of an answer's tokens differ by 0.04 to
+#: 0.09 on average and by 0.3 at most (SmolLM2 and Gemma 3, four answers of 150 tokens each).
+MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
 
 Verdict = Literal["verified", "within tolerance", "differs"]
 
