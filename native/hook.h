@@ -63,3 +63,13 @@ public:
 };
 // Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend leaves alone.
 void plan_adapters(const ggml_tensor *op, bool is_accepted);
+
+// Weights of a model that is larger than memory (streaming.cpp); null where all of them fit.
+struct Stream;
+extern Stream *g_stream;
+void stream_note(const ggml_tensor *op, bool is_accepted);  // each product, in the order of the graph that is computed next
+// By one thread, before a product; `firsts` counts the columns of the experts before each.
+void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads);
+const uint8_t *stream_weight(const ggml_tensor *op);  // by each thread: waits for them
+// Waits for one expert. A thread goes through them in order, and at last to the one behind the last.
+const uint8_t *stream_expert(const ggml_tensor *op, int thread, int expert);

@@ -687,11 +687,13 @@ template <class T> struct Operation {
         if (params->ith == 0) {
             next.store(params->nth * claim, std::memory_order_relaxed);
             if (ids) sort_by_expert(places, firsts);
+            if (g_stream) stream_begin(op, firsts, params->nth);
         }
         if (ids) g_barrier(params->threadpool);
+        const uint8_t *weights = (const uint8_t *)w->data;
         auto product = [&](int expert) {
             const int first = ids ? firsts[expert] : 0, count = ids ? firsts[expert + 1] - first : n;
-            return Product{(const uint8_t *)w->data + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
+            return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
                            Layout(count, k / T::kActs, rows, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
         int at = 0;  // blocks of activations of all products
@@ -700,12 +702,14 @@ template <class T> struct Operation {
         for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / T::kActs), expert++)
             quantize(product(expert), std::max(begin - at, 0), end - at);
         g_barrier(params->threadpool);
+        if (g_stream) weights = stream_weight(op);
 
         int unit = params->ith * claim, before = 0;  // units are claimed one early: the next one's weights are prefetched
         for (int expert = 0; expert < experts; expert++) {
-            const Product p = product(expert);
+            Product p = product(expert);
             if (!p.layout.n) continue;
             const int step = p.layout.is_few ? kLanes : kRows, units = (rows + step - 1) / step;
+            if (ids && g_stream && unit - before < units) p.weights = stream_expert(op, params->ith, expert);
             while (unit - before < units) {
                 const int after = (unit + 1) % claim ? unit + 1 : next.fetch_add(claim, std::memory_order_relaxed);
                 const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
@@ -720,6 +724,7 @@ template <class T> struct Operation {
             }
             before += units;
         }
+        if (ids && g_stream) stream_expert(op, params->ith, experts);
     }
 
     void sort_by_expert(Place *places, int32_t *firsts) const {
@@ -855,6 +860,7 @@ public:
     }
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
         plan_adapters(op, accepts(op));
+        if (g_stream) stream_note(op, accepts(op));
         if (!accepts(op)) return false;
         return with_format(op->src[0]->type, [&](auto f) {
             size = round_up(Additions(op).size()) + Operation<decltype(f)>(op).work_size(n_threads);

@@ -9,17 +9,18 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError
+from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.memory_plan import MAX_DRAFT
+from edgeinfer.runtime.memory_plan import MAX_DRAFT, make_plan
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, Traffic
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache, run_check
@@ -89,7 +90,7 @@ class LlamaEngine:
             self._loop.call,
             self._prefix_cache,
         )
-        self._options = options
+        self._files, self._options = files, options
         #: Called with the adapters after each change; set by the engine's owner.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._checked = ""
@@ -216,6 +217,7 @@ class LlamaEngine:
             block_bytes_read_total=traffic.bytes_read,
             blocks_pruned_total=traffic.pruned,
             blocks_damaged_total=traffic.damaged,
+            **streaming.statistics()._asdict(),
         )
 
     @property
@@ -293,10 +295,17 @@ class LlamaEngine:
         self._prefix_cache.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
+        self._loaded.stop_streaming()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
-        """Decode after a restore with `n_threads` (0: as before) and new seeds."""
+        """Decode after a restore with `n_threads` (0: as before) and new seeds.
+
+        Weights that do not fit into the memory of now are streamed again.
+        """
         self._preparer.entropy = entropy
+        if self._loaded.plan.streaming is not None:
+            plan = make_plan(self._loaded.shape, self._options, read_machine())
+            self._loaded.start_streaming(self._files, plan.streaming)
         if n_threads:
             self._set_threads(n_threads)
 

@@ -149,6 +149,7 @@ class GpuOffload:
         cpu = self.cpu.active_context()
         cpu.clear()
         cpu.cells.give_back()
+        self.cpu.stop_streaming()
         self._enter(device_context.loaded)
 
     def _fall_back(self, error: DecodeError) -> bool:
@@ -163,6 +164,7 @@ class GpuOffload:
         active = self.cpu.active_context()
         active.adapters = self.lora.detach()
         self.scheduler.switch_context(active, has_copy=False, on_device=False)
+        self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
         self._enter(self.cpu)
         return True
 

@@ -158,6 +158,12 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     queued: int = 0
     running: int = 0
+    streamed_bytes_total: int = 0
+    streaming_wait_seconds_total: float = 0.0
+    moved_weights_total: int = 0
+    pinned_bytes: int = 0
+    streamed_bytes: int = 0
+    expert_slot_bytes: int = 0
     block_bytes_written_total: int = 0
     block_bytes_read_total: int = 0
     blocks_pruned_total: int = 0
@@ -232,7 +238,7 @@ class Counters(EngineTotals, kw_only=True):
     ttft_ms: deque[float] = msgspec.field(default_factory=_ring)
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
 
-    def copy_with(self, **fields: int) -> EngineMetrics:
+    def copy_with(self, **fields: float) -> EngineMetrics:
         """Return the value to publish, with `fields`: the gauges, and the prefix cache's counters."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
         return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)

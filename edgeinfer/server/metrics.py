@@ -48,9 +48,15 @@ MAX_KEYS = 64
 _GAUGES = {
     "num_requests_running": ("running", "Generations being decoded."),
     "num_requests_waiting": ("queued", "Generations in the queue."),
+    "weights_pinned_bytes": ("pinned_bytes", "Weights in memory of a model larger than it."),
+    "weights_streamed_bytes": ("streamed_bytes", "Weights read from the disk at each step."),
+    "expert_slot_bytes": ("expert_slot_bytes", "Experts in memory of a model larger than it."),
 }
 #: They begin again when a model is loaded again.
 _COUNTERS = {
+    "weights_read_bytes": ("streamed_bytes_total", "Weights read from the disk again."),
+    "weights_wait_seconds": ("streaming_wait_seconds_total", "Waits of threads for such weights."),
+    "weights_moved": ("moved_weights_total", "Weights that left memory because others need it."),
     "engine_steps": ("steps_total", "llama_decode calls since the engine started."),
     "spec_decode_num_draft_tokens": ("draft_tokens_total", "Tokens proposed by speculation."),
     "spec_decode_num_accepted_tokens": ("draft_accepted_total", "Proposed tokens accepted."),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.kv_cache import AdapterKey
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
@@ -238,12 +238,14 @@ class Batch:
 
     def decode(self, active: ActiveContext) -> int:
         """Run llama_decode and return its code: 0, 1 without KV cells, 2 if aborted, MISSED_ADAPTER;
-        negative is fatal.
+        negative is fatal. Raises DecodeError if streamed weights could not be read.
         """
         self._write()
-        return self._adapters.run(
+        code = self._adapters.run(
             lambda: self._run(active.context), active.adapters, self.n_tokens, self.n_outputs
         )
+        streaming.check()
+        return code
 
     def _run(self, context: Any) -> int:
         if self._is_causal:

@@ -24,7 +24,8 @@ _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: What is called of each library, by the first word of its name; after `edgeinfer_`.
 _FUNCTIONS = {
     "kernels": "kernels version cells_written cells_freed "
-    "adapter_open adapter_close adapters_begin adapters_end",
+    "adapter_open adapter_close adapters_begin adapters_end "
+    "stream_start stream_end stream_aim stream_statistics stream_stop",
     "guard": "guard decode state",
     "cells": "cells cells_get cells_set",
 }

@@ -14,12 +14,12 @@ import msgspec
 from edgeinfer.config import load_options
 from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.platform.machine import Machine, read_machine, read_rate
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, open_model, tensor_sizes
-from edgeinfer.runtime.memory_plan import Plan, disk_warning, make_exact_plan
+from edgeinfer.runtime.memory_plan import Plan, StreamingPlan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -51,6 +51,7 @@ class LlamaModel:
     cells: CellMemory = NO_CELLS
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    _streaming: streaming.Streaming | None = field(init=False, default=None)
 
     @property
     def can_generate(self) -> bool:
@@ -103,9 +104,20 @@ class LlamaModel:
     def active_context(self) -> ActiveContext:
         return ActiveContext(self.context, self.cells)
 
+    def start_streaming(self, files: ModelFiles, plan: StreamingPlan | None) -> None:
+        """Stream the weights that do not fit into memory from the next step on."""
+        self._streaming = self._streaming or streaming.start(files.paths, plan)
+
+    def stop_streaming(self) -> None:
+        """Return the memory that streaming takes. Idempotent; no step is running."""
+        if self._streaming is not None:
+            self._streaming.stop()
+            self._streaming = None
+
     def free(self) -> None:
         """Free context and model. Idempotent; no pointer may be used afterwards."""
         llama = libllama.lib()
+        self.stop_streaming()
         if self.context:
             self.cells.forget_order()
             llama.llama_free(self.context)
@@ -137,6 +149,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
     except BaseException:
         llama.llama_model_free(model)
         raise
+    loaded.start_streaming(files, plan.streaming)
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from edgeinfer.errors import ModelLoadError
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
 from edgeinfer.runtime.memory_plan import Offload
 
 Progress = Callable[[str, float | None], None]
 
 
+#: ggml_backend_dev_type.
+_CPU = 0
+#: Pointers of ggml_backend_reg, and the function among them that finds the backend's others by name.
+_REGISTRY_ENTRIES = 5
+_GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 #: llama.cpp's names of the tensors that are a layer's experts.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
@@ -88,10 +96,31 @@ def open_model(
     params.progress_callback = hook
     libllama.clear_log()
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
-    model = llama.llama_model_load_from_splits(names, len(paths), params)
+    is_too_large = sum(map(os.path.getsize, paths)) > read_memory().available_bytes
+    with _left_on_disk() if is_too_large else contextlib.nullcontext():
+        model = llama.llama_model_load_from_splits(names, len(paths), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
     return model
+
+
+@contextlib.contextmanager
+def _left_on_disk() -> Iterator[None]:
+    """Have llama.cpp map files without reading them, as it does on a machine of several NUMA nodes."""
+    base = libllama.base_library()
+    registry = base.ggml_backend_dev_backend_reg(libllama.ggml_library().ggml_backend_dev_by_type(_CPU))
+    entries, get = table(registry, _REGISTRY_ENTRIES), base.ggml_backend_reg_get_proc_address
+    number = find_entry(entries, _GET_FUNCTION, lambda: get(registry, b""))
+    original = _GET_FUNCTION(entries[number or 0])
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
+
+    def get_function(registry: int, name: bytes) -> Any:
+        is_asked = name == b"ggml_backend_cpu_is_numa"
+        return ctypes.cast(yes, ctypes.c_void_p).value if is_asked else original(registry, name)
+
+    own = _GET_FUNCTION(get_function)
+    with replace_entry(entries, number, own) if number is not None else contextlib.nullcontext():
+        yield
 
 
 def _progress_hook(progress: Progress | None) -> Any:

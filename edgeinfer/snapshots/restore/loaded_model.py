@@ -11,6 +11,7 @@ import msgspec
 
 from edgeinfer.config.load_options import differing, snapshot_options, unmet
 from edgeinfer.errors import EngineClosedError
+from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.page_cache import is_cached, is_cold
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
@@ -112,11 +113,12 @@ STEP_BYTES = 2 << 20
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read the uncached parts of these file mappings in the background."""
+    """Read the uncached parts of these file mappings in the background, if memory holds all of them."""
     cold = []
     with contextlib.suppress(OSError):  # an optimisation: the faults will read it
         cold = [area for area in mapped if is_cold(area.path)]
-    if cold:
+    n_bytes = sum(area.high - area.low for area in mapped)
+    if cold and n_bytes <= read_memory().available_bytes:
         threading.Thread(target=_read_all, args=[cold], name="prefetch", daemon=True).start()
 
 

@@ -1,0 +1,141 @@
+"""Weights of a model larger than memory, read from its files at each step (native/streaming.cpp).
+
+The kernels read them: this module opens the files, follows the memory that is free, and puts failures
+into words. One model of a process at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.platform.machine import read_memory
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.mappings import areas
+from edgeinfer.runtime.memory_plan import StreamingPlan
+
+_log = logging.getLogger("edgeinfer.engine")
+#: Codes of native/streaming.cpp that are no errno.
+_WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
+#: Interval (s) at which free memory is read.
+_MEMORY_S = 1.0
+#: Free memory (bytes) below which weights leave it, and the least change for which plans are changed.
+_LEAST_FREE_BYTES, _STEP_BYTES = 48 << 20, 16 << 20
+
+
+class StreamingStatistics(NamedTuple):
+    """Bytes read since the start, seconds that threads waited for them, and weights that left memory;
+    the bytes of weights that are pinned, streamed and in slots now.
+    """
+
+    streamed_bytes_total: int = 0
+    streaming_wait_seconds_total: float = 0.0
+    moved_weights_total: int = 0
+    pinned_bytes: int = 0
+    streamed_bytes: int = 0
+    expert_slot_bytes: int = 0
+
+
+class Streaming:
+    """The streaming of one model's weights, until `stop`. Between steps, on the thread that decodes."""
+
+    def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...], plan: StreamingPlan) -> None:
+        self._kernels, self._paths = kernels, paths
+        self._plan = plan
+        self._now = plan
+        self._looked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Look for a failure of the last step, and at times for free memory. Raises DecodeError."""
+        code = self._kernels.edgeinfer_stream_end()
+        if code:
+            words = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
+            names = " or ".join(self._paths)
+            raise DecodeError(
+                f"{names} {words}: weights are read from it while it is used, so this answer is lost",
+                hint="put the file back as it was (`edgeinfer pull` checks it), then start again",
+            )
+        if time.monotonic() > self._looked_at + _MEMORY_S:
+            self._looked_at = time.monotonic()
+            self._follow(read_memory().available_bytes)
+
+    def _follow(self, available_bytes: int) -> None:
+        """Hold fewer weights if memory is short, and as many as planned once there is room again."""
+        now, plan = self._now, self._plan
+        held = self.statistics()
+        to_fill = max(0, now.expert_bytes - held.expert_slot_bytes)
+        free = available_bytes - held.pinned_bytes - to_fill - _LEAST_FREE_BYTES
+        lent = plan.expert_bytes - now.expert_bytes + now.streamed_bytes - plan.streamed_bytes
+        change = free if free < 0 else min(free // 2, lent)
+        if abs(change) < _STEP_BYTES:
+            return
+        if plan.expert_bytes:
+            self._now = replace(now, expert_bytes=max(0, now.expert_bytes + change))
+        else:
+            self._now = replace(now, streamed_bytes=now.streamed_bytes - change)
+        self._kernels.edgeinfer_stream_aim(self._now.streamed_bytes, self._now.expert_bytes)
+
+    def statistics(self) -> StreamingStatistics:
+        numbers = (ctypes.c_double * len(StreamingStatistics._fields))()
+        self._kernels.edgeinfer_stream_statistics(numbers)
+        read, waited_s, *others = numbers
+        return StreamingStatistics(int(read), waited_s, *map(int, others))
+
+    def stop(self) -> None:
+        """End the readers, close the files, return the memory. Idempotent; no step is running."""
+        global _active
+        if _active is self:
+            self._kernels.edgeinfer_stream_stop()
+            _active = None
+
+
+_active: Streaming | None = None
+
+
+def check() -> None:
+    """Look for failures after a step. Raises DecodeError."""
+    if _active is not None:
+        _active.check()
+
+
+def statistics() -> StreamingStatistics:
+    """Return what is streamed in this process; zeros if all weights fit."""
+    return _active.statistics() if _active is not None else StreamingStatistics()
+
+
+def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | None:
+    """Stream the weights in these mapped files from the next step on.
+
+    Returns None, and the kernel reads them by page faults, without a plan, without our kernels, or if a
+    file is mapped no more or cannot be opened.
+    """
+    global _active
+    level = libllama.build_info().kernels
+    if plan is None or not level or _active is not None:
+        return None
+    kernels = libllama.own_library(f"kernels-{level}")
+    mapped = {area.path: area.low - area.offset for area in areas() if area.permissions.endswith("s")}
+    try:
+        bases = [mapped[os.path.realpath(path)] for path in paths]
+    except KeyError as error:
+        _log.warning("weights are read by page faults, which is slower: %s is not mapped", error)
+        return None
+    names = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+    size = ctypes.c_int64
+    code = kernels.edgeinfer_stream_start(
+        len(paths),
+        names,
+        (ctypes.c_void_p * len(bases))(*bases),
+        *(size(plan.ring_bytes), size(plan.expert_bytes), size(plan.streamed_bytes)),
+    )
+    if code:
+        _log.warning("weights are read by page faults, which is slower: %s", os.strerror(code))
+        return None
+    kernels.edgeinfer_stream_aim.argtypes = [size, size]
+    _active = Streaming(kernels, paths, plan)
+    return _active

@@ -1,0 +1,289 @@
+"""Weights that are streamed, by plans of the tests: results are those of mapped weights, to the last bit."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import made_families
+import msgspec
+import pytest
+from made_families import FAMILIES, Family, make_family
+
+from edgeinfer.errors import DecodeError
+from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.llama import libllama, streaming
+from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.llama.model import LlamaModel, load_model
+from edgeinfer.runtime.memory_plan import StreamingPlan
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+
+from .conftest import answer, answers, ask
+
+MIB = 1 << 20
+N_EXPERTS = 16
+_E, _WIDE = made_families.E, 12288
+#: Bytes of a weight that is streamed, and of an expert; what a plan of the tests streams.
+TENSOR_BYTES, EXPERT_BYTES = 4 * _E * _WIDE, 4 * _E * 2048
+STREAMED_BYTES = 60 * MIB
+
+pytestmark = pytest.mark.skipif(
+    not libllama.build_info().kernels, reason="no kernels of our own for this processor"
+)
+
+
+@pytest.fixture(scope="module", params=["dense", "mixture"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 100 MB of random weights, each layer its own."""
+    small = FAMILIES["Mixtral (a mixture of experts)" if request.param == "mixture" else "Llama"]
+    wide = 2048 if request.param == "mixture" else _WIDE
+    shapes = dict(small.layers(0))
+    for name, shape in shapes.items():
+        sizes = [wide if n == made_families.FF else n for n in shape]
+        shapes[name] = tuple(N_EXPERTS if n == made_families.EXPERTS else n for n in sizes)
+    keys = {"expert_count": N_EXPERTS, "expert_used_count": 3} if "mixture" in request.param else {}
+    family = Family("llama", small.whole, lambda _: shapes, keys, n_layers=4 if keys else 12)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(FAMILIES, "large", family)
+        patched.setattr(made_families, "FF", wide)
+        return make_family(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", "large")
+
+
+def plan_for(model: Path) -> StreamingPlan:
+    """A plan that streams half of the weights, or has room for a third of the experts."""
+    if model.stem.startswith("mixture"):
+        return StreamingPlan(0, 0, N_EXPERTS * 4 * EXPERT_BYTES, 0)
+    return StreamingPlan(0, 8 * MIB, 0, STREAMED_BYTES)
+
+
+def least_plan(model: Path) -> StreamingPlan:
+    """One with a ring for one weight at a time, or slots for four experts."""
+    if model.stem.startswith("mixture"):
+        return StreamingPlan(0, 0, 5 * EXPERT_BYTES, 0)
+    return StreamingPlan(0, TENSOR_BYTES + 2 * os.sysconf("SC_PAGESIZE"), 0, 1 << 40)
+
+
+def load(path: Path, **options: object) -> LlamaEngine:
+    settings = {"n_ctx": 256, "n_parallel": 4, "n_threads": 2, **options}
+    return load_engine(ModelFiles(name="x", paths=(str(path),)), LoadOptions(**settings))  # type: ignore[arg-type]
+
+
+def stream(loaded: LlamaModel, path: Path, plan: StreamingPlan) -> None:
+    loaded.start_streaming(ModelFiles(name="x", paths=(str(path),)), plan)
+    assert streaming.statistics() is not None
+    assert streaming._active is not None
+
+
+@contextlib.contextmanager
+def streamed(path: Path, plan: StreamingPlan | None, **options: object) -> Iterator[LlamaEngine]:
+    with closing(load(path, **options)) as engine:
+        if plan is not None:
+            engine.between_steps(lambda: stream(engine._loaded, path, plan))
+        yield engine
+
+
+def digest(path: Path, plan: StreamingPlan | None) -> str:
+    """A digest of the logits of a prompt, of single tokens, and of two sequences in turns."""
+    loaded = load_model(
+        ModelFiles(name="x", paths=(str(path),)), LoadOptions(n_ctx=256, n_parallel=4, n_threads=3)
+    )
+    logits, n_vocab = hashlib.sha256(), loaded.vocab.n_vocab
+    try:
+        if plan is not None:
+            stream(loaded, path, plan)
+        active = loaded.active_context()
+        batch = Batch.of(active, max_outputs=2)
+        chunks = [(0, 70), *((70 + i, 71 + i) for i in range(6)), (76, 80)]
+        for seq_ids in ((0,), (0, 1)):
+            active.clear()
+            for start, stop in chunks:
+                batch.clear()
+                for seq_id in seq_ids:
+                    tokens = [(7 * i + seq_id) % n_vocab for i in range(start, stop)]
+                    batch.add(tokens, start, seq_id, outputs=1)
+                assert batch.decode(active) == 0
+                logits.update(active.rows(len(seq_ids), n_vocab).tobytes())
+        return logits.hexdigest()
+    finally:
+        loaded.free()
+
+
+def test_logits_are_those_of_mapped_weights(model: Path) -> None:
+    expected = digest(model, None)
+    assert digest(model, plan_for(model)) == expected
+    assert digest(model, least_plan(model)) == expected
+
+
+def test_what_is_streamed_is_counted(model: Path) -> None:
+    plan = plan_for(model)
+    with streamed(model, plan) as engine:
+        answer(engine, ask("The river", max_tokens=4))
+        held, before = streaming.statistics(), engine.metrics()
+        if plan.expert_bytes:
+            assert 0 < held.expert_slot_bytes <= plan.expert_bytes
+        else:
+            assert abs(held.streamed_bytes - STREAMED_BYTES) <= TENSOR_BYTES / 2
+            assert held.pinned_bytes + held.streamed_bytes > model.stat().st_size - 2 * MIB
+        answer(engine, ask("A mountain", max_tokens=4))
+        assert streaming.statistics().streamed_bytes_total > held.streamed_bytes_total
+        assert engine.metrics().streamed_bytes_total > before.streamed_bytes_total > 0
+    assert streaming.statistics().streamed_bytes_total == 0
+
+
+def test_without_direct_reads_the_page_cache_serves(model: Path) -> None:
+    expected = digest(model, None)
+    shared = Path(f"/dev/shm/edgeinfer-test-{os.getpid()}")  # Linux 6.5 and before: no O_DIRECT
+    shared.mkdir()
+    try:
+        copy = Path(shutil.copy(model, shared / model.name))
+        assert digest(copy, plan_for(copy)) == expected
+    finally:
+        shutil.rmtree(shared)
+
+
+def test_requests_at_once_drafts_and_embeddings(model: Path) -> None:
+    prompts = ["one two one two one two one", "the sea", "aaaa aaaa aaaa", "x = x + 1"]
+    requests = [ask(prompt, max_tokens=12) for prompt in prompts]
+
+    def texts_and_vectors(plan: StreamingPlan | None) -> tuple[list[str], list[list[float]]]:
+        with streamed(model, plan) as engine:
+            texts = [reply.text for reply in answers(engine, requests)]
+            vectors = engine.embed(["a river", "two rivers"])
+            return [*texts, answer(engine, requests[0]).text], vectors
+
+    expected = texts_and_vectors(None)
+    assert texts_and_vectors(plan_for(model)) == expected
+    assert texts_and_vectors(least_plan(model)) == expected
+
+
+def test_a_file_that_is_deleted_is_still_read(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(model, tmp_path / model.name))
+    with streamed(copy, plan_for(copy)) as engine:
+        before = answer(engine, ask()).text
+        copy.unlink()
+        assert answer(engine, ask()).text == before
+
+
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_a_file_that_becomes_shorter_is_an_error_in_words(
+    model: Path, tmp_path: Path, during_a_step: bool
+) -> None:
+    copy = Path(shutil.copy(model, tmp_path / model.name))
+    with streamed(copy, least_plan(copy)) as engine:
+        answer(engine, ask())
+        reads = streaming.statistics().streamed_bytes_total
+        cut = threading.Thread(target=os.truncate, args=(copy, MIB))
+        if not during_a_step:
+            cut.start()
+            cut.join()
+        events = engine.submit(ask(max_tokens=200))
+        if during_a_step:
+            while streaming.statistics().streamed_bytes_total == reads:
+                continue
+            cut.start()
+        with pytest.raises(DecodeError, match="is shorter than when it was loaded"):
+            list(events)
+        with pytest.raises(DecodeError, match=str(copy)):
+            answer(engine, ask())
+        cut.join()
+
+
+def test_a_file_that_is_written_to_is_an_error_in_words(model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(model, tmp_path / model.name))
+    with streamed(copy, plan_for(copy)) as engine:
+        answer(engine, ask())
+        with copy.open("r+b") as file:
+            file.seek(-MIB, os.SEEK_END)
+            file.write(bytes(1000))
+        with pytest.raises(DecodeError, match="has been written to since it was loaded"):
+            answer(engine, ask())
+
+
+def test_a_read_that_fails_is_an_error_in_words_and_the_next_request_reads_again(model: Path) -> None:
+    numbers = {int(n) for n in os.listdir("/proc/self/fd")}
+    with streamed(model, least_plan(model)) as engine:
+        expected = answer(engine, ask()).text
+        files = [n for n in numbers_of(model) if n not in numbers]
+        kept = {n: os.dup(n) for n in files}
+        memory = os.open("/proc/self/mem", os.O_RDONLY)  # reads of its first pages fail
+        for n in files:
+            os.dup2(memory, n)
+        with pytest.raises(DecodeError, match="could not be read: Input/output error"):
+            answer(engine, ask())
+        for n, saved in kept.items():
+            os.dup2(saved, n)
+            os.close(saved)
+        os.close(memory)
+        assert answer(engine, ask()).text == expected
+
+
+def own_memory() -> int:
+    """Bytes of this process's memory that are in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def numbers_of(path: Path) -> list[int]:
+    """The descriptors of this process that are open on a file."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == str(path):
+                found.append(int(name))
+    return found
+
+
+def test_a_parked_engine_holds_neither_files_nor_threads_nor_memory_for_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(model)
+    with streamed(model, None) as engine:
+        expected = answer(engine, ask()).text
+    with closing(load(model)) as engine:
+        engine._loaded.plan = msgspec.structs.replace(engine._loaded.plan, streaming=plan)
+        answer(engine, ask())
+        engine.park()
+        threads, files = len(os.listdir("/proc/self/task")), numbers_of(model)
+        memory = own_memory()
+        monkeypatch.setattr("edgeinfer.runtime.engine.make_plan", lambda *_: engine._loaded.plan)
+        engine.resume()
+        engine.resume(2)
+        assert answer(engine, ask()).text == expected
+        assert streaming.statistics().streamed_bytes_total > 0
+        engine.park()
+        assert streaming.statistics().streamed_bytes_total == 0
+        assert len(os.listdir("/proc/self/task")) <= threads
+        assert numbers_of(model) == files
+        assert own_memory() < memory + 4 * MIB
+
+
+def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_MEMORY_S", 1e9)  # this test says how much is free
+    plan = plan_for(model)
+    with streamed(model, plan) as engine:
+        expected = answer(engine, ask()).text
+        full = streaming.statistics()
+        active = streaming._active
+        assert active is not None
+        engine.between_steps(
+            lambda: active._follow(full.pinned_bytes + streaming._LEAST_FREE_BYTES - 20 * MIB)
+        )
+        assert answer(engine, ask()).text == expected
+        less = streaming.statistics()
+        if plan.expert_bytes:
+            assert less.expert_slot_bytes <= plan.expert_bytes - 20 * MIB
+        else:
+            assert less.pinned_bytes < full.pinned_bytes - 18 * MIB
+            assert less.moved_weights_total > 0
+        engine.between_steps(lambda: active._follow(1 << 40))
+        assert answer(engine, ask()).text == expected
+        again = streaming.statistics()
+        assert again.pinned_bytes == full.pinned_bytes
+        if plan.expert_bytes:
+            assert active._now == plan
