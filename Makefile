@@ -96,6 +96,10 @@ bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by mo
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
 
+bench-larger: full  ## models larger than memory, dense and mixture, disk at 1 GB/s and free, compared with llama-server; as root
+	@scripts/setup.sh bench
+	$(BIN)/python benchmarks/bench_larger.py $(ARGS)
+
 bench-loops: full  ## how often small models repeat themselves, by penalty, and what it costs in quality
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_loops.py $(ARGS)

@@ -3,7 +3,7 @@
 All prompts go through the chat template as the chat sends them, and nothing stops an answer but the model or a
 token limit.
 
-200 everyday prompts (`everyday_prompts.txt`), up to 800 tokens each. `endless`: answers that do not end. `monotonous`:
+200 everyday prompts, up to 800 tokens each. `endless`: answers that do not end. `monotonous`:
 answers of at least 100 tokens in whose last 400 tokens less than half of the 4-grams are new. `caught`: endless
 answers that `RepetitionWatch` would have stopped.
 
@@ -52,7 +52,6 @@ STREAMS = 16
 LIMIT, LAST = 800, 400
 #: An answer of at least this many tokens is monotonous below this share of new 4-grams.
 LEAST, NEW_SHARE = 100, 0.5
-EVERYDAY = Path(__file__).with_name("everyday_prompts.txt")
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Japan": "Tokyo", "Russia": "Moscow",
@@ -261,14 +260,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every candidate, not only what is shipped")
     parser.add_argument("--row", action="append", choices=CANDIDATES, help="only this candidate")
     parser.add_argument("--model", choices=MODELS, help="only this model")
-    parser.add_argument(
-        "--prompts", type=Path, default=EVERYDAY, help="other everyday prompts, one a line"
-    )
+    parser.add_argument("--prompts", type=Path, help="a file of other everyday prompts, one a line")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt")
     parser.add_argument("--show", action="store_true", help="print the answers")
     add_out(parser)
     options = parser.parse_args()
-    everyday = [Prompt(line) for line in options.prompts.read_text().splitlines()][:: options.every]
+    lines = options.prompts.read_text() if options.prompts else EVERYDAY
+    everyday = [Prompt(line) for line in lines.strip().splitlines()][:: options.every]
     short_ones = prompts()[:: options.every]
     catalog = load_catalog()
     rows = []
@@ -298,6 +296,209 @@ def main() -> None:
     head = ("model", "penalty", "endless", "monotonous", "caught", "tokens", "right", "surprise")
     print(write_figure(options.out, "loops", markdown(head, rows)))
 
+
+EVERYDAY = """
+Hi!
+Hello, how are you?
+Who are you?
+What can you do?
+Tell me about yourself.
+What is the capital of France?
+Name three colours.
+List ten animals.
+What is 17 times 23?
+Write a short poem about the sea.
+Give me a recipe for pancakes.
+How do I boil an egg?
+Plan three days in Rome for me.
+Write a short email to my landlord about a broken heater.
+Make a packing list for a week at the beach.
+What is photosynthesis?
+Explain gravity to a ten-year-old.
+Translate "Good morning, how are you?" into French.
+Who wrote Romeo and Juliet?
+Write a Python function that reverses a string.
+What should I give my mother for her birthday?
+Tell me a joke.
+Tell me a bedtime story.
+What is the meaning of life?
+How tall is Mount Everest?
+Why is the sky blue?
+Give me five ideas for dinner.
+What is a good name for a cat?
+Suggest names for a coffee shop.
+How do I learn to play the guitar?
+How can I sleep better?
+What are the planets of the solar system?
+Write a haiku about autumn.
+Explain what a computer is.
+What is the difference between a virus and a bacterium?
+Summarise the story of Cinderella.
+What is machine learning?
+Write a thank-you note to a colleague.
+Write a birthday wish for my best friend.
+Write a cover letter for a job as a waiter.
+How do I make coffee?
+How do I make tomato soup?
+Give me a recipe for chocolate cake.
+What can I cook with potatoes and onions?
+How long do I cook rice?
+What is a vegetarian diet?
+List five healthy snacks.
+How many calories are in an apple?
+How do I lose weight?
+Give me a workout plan for beginners.
+How do I start running?
+What are the benefits of drinking water?
+What helps against a cold?
+How do I stop a nosebleed?
+What are the symptoms of flu?
+How can I reduce stress?
+How do I meditate?
+What is a good morning routine?
+How do I save money?
+What is inflation?
+How does a credit card work?
+How do I write a budget?
+What is a stock?
+How do I ask for a raise?
+How do I prepare for a job interview?
+List ten questions for a job interview.
+Write a resume for a student.
+Write an out-of-office message.
+Write a letter of complaint about a late parcel.
+Write an apology to a customer.
+Write an invitation to a garden party.
+Write a product description for a wooden chair.
+Write a slogan for a bakery.
+Write a tweet about spring.
+Write a short speech for a wedding.
+Write a love letter.
+Write a limerick about a dog.
+Write a song about summer.
+Write the beginning of a detective story.
+Write a story about a dragon who is afraid of fire.
+Write a dialogue between a cat and a dog.
+Describe a sunset.
+Describe your favourite city.
+Give me ten words that rhyme with "day".
+What is a synonym for "happy"?
+What is the opposite of "generous"?
+Correct this sentence: "She go to school yesterday."
+Make this sentence more polite: "Send me the report."
+Is it "affect" or "effect"?
+What is a verb?
+What is the past tense of "run"?
+How do you say "thank you" in Spanish?
+How do you say "cheese" in German?
+Translate "I love you" into Italian.
+Translate "The weather is nice today" into Spanish.
+Count to ten.
+Count from 1 to 20.
+What comes after Tuesday?
+List the months of the year.
+List the days of the week.
+How many hours are in a week?
+What is 12 + 30?
+What is 15 percent of 80?
+What is the square root of 144?
+Is 17 a prime number?
+List the first ten prime numbers.
+Convert 10 miles to kilometres.
+How many grams are in a pound?
+What is pi?
+Explain the theorem of Pythagoras.
+What is a fraction?
+How do I calculate the area of a circle?
+What is the capital of Japan?
+What is the longest river in the world?
+What is the largest country in the world?
+Which countries border Germany?
+List five cities in Italy.
+What language do people speak in Brazil?
+What should I see in Paris?
+Plan a weekend in London.
+What should I pack for a hiking trip?
+What is the best time to visit Japan?
+How do I get a passport?
+Who was Albert Einstein?
+Who was Cleopatra?
+Who invented the telephone?
+Who painted the Mona Lisa?
+When did the Second World War end?
+What was the Roman Empire?
+What was the Industrial Revolution?
+Who was the first person on the moon?
+Why did the dinosaurs die out?
+How do aeroplanes fly?
+How does a refrigerator work?
+How does the internet work?
+What is electricity?
+What is DNA?
+What is an atom?
+What is a black hole?
+How far away is the moon?
+Why do we have seasons?
+Why do leaves change colour in autumn?
+What is climate change?
+How do bees make honey?
+What do cats eat?
+How long do dogs live?
+How do I train a puppy?
+How do I take care of a houseplant?
+When should I plant tomatoes?
+How do I remove a coffee stain?
+How do I clean a window?
+How do I unclog a drain?
+How do I change a bicycle tyre?
+How do I tie a tie?
+How do I fold a shirt?
+How do I wrap a present?
+What should I wear to a wedding?
+What are good gifts for children?
+What games can we play at a party?
+How do I play chess?
+What are the rules of football?
+Recommend me a book.
+Recommend a film for tonight.
+What is jazz?
+Name five famous composers.
+How do I take better photos?
+How do I learn a new language?
+How do I study for an exam?
+Explain the causes of the French Revolution.
+Write an essay about friendship.
+Write an essay about the advantages of public transport.
+What are the pros and cons of working from home?
+Compare tea and coffee.
+Should I buy a car or a bicycle?
+What is democracy?
+What is the difference between weather and climate?
+Write a Python program that prints the numbers from 1 to 10.
+Write a function in JavaScript that adds two numbers.
+Write a SQL query that selects all customers from Berlin.
+Write an HTML page with a heading and a list.
+What is a loop in programming?
+What is an API?
+Explain recursion with an example.
+How do I sort a list in Python?
+What is git?
+How do I make a strong password?
+How do I back up my phone?
+What is Wi-Fi?
+Make a table with three fruits and their colours.
+Give me a shopping list for a barbecue.
+Make a to-do list for moving house.
+Give me ten ideas for a blog about cooking.
+Give me three questions to ask on a first date.
+Give me an example of a haiku.
+Tell me an interesting fact.
+Tell me something about penguins.
+What day is it today?
+Can you help me?
+Thank you!
+Good night!
+"""
 
 if __name__ == "__main__":
     main()

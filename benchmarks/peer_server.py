@@ -114,6 +114,12 @@ class Side:
         wait_healthy(self.port, self._process, 600)
         return time.perf_counter() - began
 
+    @property
+    def pid(self) -> int:
+        """Process id of what `start` started."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """`kill -9` of all of it."""
         if self._process is not None:

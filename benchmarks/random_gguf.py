@@ -3,20 +3,30 @@ downloaded.
 
 `random_gguf.py TOKENIZER.gguf OUT.gguf --layers 32 --width 4096 --type q4_0` writes a Llama of that shape,
 with the tokenizer of an existing model. Its answers are noise; its loading, page faults and decode
-steps cost what a real one's do.
+steps cost what a real one's do. `--different` writes a Qwen3 in which no two layers are alike, and with
+`--experts 64` a mixture.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import gguf.quants
 import numpy as np
 from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
 
 _HEADS = 32
+#: A mixture's tokens belong to so many topics by their numbers, and use so many of its experts.
+TOPICS, _USED = 16, 8
+#: Shares of a token's embedding that all tokens and those of its topic have in common, and its size next
+#: to what layers add: consecutive tokens of a topic share a third of their experts, and the top eighth of
+#: a layer's experts has 25 to 58 % of all uses.
+_COMMON, _TOPIC = 0.06, 0.1
+_SCALE = 4.0
 
 #: By type: the offset of each half-precision scale in a block (ggml-common.h), and its value for weights
 #: whose deviation is about 1 where all other bytes of the block are random.
@@ -128,6 +138,94 @@ def write(
     writer.close()
 
 
+def write_different(
+    tokenizer: Path, out: Path, *, layers: int, width: int, feed_forward: int, experts: int = 0
+) -> None:
+    """Write a Qwen3 in Q4_K_M whose weights all differ: equal answers show that no weight was taken for
+    another. With `experts` it is a mixture whose routing is skewed, and sticky within a topic.
+    """
+    writer = gguf.GGUFWriter(out, "qwen3moe" if experts else "qwen3")
+    vocabulary = copy_tokenizer(writer, tokenizer)
+    head_size, key_value_heads = 128, 4 if experts else 8
+    writer.add_name(f"different {layers}x{width}")
+    writer.add_context_length(16_384)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_head_count(_HEADS)
+    writer.add_head_count_kv(key_value_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_vocab_size(vocabulary)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(_USED)
+        writer.add_expert_feed_forward_length(feed_forward)
+    rng = np.random.default_rng(13)
+    make: list[Callable[[], NDArray[np.generic]]] = []
+
+    def add(name: str, rows: int, columns: int, kind: Q = Q.Q4_K, n: int = 1) -> None:
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*[n] * (n > 1), rows, columns // values * size)
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
+        make.append(lambda: random_rows(kind, n * rows, columns, rng).reshape(shape))
+
+    def add_floats(name: str, values: NDArray[np.float32]) -> None:
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+        make.append(lambda: values)
+
+    def add_experts(layer: str) -> None:
+        router = rng.standard_normal((experts, width), dtype=np.float32) * 1.5 / np.sqrt(width)
+        add_floats(f"{layer}.ffn_gate_inp.weight", router.astype(np.float32))
+        add(f"{layer}.ffn_gate_exps.weight", feed_forward, width, n=experts)
+        add(f"{layer}.ffn_up_exps.weight", feed_forward, width, n=experts)
+        add(f"{layer}.ffn_down_exps.weight", width, feed_forward, n=experts)
+
+    if experts:
+        kind, size = Q.Q8_0, vocabulary * width // 32 * 34
+        shape = (vocabulary, width // 32 * 34)
+        writer.add_tensor_info("token_embd.weight", shape, np.dtype(np.uint8), size, raw_dtype=kind)
+        make.append(lambda: _embeddings(vocabulary, width, rng))
+    else:
+        add("token_embd.weight", vocabulary, width)
+    add("output.weight", vocabulary, width, Q.Q6_K)
+    add_floats("output_norm.weight", np.ones(width, np.float32))
+    for n in range(layers):
+        layer = f"blk.{n}"
+        is_finer = not experts and (n < layers // 8 or n >= 7 * layers // 8 or n % 3 == 2)
+        finer = Q.Q6_K if is_finer else Q.Q4_K
+        add(f"{layer}.attn_q.weight", _HEADS * head_size, width)
+        add(f"{layer}.attn_k.weight", key_value_heads * head_size, width)
+        add(f"{layer}.attn_v.weight", key_value_heads * head_size, width, finer)
+        add(f"{layer}.attn_output.weight", width, _HEADS * head_size)
+        if experts:
+            add_experts(layer)
+        else:
+            add(f"{layer}.ffn_gate.weight", feed_forward, width)
+            add(f"{layer}.ffn_up.weight", feed_forward, width)
+            add(f"{layer}.ffn_down.weight", width, feed_forward, finer)
+        norms = {"attn": width, "ffn": width, "attn_q": head_size, "attn_k": head_size}
+        for norm, size in norms.items():
+            add_floats(f"{layer}.{norm}_norm.weight", np.ones(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for make_tensor in make:
+        writer.write_tensor_data(make_tensor())
+    writer.close()
+
+
+def _embeddings(vocabulary: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Return a mixture's token table in Q8_0."""
+    common, topics = rng.standard_normal(width), rng.standard_normal((TOPICS, width))
+    rows = np.sqrt(_COMMON) * common + np.sqrt(_TOPIC) * topics[np.arange(vocabulary) % TOPICS]
+    rows += np.sqrt(1 - _COMMON - _TOPIC) * rng.standard_normal((vocabulary, width))
+    return gguf.quants.quantize((_SCALE * rows).astype(np.float32), Q.Q8_0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokenizer", type=Path)
@@ -139,7 +237,13 @@ def main() -> None:
     parser.add_argument("--head-size", type=int, help="left out: the width by 32 heads")
     parser.add_argument("--context", type=int, default=4096, help="tokens it says it was trained on")
     parser.add_argument("--type", choices=list(TYPES), default="q4_0")
+    parser.add_argument("--different", action="store_true", help="a Qwen3 whose layers all differ")
+    parser.add_argument("--experts", type=int, default=0, help="with --different: a mixture")
     options = parser.parse_args()
+    if options.different:
+        sizes = {"layers": options.layers, "width": options.width, "experts": options.experts}
+        write_different(options.tokenizer, options.out, feed_forward=options.feed_forward, **sizes)
+        return
     write(
         options.tokenizer,
         options.out,
