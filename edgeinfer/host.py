@@ -181,7 +181,10 @@ class Host:
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
         """Have `engine` count its answers by day, if they are a person's and the user wants that."""
         if options.is_counted and self.config.drift.record:
-            from edgeinfer.runtime.drift import DriftRecorder, drift_path  # imported with the engine
+            from edgeinfer.usage.daily_counts import (  # imported with the engine
+                DriftRecorder,
+                drift_path,
+            )
 
             recorder = DriftRecorder(drift_path(), files.name, files.sha256)
             engine.add_observer(recorder)

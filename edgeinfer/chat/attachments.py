@@ -15,7 +15,7 @@ import msgspec
 from edgeinfer.chat.formats import fence
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import document_files, pictures
+from edgeinfer.media import document_files, pictures
 from edgeinfer.runtime.interface import Engine
 
 #: Larger than any context we run; a file beyond it is a mistake.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from edgeinfer.chat import presets
 from edgeinfer.chat.attachments import with_attachments
 from edgeinfer.chat.history.values import Conversation, Turn, sent_part
+from edgeinfer.media.pictures import join_parts
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, with_answer_limit
 from edgeinfer.tools.uses import ToolUse, call_messages
 

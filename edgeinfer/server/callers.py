@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from edgeinfer.runtime.pictures import current_caller
+from edgeinfer.media.pictures import current_caller
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problems import too_many, unavailable
 

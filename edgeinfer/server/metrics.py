@@ -26,9 +26,10 @@ from prometheus_client.registry import Collector
 
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.machine import resident_bytes
-from edgeinfer.runtime.drift import compare_weeks, drift_path
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine, HasReplicas
+from edgeinfer.usage.daily_counts import drift_path
+from edgeinfer.usage.drift import compare_weeks
 
 #: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)

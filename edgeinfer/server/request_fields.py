@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.media.pictures import join_parts
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import NO_PENALTIES, GenerateRequest, Sampling, Tool, ToolChoice
 from edgeinfer.server.wire_types import GenerationFields
 from edgeinfer.units import parse_duration

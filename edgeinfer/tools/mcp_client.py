@@ -21,7 +21,7 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, ToolServerError
-from edgeinfer.runtime import document_files
+from edgeinfer.media import document_files
 from edgeinfer.tools.mcp_servers import ServerSpec, plan_start, plan_start_apart
 from edgeinfer.tools.mcp_transports import (
     MAX_ANSWER_S,

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.config.config_file import refuse_offline
-from edgeinfer.runtime import document_files
+from edgeinfer.media import document_files
 from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
 from edgeinfer.tools.uses import Stop, StoppedError
 

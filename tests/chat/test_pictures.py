@@ -12,7 +12,7 @@ from edgeinfer.chat.attachments import describe, dropped_picture, mentioned_path
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.pictures import PICTURE_MARK
+from edgeinfer.media.pictures import PICTURE_MARK
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
 from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.runtime.drift import drift_path
 from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshot_format import fingerprint
+from edgeinfer.usage.daily_counts import drift_path
 
 #: What lm-evaluation-harness made of the shipped set: tests/clients/sessions/lm_eval_basics.py.
 RECORDED = Path(__file__).parents[1] / "clients/recorded/lm_eval_basics.json"

@@ -16,10 +16,10 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
+from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
 END = Finished(

@@ -13,8 +13,8 @@ from made_documents import make_docx, make_pdf
 from other_processes import wait_until
 
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import document_files, document_reader_process, pictures
-from edgeinfer.runtime.document_files import pages_of, parts_of, pictures_in, text_of
+from edgeinfer.media import document_files, document_reader_process, pictures
+from edgeinfer.media.document_files import pages_of, parts_of, pictures_in, text_of
 
 PDF = make_pdf(["The harbour has seven cranes.", "Page two."])
 

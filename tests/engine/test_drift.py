@@ -15,9 +15,10 @@ import pytest
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import Config, DriftConfig
 from edgeinfer.host import Host
-from edgeinfer.runtime.drift import DriftRecorder, compare, drift_path, read_week
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Message, Tool, ToolChoice
+from edgeinfer.usage.daily_counts import DriftRecorder, drift_path, read_week
+from edgeinfer.usage.drift import compare
 
 from .conftest import answers, ask, load
 

@@ -50,8 +50,8 @@ def child(work):
 """
 
 _DECODING = f"""{_FORKING}
-from edgeinfer.runtime import picture_decoder_process as decoder
-from edgeinfer.runtime.pictures import format_of
+from edgeinfer.media import picture_decoder_process as decoder
+from edgeinfer.media.pictures import format_of
 def decoded(data):
     decoder.limit(decoder.CPU_S)
     try:
@@ -72,7 +72,7 @@ from edgeinfer.models import projectors
 from edgeinfer.runtime.llama.helpers.projector_trial import try_projector
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
-from edgeinfer.runtime.pictures import Picture
+from edgeinfer.media.pictures import Picture
 models = {{}}
 def used(path, model):
     projector = Projector(path, model, 1)

@@ -10,8 +10,8 @@ import pytest
 from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime import pictures
-from edgeinfer.runtime.pictures import check_file, decode, from_base64
+from edgeinfer.media import pictures
+from edgeinfer.media.pictures import check_file, decode, from_base64
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -18,6 +18,7 @@ from made_decoders import make_lfm2, make_qwen2vl, make_qwen35
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.media.pictures import PICTURE_MARK, Picture, decode, join_parts
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
@@ -31,7 +32,6 @@ from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import PICTURE_MARK, Picture, decode, join_parts
 from edgeinfer.runtime.prefix_cache import cache, writer
 from edgeinfer.runtime.prefix_cache.block_file import read_header
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations

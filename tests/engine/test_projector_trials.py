@@ -7,12 +7,12 @@ import pytest
 from made_projectors import make_projector
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.models.gguf import read_header
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.runtime.requests import GenerateRequest, Message
 
 from .conftest import answer, ask

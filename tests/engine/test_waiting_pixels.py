@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from edgeinfer.media.pictures import Picture
 from edgeinfer.runtime import vision as vision_module
 from edgeinfer.runtime.llama.mtmd import Chunk
-from edgeinfer.runtime.pictures import Picture
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 

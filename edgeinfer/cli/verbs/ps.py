@@ -17,7 +17,7 @@ from edgeinfer.snapshots.running import Running, processes
 from edgeinfer.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from edgeinfer.runtime.drift import DayOfUse
+    from edgeinfer.usage.daily_counts import DayOfUse
 
 _USAGE_DAYS = 30
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: Host) -> Result:
     """List running processes, or what was used by day; change nothing. Raises StoreError."""
     if options.usage:
-        from edgeinfer.runtime.drift import drift_path, read_usage  # 80 ms: numpy
+        from edgeinfer.usage.daily_counts import drift_path, read_usage  # 80 ms: numpy
 
         today = date.today()
         days = read_usage(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)

@@ -29,14 +29,14 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
+from edgeinfer.media import document_files
+from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import write_whole
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
-from edgeinfer.runtime import document_files
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import join_parts
 from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.tracing import Span, generation_spans, start_spans, write

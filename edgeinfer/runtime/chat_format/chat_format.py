@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
+from edgeinfer.media.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, remove_marks
@@ -46,7 +47,6 @@ from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
 from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
+from edgeinfer.media.pictures import Picture
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.pictures import Picture
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
+from edgeinfer.media.pictures import MAX_PICTURES, PICTURE_MARK
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.pictures import MAX_PICTURES, PICTURE_MARK
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import (
     Constraint,

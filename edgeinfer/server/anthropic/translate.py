@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from edgeinfer.runtime import document_files
+from edgeinfer.media import document_files
+from edgeinfer.media.pictures import from_base64
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Tool, ToolCall, ToolChoice
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.request_fields import (

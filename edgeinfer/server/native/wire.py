@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.runtime.pictures import MAX_PICTURES
+from edgeinfer.media.pictures import MAX_PICTURES
 from edgeinfer.server.model_pool import LoadedReply, LoadingReply
 from edgeinfer.server.openai.wire import LogitBias, Prompt
 from edgeinfer.server.wire_types import (

@@ -9,8 +9,8 @@ import msgspec
 
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.media.pictures import from_base64
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import GenerateRequest, Infill, JsonSchema, Message, Sampling, ToolCall
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.translate import tools_of

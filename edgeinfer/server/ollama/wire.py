@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.runtime.pictures import MAX_PICTURES
+from edgeinfer.media.pictures import MAX_PICTURES
 from edgeinfer.server.openai.wire import TokenLogprob, Tools
 from edgeinfer.server.problems import missing
 from edgeinfer.server.wire_types import (

@@ -12,9 +12,9 @@ import msgspec
 
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime import document_files
+from edgeinfer.media import document_files
+from edgeinfer.media.pictures import from_base64
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import (
     Choice,
     Constraint,

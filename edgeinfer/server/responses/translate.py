@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.runtime import document_files
+from edgeinfer.media import document_files
+from edgeinfer.media.pictures import from_base64
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.pictures import from_base64
 from edgeinfer.runtime.requests import (
     Constraint,
     GenerateRequest,

@@ -22,9 +22,9 @@ from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation, Summary, branch_to
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
+from edgeinfer.media import pictures
+from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.platform import paths
-from edgeinfer.runtime import pictures
-from edgeinfer.runtime.pictures import PICTURE_MARK
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.openai.render import error_body, error_events

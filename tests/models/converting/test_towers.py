@@ -9,6 +9,7 @@ from made_checkpoints import GOLDEN, golden, make_checkpoint, picture
 from made_projectors import IDEFICS3_TOKENS, rename_tokens
 from raw_logits import loaded
 
+from edgeinfer.media.pictures import Picture
 from edgeinfer.models import gguf
 from edgeinfer.models.converting.convert import convert
 from edgeinfer.models.converting.vision import TOWERS, convert_tower
@@ -17,7 +18,6 @@ from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.mtmd import Projector
-from edgeinfer.runtime.pictures import Picture
 
 SEEING = sorted(
     path.stem for path in GOLDEN.glob("*.json") if "vision_config" in golden(path.stem)["config"]

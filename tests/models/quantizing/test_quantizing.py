@@ -30,10 +30,10 @@ from edgeinfer.models.pull import pull
 from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, score_model
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
-from edgeinfer.runtime.drift import drift_path
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.usage.daily_counts import drift_path
 
 pytestmark = pytest.mark.model
 

@@ -7,7 +7,7 @@ import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_documents import make_docx, make_pdf
 
-from edgeinfer.runtime.pictures import PICTURE_MARK
+from edgeinfer.media.pictures import PICTURE_MARK
 
 pytest.importorskip("pypdfium2")
 

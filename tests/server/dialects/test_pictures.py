@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 
-from edgeinfer.runtime.pictures import PICTURE_MARK as HERE
+from edgeinfer.media.pictures import PICTURE_MARK as HERE
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -8,7 +8,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine
 from msgspec.structs import replace
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.pictures import file_in
+from edgeinfer.media.pictures import file_in
 from edgeinfer.server.problems import from_error
 from edgeinfer.server.request_fields import seed_of
 

@@ -12,11 +12,11 @@ import msgspec
 from fake_engine import DEFAULT_INFO, FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgeinfer.runtime.drift import DriftRecorder, drift_path
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import MAX_KEYS, Metrics
+from edgeinfer.usage.daily_counts import DriftRecorder, drift_path
 
 DOCS = Path(__file__).parents[3] / "docs"
 KEY = "test-key-0123456789abcdef"

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import DecodeError, EngineError
+from edgeinfer.media.pictures import Picture
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
-from edgeinfer.runtime.pictures import Picture
 
 _CPU_S = 600
 #: Libraries, and stacks and heaps of threads, most of which is never touched.

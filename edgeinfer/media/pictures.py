@@ -47,7 +47,7 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
     return "".join(content), tuple(pictures)
 
 
-_HELPER = "edgeinfer.runtime.picture_decoder_process"
+_HELPER = "edgeinfer.media.picture_decoder_process"
 #: The largest file that is decoded (bytes).
 MAX_FILE_BYTES = 32 << 20
 #: The decoder's own limit is on its processor time; a busy machine takes longer.

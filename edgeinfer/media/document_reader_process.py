@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 import pypdfium2
 from PIL import Image, PngImagePlugin  # noqa: F401  the writer of PNG
 
+from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.runtime.picture_decoder_process import limit, refuse
 
 CPU_S = 20
 #: Most pages of a document as text, and as pictures: a request has at most 64 of those.

@@ -1,14 +1,7 @@
-"""Drift: a model's requests and answers as counts by day, and what moved between two weeks.
+"""A model's requests and answers as counts by day, for `ps --usage` and `drift`.
 
 A finished generation becomes some twenty values; each is counted in a fixed bin, four to a doubling.
 The file has one table of counts: no text, and no request on its own.
-
-The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI =
-Σ (now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
-two-sample Kolmogorov-Smirnov test, here also for categories, in alphabetical order, where it errs to
-silence. An aggregate has moved if both say so. Unlike there, all tests of a comparison share one level
-(Bonferroni), and the sample size is divided by the variation between days beyond chance (Rao and Scott
-1981): the requests of one session resemble each other.
 """
 
 from __future__ import annotations
@@ -48,9 +41,9 @@ _KEPT_DAYS = 182
 _MOST_WAITING = 1000
 _LOCKED_S = 1.0
 _CLOSING_S = 2.0
-_BINS_PER_DOUBLING = 4
+BINS_PER_DOUBLING = 4
 _LEAST, _MOST = 2.0**-6, 2.0**30
-_SHARE_BINS = 20
+SHARE_BINS = 20
 _SEEN_CHARS = 300
 _REFUSAL = re.compile(
     r"\bI(?:'|’)?m sorry,? but\b|\bas an ai\b|\bje (?:ne peux|suis désolé)|\btut mir leid\b"
@@ -71,7 +64,6 @@ _SUM = "sum"
 Bin = int | str
 #: Aggregate → day (ISO) → bin → answers.
 Counts = dict[str, dict[str, Counter[Bin]]]
-Array = npt.NDArray[np.float64]
 
 
 def drift_path() -> Path:
@@ -251,8 +243,8 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
     if isinstance(value, str):
         return value
     if aggregate.endswith("_share"):
-        return int(value * _SHARE_BINS)
-    return math.floor(_BINS_PER_DOUBLING * math.log2(min(_MOST, max(_LEAST, value))))
+        return int(value * SHARE_BINS)
+    return math.floor(BINS_PER_DOUBLING * math.log2(min(_MOST, max(_LEAST, value))))
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:
@@ -297,103 +289,3 @@ def _read(path: Path, first: date, last: date) -> list[Any]:
         again = f"remove {path}: counting starts again"
         hint = again if _is_damage(error) else "try again in a moment"
         raise StoreError(f"the counts in {path} cannot be read: {error}", hint=hint) from error
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One aggregate in two weeks: its PSI, the p-value of its test, and a typical value of each."""
-
-    aggregate: str
-    psi: float
-    p: float
-    moved: bool
-    before: str
-    now: str
-
-
-#: Chance of naming anything in a comparison of two equal weeks.
-_LEVEL = 0.01
-_PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: An aggregate needs as many days in each week, and as many answers that count as independent.
-_LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
-
-
-def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks up to two days, by model; none of a model with one. Raises StoreError."""
-    weeks = [read_week(path, last) for last in (before, now)]
-    names = sorted(weeks[0].keys() | weeks[1].keys())
-    return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
-
-
-def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Compare what both weeks have enough of: first what moved, then by PSI."""
-    changes, names = [], sorted(before.keys() & now.keys())
-    for name in names:
-        days = [list(week[name].values()) for week in (before, now)]
-        if min(map(len, days)) < _LEAST_DAYS:
-            continue
-        bins: list[Any] = sorted({bin for week in days for day in week for bin in day})
-        weeks = [np.array([[day[bin] for bin in bins] for day in week], float) for week in days]
-        sizes = [week.sum() / _spread(weeks) for week in weeks]
-        if min(sizes) < _LEAST_ANSWERS:
-            continue
-        shares = [week.sum(0) / week.sum() for week in weeks]
-        psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
-        # of all names: the spread of those with enough answers may be underestimated
-        moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
-        was, is_now = _typical(name, bins, shares)
-        changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
-    return tuple(sorted(changes, key=lambda change: (not change.moved, -change.psi)))
-
-
-def _spread(weeks: Sequence[Array]) -> float:
-    """Return how much more the days of a week differ than by chance, at least 1, erring upwards.
-
-    The largest value of all cuts of the bins in two counts: sessions differ in few directions, which a
-    mean over all bins would miss.
-    """
-    squares, freedom = np.zeros(weeks[0].shape[1]), 0
-    for week in weeks:
-        below, sizes = week.cumsum(1), week.sum(1, keepdims=True)
-        share = below.sum(0) / sizes.sum()
-        variance = np.maximum(sizes * share * (1 - share), 1e-9)
-        squares += ((below - sizes * share) ** 2 / variance).sum(0)
-        freedom += len(week) - 1
-    # F(1, freedom) would need exp(7.3 / freedom); but the largest of many cuts errs upwards, and with
-    # half of that simulated weeks stay below the level, if they have five days
-    inflation = 3.5 if freedom >= 8 else 7.3
-    return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
-
-
-def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
-    """Return the PSI over categories, or over pairs of bins: Sturges' rule gives about that number."""
-    parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
-    _, groups = np.unique(parts, return_inverse=True)
-    a, b = (np.maximum(np.bincount(groups, week), _EMPTY) for week in shares)
-    return float(((b - a) * np.log(b / a)).sum())
-
-
-def _ks(shares: Sequence[Array], size: float) -> float:
-    """Return the p-value of the two-sample test, which is conservative on bins."""
-    distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
-    scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
-    if scaled < 0.3:  # the sum below does not converge there
-        return 1.0
-    terms = ((1 if j % 2 else -1) * math.exp(-2 * (j * scaled) ** 2) for j in range(1, 20))
-    return min(1.0, max(0.0, 2 * sum(terms)))
-
-
-def _typical(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
-    """Describe both weeks: the median, or the share of the category that changed most."""
-    most = int(np.abs(shares[0] - shares[1]).argmax())
-    if isinstance(bins[most], str):
-        return [f"{bins[most]} {week[most]:.0%}" for week in shares]
-    return [_middle(name, bins[int(week.cumsum().searchsorted(0.5))]) for week in shares]
-
-
-def _middle(name: str, bin: Any) -> str:
-    if name.endswith("_share"):
-        return f"{min(1.0, (bin + 0.5) / _SHARE_BINS):.0%}"
-    if bin == bin_of(name, 0.0):
-        return "0"
-    value = 2 ** ((bin + 0.5) / _BINS_PER_DOUBLING)
-    return f"{value:,.0f}" if value >= 10 else f"{value:,.1f}"

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from pathlib import Path
 
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.runtime import pictures
+from edgeinfer.media import pictures
 
-_HELPER = "edgeinfer.runtime.document_reader_process"
+_HELPER = "edgeinfer.media.document_reader_process"
 _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,

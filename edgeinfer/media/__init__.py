@@ -1,0 +1,1 @@
+"""Pictures and documents: read in processes with limits, as pixels and text."""
