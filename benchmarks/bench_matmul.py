@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 from common import add_out, load_only, write_figure
-from matmul_ops import TYPES, Bytes, Products, declared, random_weights
+from matmul_ops import TYPES, Bytes, Products, declare, random_weights
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
@@ -67,7 +67,7 @@ class _IkProducts(Products):
 
     @classmethod
     def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-        return declared(cls.library, cls.library)
+        return declare(cls.library, cls.library)
 
     def _place_tensors(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool

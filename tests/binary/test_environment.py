@@ -44,7 +44,7 @@ def test_user_without_a_home_is_told_so_before_anything_is_unpacked(machine):
     assert machine.apps == []
 
 
-def ended(terminal):
+def wait_for_exit(terminal):
     """The exit status, and all that was shown."""
     terminal.expect(pexpect.EOF)
     terminal.close()
@@ -57,7 +57,7 @@ def test_plain_chat_answers_on_a_terminal(used):
     chat.sendline("Name three colours.")
     chat.expect("\n> ")
     chat.sendline("/quit")
-    status, shown = ended(chat)
+    status, shown = wait_for_exit(chat)
     assert status == 0
     assert "error" not in shown
 
@@ -68,7 +68,7 @@ def test_run_and_pull_show_no_error_on_a_terminal(used):
         ("pull", "/tmp/small.gguf", "--name", "again"),
         ("rm", "again", "--yes"),
     ):
-        status, shown = ended(used.on_a_terminal(*command))
+        status, shown = wait_for_exit(used.on_a_terminal(*command))
         assert (status, "error" in shown) == (0, False), shown
 
 
@@ -76,7 +76,7 @@ def test_endpoint_starts_on_a_terminal_and_ends_by_ctrl_c(used):
     serving = used.on_a_terminal("serve", MODEL, "--port", "0")
     serving.expect(r"http://127\.0\.0\.1:\d+")
     serving.sendintr()
-    status, _ = ended(serving)
+    status, _ = wait_for_exit(serving)
     assert status == 0 or serving.signalstatus == 2
 
 
@@ -87,5 +87,5 @@ def test_question_typed_while_the_shipped_file_unpacks_is_asked(used):
     chat.send("Name three colours.\r")
     chat.expect("tok/s")
     chat.sendcontrol("q")
-    status, _ = ended(chat)
+    status, _ = wait_for_exit(chat)
     assert status == 0

@@ -97,12 +97,12 @@ def test_disk_whose_quota_ends_in_the_middle(machine, monkeypatch):
     """
     import resource
 
-    def limited():
+    def limit_file_size():
         resource.setrlimit(resource.RLIMIT_FSIZE, (12 << 20, 12 << 20))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     command, environment = machine.command("--version"), machine.environment()
-    done = run(*command, env=environment, preexec_fn=limited, check=False)
+    done = run(*command, env=environment, preexec_fn=limit_file_size, check=False)
     assert done.returncode != 0
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr

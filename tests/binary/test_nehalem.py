@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not QEMU, reason="qemu-user is not installed")
 
 
 @pytest.fixture
-def emulated(used):
+def old_processor(used):
     """The command that runs the unpacked application on that processor, and its environment.
 
     qemu emulates one process and not what that executes, so the bootloader is told that it has executed
@@ -31,7 +31,7 @@ def emulated(used):
     return [QEMU, "-cpu", "Nehalem", program], environment
 
 
-def test_names_its_variant(emulated):
-    command, environment = emulated
+def test_names_its_variant(old_processor):
+    command, environment = old_processor
     done = run(*command, "version", env=environment, timeout=500, stdin=subprocess.DEVNULL)
     assert "sse42 variant" in done.stdout

@@ -76,12 +76,12 @@ class Systemd:
         return done.stdout.strip()
 
     def wait_until(self, unit: str, state: str) -> None:
-        def reached() -> bool:
+        def has_state() -> bool:
             state = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
             assert state != "failed" or state == state, self.log()
             return state == state
 
-        wait_until(reached, f"{unit} to be {state}")
+        wait_until(has_state, f"{unit} to be {state}")
 
     def log(self) -> str:
         return self.run("journalctl", "--no-pager", "-o", "cat", as_person=False).stdout

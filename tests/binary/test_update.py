@@ -84,7 +84,7 @@ class Updates:
         with update.locked() as folder:
             return update.back(self.program, folder)
 
-    def refused(self):
+    def refusal(self):
         """Update in vain; returns the error's code. Nothing is changed and nothing lies about."""
         with pytest.raises(EdgeInferError) as caught:
             self.update()
@@ -182,7 +182,7 @@ def program_of_another(updates):
 )
 def test_release_that_is_refused(updates, published, code):
     updates.publish(**published)
-    assert updates.refused() == code
+    assert updates.refusal() == code
 
 
 @pytest.mark.parametrize("path", ["/release.json", "/release.json.sig", "/edgeinfer-here"])
@@ -198,7 +198,7 @@ def test_tampered_file(updates, path, change):
     if change in changed:
         updates.server.files[path] = changed[change]
     code = {"/edgeinfer-here": "checksum"}.get(path, "release-untrusted")
-    assert updates.refused() == ("source-not-found" if change == "gone" else code)
+    assert updates.refusal() == ("source-not-found" if change == "gone" else code)
     updates.publish()
     updates.update()  # nothing of it stands in the way of the true one
 
@@ -208,14 +208,14 @@ def test_older_manifest_than_one_seen_is_refused(updates):
     with update.locked() as folder:
         update.newest(updates.channel, folder)
     updates.publish("1.1.0", issued_s=NOW - 1)
-    assert updates.refused() == "release-untrusted"
+    assert updates.refusal() == "release-untrusted"
     updates.publish("1.1.0", issued_s=NOW)
     updates.update()
 
 
 def test_manifest_of_the_future_is_refused_and_locks_nothing_out(updates):
     updates.publish("1.1.0", issued_s=NOW + 90_000, expires_s=NOW + 900_000)
-    assert updates.refused() == "release-untrusted"
+    assert updates.refusal() == "release-untrusted"
     updates.publish("1.1.0", issued_s=NOW + 600)  # a clock that is a little behind
     updates.update()
 
@@ -224,7 +224,7 @@ def test_damaged_note_of_the_newest_manifest_names_the_way_out(updates):
     updates.publish()
     with update.locked() as folder:
         (folder / update.SEEN).write_bytes(b"\xff")
-    assert updates.refused() == "shipping"
+    assert updates.refusal() == "shipping"
     (folder / update.SEEN).unlink()
     updates.update()
 
@@ -258,7 +258,7 @@ def test_half_a_download_goes_on(updates):
     half = len(newer) // 2
     cut = [Fault(cut_after=half), *[Fault(status=503)] * RETRIES.attempts]
     updates.server.faults.extend([None, None, *cut])  # the manifest and its signature come first
-    assert updates.refused() == "download"
+    assert updates.refusal() == "download"
     updates.update()
     assert updates.program.read_bytes() == newer
     assert updates.server.gets("/edgeinfer-here")[-1].headers["range"] == f"bytes={half}-"
@@ -269,7 +269,7 @@ def test_full_disk_keeps_what_was_fetched(updates):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(newer) // 2, before[1]))
     try:
-        assert updates.refused() == "disk-full"
+        assert updates.refusal() == "disk-full"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     updates.update()
@@ -279,7 +279,7 @@ def test_full_disk_keeps_what_was_fetched(updates):
 def test_one_update_at_a_time(updates):
     updates.publish()
     with update.locked():
-        assert updates.refused() == "shipping"
+        assert updates.refusal() == "shipping"
 
 
 def test_back_without_a_version_before(updates):
@@ -290,7 +290,7 @@ def test_back_without_a_version_before(updates):
 def test_build_without_a_key_refuses(updates):
     updates.publish()
     updates.channel = Channel(url=updates.server.url)
-    assert updates.refused() == "shipping"
+    assert updates.refusal() == "shipping"
     assert updates.server.seen == []
 
 

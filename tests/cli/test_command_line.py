@@ -271,10 +271,10 @@ def test_endpoint_of_another_home_is_not_ours(monkeypatch):
 
 
 def test_denied_path_is_an_ordinary_error(monkeypatch, capsys):
-    def denied(*_):
+    def deny(*_):
         raise PermissionError(13, "Permission denied", "/closed/m.gguf")
 
-    monkeypatch.setattr("edgeinfer.cli.verbs.show.run", denied)
+    monkeypatch.setattr("edgeinfer.cli.verbs.show.run", deny)
     assert main(["show", "m"]) == 2
     assert capsys.readouterr().err.startswith("error: /closed/m.gguf: Permission denied\n\nhint: ")
 
@@ -319,7 +319,7 @@ def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, mon
 )
 def test_full_disk_under_stdout_is_one_error_and_no_traceback(arguments, code, tmp_path):
     with open("/dev/full", "wb") as full:
-        done = _typed(*arguments, home=tmp_path, stdout=full)
+        done = _run_program(*arguments, home=tmp_path, stdout=full)
     assert (done.returncode, done.stderr.count("error: ")) == (code, 1), done.stderr
     assert ("cannot write the output: No space left on device" in done.stderr) == (code == 6)
     assert "Traceback" not in done.stderr
@@ -330,12 +330,12 @@ def test_full_disk_under_stdout_is_one_error_and_no_traceback(arguments, code, t
     "arguments", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")]
 )
 def test_closed_stdin_is_an_empty_one(arguments, tmp_path):
-    done = _typed(*arguments, home=tmp_path, preexec_fn=lambda: os.close(0))
+    done = _run_program(*arguments, home=tmp_path, preexec_fn=lambda: os.close(0))
     assert done.returncode == 3, done.stderr
     assert "nosuch" in done.stderr
 
 
-def _typed(*arguments, home, **streams):
+def _run_program(*arguments, home, **streams):
     return subprocess.run(
         [sys.executable, "-m", "edgeinfer", *arguments],
         env={**os.environ, "EDGEINFER_HOME": str(home)},

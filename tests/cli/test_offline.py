@@ -93,7 +93,7 @@ def _environment(home: Path) -> dict[str, str]:
     }
 
 
-def _seen(home: Path, *arguments: str, stdin: int = subprocess.DEVNULL):
+def _run_and_watch(home: Path, *arguments: str, stdin: int = subprocess.DEVNULL):
     return run_seen(
         lambda: subprocess.Popen(
             [*_program(), *arguments],
@@ -112,7 +112,7 @@ def test_every_verb_is_here():
 
 
 def test_endpoint_only_listens(home):
-    process, watch = _seen(home, "serve", MODEL, "--port", "0", *LAUNCH)
+    process, watch = _run_and_watch(home, "serve", MODEL, "--port", "0", *LAUNCH)
     said = []
     for line in process.stderr:
         said.append(line)
@@ -139,7 +139,7 @@ def test_endpoint_only_listens(home):
     ],
 )
 def test_this_machine_alone_is_asked_for_an_endpoint(home, arguments, code):
-    process, watch = _seen(home, *arguments)
+    process, watch = _run_and_watch(home, *arguments)
     out, err = process.communicate(timeout=250)
     watch.join()
     assert set(watch.seen) <= {"socket 2 1", "connect 2 127.0.0.1"}
@@ -148,7 +148,7 @@ def test_this_machine_alone_is_asked_for_an_endpoint(home, arguments, code):
 
 @pytest.mark.parametrize("command", ASKING)
 def test_silent_if_the_network_would_be_needed(home, command):
-    process, watch = _seen(home, *command.split())
+    process, watch = _run_and_watch(home, *command.split())
     out, err = process.communicate(timeout=250)
     watch.join()
     assert watch.seen == []
@@ -158,7 +158,7 @@ def test_silent_if_the_network_would_be_needed(home, command):
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_silent(home, verb):
     arguments, code = COMMANDS[verb]
-    process, watch = _seen(home, verb, *arguments)
+    process, watch = _run_and_watch(home, verb, *arguments)
     out, err = process.communicate(timeout=250)
     watch.join()
     assert watch.seen == []

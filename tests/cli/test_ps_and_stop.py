@@ -13,7 +13,7 @@ PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
 
 
 @pytest.fixture
-def launched(tmp_path: Path):
+def start_launch(tmp_path: Path):
     """Start a process that looks like a launch, in this home or another."""
     script = tmp_path / "edgeinfer"
     script.write_text(PROGRAM)
@@ -40,17 +40,17 @@ def launched(tmp_path: Path):
 
 
 @pytest.fixture
-def listed(as_json):
+def list_pids(as_json):
     return lambda *typed: {process["pid"] for process in as_json("ps", *typed)["running"]}
 
 
 def test_another_home_is_left_alone_unless_everywhere_is_asked(
-    launched, listed, as_json, tmp_path, capsys
+    start_launch, list_pids, as_json, tmp_path, capsys
 ):
-    mine = launched("serve", "m")
-    other = launched("serve", "m", home=str(tmp_path / "other"))
-    assert listed() & {mine.pid, other.pid} == {mine.pid}
-    assert {mine.pid, other.pid} <= listed("--everywhere")
+    mine = start_launch("serve", "m")
+    other = start_launch("serve", "m", home=str(tmp_path / "other"))
+    assert list_pids() & {mine.pid, other.pid} == {mine.pid}
+    assert {mine.pid, other.pid} <= list_pids("--everywhere")
     assert main(["stop", str(other.pid)]) == 2
     assert "`edgeinfer ps --everywhere`" in capsys.readouterr().err
     assert as_json("stop", "--all")["stopped"] == [mine.pid]
@@ -58,5 +58,5 @@ def test_another_home_is_left_alone_unless_everywhere_is_asked(
     assert as_json("stop", "--everywhere", str(other.pid))["stopped"] == [other.pid]
 
 
-def test_chat_without_its_verb_is_listed(launched, listed):
-    assert launched("--continue").pid in listed()
+def test_chat_without_its_verb_is_listed(start_launch, list_pids):
+    assert start_launch("--continue").pid in list_pids()

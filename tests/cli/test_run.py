@@ -29,7 +29,7 @@ END = Finished(
 )
 
 
-def scripted(*script, **info):
+def script_engine(*script, **info):
     """An engine that answers every request with the same events."""
     return FakeEngine([script], info=EngineInfo(model="m", n_ctx=4096, **info))
 
@@ -51,7 +51,7 @@ class ScriptedHost(Host):
 
 @pytest.fixture
 def engine():
-    return scripted(ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.")
+    return script_engine(ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.")
 
 
 def run(engine, *typed):
@@ -184,21 +184,21 @@ LENGTH = msgspec.structs.replace(
     ],
 )
 def test_answer_has_a_limit_unless_told_otherwise(typed, info, limit):
-    engine = scripted("x", **info)
+    engine = script_engine("x", **info)
     assert run(engine, "x", *typed) == 0
     assert engine.requests[0].max_tokens == limit
 
 
 def test_answer_cut_by_no_typed_option_says_where_and_how_to_get_more(capsys):
-    assert run(scripted("x", LENGTH), "x") == 0
+    assert run(script_engine("x", LENGTH), "x") == 0
     said = capsys.readouterr()
     assert said.out == "x\n"
     assert said.err == "edgeinfer: stopped at 1,500 tokens; more with --max-tokens N\n"
-    assert run(scripted("x", LENGTH), "x", "--schema", "{}") == 0
+    assert run(script_engine("x", LENGTH), "x", "--schema", "{}") == 0
     assert "1,505 tokens fill the context; more with --ctx TOKENS" in capsys.readouterr().err
-    assert run(scripted("x", LENGTH, n_ctx_train=4096), "x", "--schema", "{}") == 0
+    assert run(script_engine("x", LENGTH, n_ctx_train=4096), "x", "--schema", "{}") == 0
     assert "fill the context, and the model was trained on no more" in capsys.readouterr().err
-    assert run(scripted("x", LENGTH), "x", "--max-tokens", "1500") == 0
+    assert run(script_engine("x", LENGTH), "x", "--max-tokens", "1500") == 0
     assert capsys.readouterr().err == ""
 
 
@@ -238,12 +238,12 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
 
 def test_stopped_answer_keeps_its_text_and_exits_130(capsys):
     stopped = Finished(reason="cancelled", usage=Usage(), timings=Timings())
-    assert run(scripted("so f", stopped), "x") == 130
+    assert run(script_engine("so f", stopped), "x") == 130
     assert capsys.readouterr().out == "so f\n"
 
 
 def test_engine_error_is_words_and_an_exit_code(capsys):
-    assert result(scripted(QueueFullError("full")), capsys, "x", code=8)["code"] == "queue-full"
+    assert result(script_engine(QueueFullError("full")), capsys, "x", code=8)["code"] == "queue-full"
 
 
 def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
@@ -258,7 +258,7 @@ def test_unexpected_error_shows_no_traceback_unasked(capsys, monkeypatch):
 
 
 def test_answer_that_repeats_itself_is_ended_and_said(capsys):
-    looping = scripted(*["Avaid, "] * 20_000)
+    looping = script_engine(*["Avaid, "] * 20_000)
     assert run(looping, "x") == 0
     said = capsys.readouterr()
     assert said.err == "edgeinfer: the answer repeated itself; stopped\n"
@@ -271,7 +271,7 @@ def test_answer_that_repeats_itself_is_ended_and_said(capsys):
     [([], (0.4, 1.1)), (["--temperature", "0"], (0, 1)), (["--top-p", "1"], (0.4, 1.1))],
 )
 def test_greedy_output_is_without_the_penalties_of_the_defaults(typed, penalties):
-    engine = scripted("x", sampling=Sampling(dry_multiplier=0.4, repeat_penalty=1.1))
+    engine = script_engine("x", sampling=Sampling(dry_multiplier=0.4, repeat_penalty=1.1))
     assert run(engine, "x", *typed) == 0
     sampling = engine.requests[0].sampling
     assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties

@@ -65,7 +65,7 @@ class Session(msgspec.Struct, kw_only=True):
         return ", ".join(f"`{name}`" for name in dict.fromkeys(names)) or "–"
 
     @property
-    def cached(self) -> str:
+    def cached_tokens(self) -> str:
         """Remembered tokens of the first request of the second turn: its largest prompt."""
         later = self.requests if self.second < 0 else self.requests[self.second :]
         read = [request for request in later if request["prompt_tokens"]]
@@ -236,10 +236,12 @@ def main() -> int:
             engine = table()[name]["engine"]
             session = drive(name, url_of(engine), _SMALL if engine == "model" else "reader")
             failed += [name] if session.failure else []
-            outcome = f"failed: {session.failure}" if session.failure else session.cached
+            outcome = f"failed: {session.failure}" if session.failure else session.cached_tokens
             print(f"{name} {session.version}: {outcome}", flush=True)
             cells = (name, session.version, engine, session.calls, session.hints)
-            rows.append(f"| {' | '.join(cells)} | {'failed' if session.failure else session.cached} |")
+            rows.append(
+                f"| {' | '.join(cells)} | {'failed' if session.failure else session.cached_tokens} |"
+            )
     text = "\n".join(rows) + "\n"
     if sys.argv[1:]:
         print(text)

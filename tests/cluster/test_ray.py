@@ -161,7 +161,7 @@ def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) 
 def test_ray_exports_the_metrics_of_each_endpoint(app: Application) -> None:
     app.chat("twins", "Hello.")
 
-    def shown() -> bool:
+    def has_metrics() -> bool:
         texts = [
             httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text for port in app.metrics
         ]
@@ -173,7 +173,7 @@ def test_ray_exports_the_metrics_of_each_endpoint(app: Application) -> None:
         ]
         return any('deployment="twins"' in line and 'model_name="twins"' in line for line in counters)
 
-    wait_until(shown, "the tokens that were generated")
+    wait_until(has_metrics, "the tokens that were generated")
 
 
 @pytest.mark.parametrize("victim", ["replica", "node"])

@@ -29,7 +29,7 @@ def other(option: LoadOption) -> Any:
     return choices[-1] if choices else option.high or "/folder/other.gguf"
 
 
-def parsed(*argv: str) -> argparse.Namespace:
+def parse(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
@@ -45,7 +45,7 @@ def test_table_is_the_engines_options() -> None:
 def test_typed_option_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
     value = other(option)
     argv = ["run", "m", "hello", option.flag, str(value)]
-    assert getattr(requesting.load_options(parsed(*argv), LoadConfig()), option.field) == value
+    assert getattr(requesting.load_options(parse(*argv), LoadConfig()), option.field) == value
     chosen = selection.launch_choice(argv).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
 
@@ -56,7 +56,7 @@ def test_configured_option_reaches_the_engine_and_the_launcher(option, tmp_path,
     path = tmp_path / "config.toml"
     path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(value).decode()}\n")
     monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
-    loaded = requesting.load_options(parsed("run", "m"), load_config().load)
+    loaded = requesting.load_options(parse("run", "m"), load_config().load)
     assert getattr(loaded, option.field) == value
     chosen = selection.launch_choice(["run", "m"]).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
@@ -85,7 +85,7 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
 def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
     requested = LoadOptions(**{option.field: other(option)})
-    typed = parsed("warm", *app_host.warm_argv("m", requested))
+    typed = parse("warm", *app_host.warm_argv("m", requested))
     built = requesting.load_options(typed, LoadConfig())
     assert built == requested
     inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=built)

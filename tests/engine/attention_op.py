@@ -143,7 +143,7 @@ def _mask(case: Case, random: np.random.Generator) -> NDArray[np.float16] | None
     return np.where(seen, added, -np.inf).astype(np.float16)
 
 
-def expected(inputs: Inputs) -> NDArray[np.float64]:
+def compute_exact(inputs: Inputs) -> NDArray[np.float64]:
     """(streams, rows, heads, head_v) in float64."""
     case = inputs.case
     q = inputs.q.astype(np.float64)
@@ -164,7 +164,7 @@ def expected(inputs: Inputs) -> NDArray[np.float64]:
     return result
 
 
-def moved(inputs: Inputs) -> Inputs:
+def with_gaps(inputs: Inputs) -> Inputs:
     """The same with cells in between that no row sees: 37 before the first one, and 100 in the middle."""
     other = copy(inputs)
     cells = inputs.case.cells
@@ -243,14 +243,14 @@ def outcome(case: Case) -> Outcome:
     """Compute a case whole, and some of its rows again, elsewhere and with other numbers of threads."""
     inputs = Inputs(case)
     got = attend(inputs, slice(None), 2)
-    exact = expected(inputs)
+    exact = compute_exact(inputs)
     last = slice(max(0, case.rows - 3), case.rows)
     again = (
         (inputs, slice(None), 1),
         (inputs, slice(None), 3),
         (inputs, slice(0, 2), 2),
-        (moved(inputs), slice(None), 2),
-        (moved(inputs), last, 3),
+        (with_gaps(inputs), slice(None), 2),
+        (with_gaps(inputs), last, 3),
         (shuffle_cells(inputs), slice(None), 2),
         (shuffle_cells(inputs), last, 1),
     )

@@ -46,7 +46,7 @@ def ask(
     return GenerateRequest(**request_fields)  # type: ignore[arg-type]
 
 
-def collected(stream: Iterable[Event]) -> Collected:
+def collect(stream: Iterable[Event]) -> Collected:
     reply = Collected()
     for event in stream:
         reply.add(event)
@@ -54,12 +54,12 @@ def collected(stream: Iterable[Event]) -> Collected:
 
 
 def answer(engine: Engine, request: GenerateRequest) -> Collected:
-    return collected(engine.submit(request))
+    return collect(engine.submit(request))
 
 
 def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Collected]:
     """Ask all at once, and return what is answered to each."""
-    return [collected(stream) for stream in [engine.submit(request) for request in requests]]
+    return [collect(stream) for stream in [engine.submit(request) for request in requests]]
 
 
 @pytest.fixture(scope="session")

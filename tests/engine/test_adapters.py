@@ -54,7 +54,7 @@ def text_of(engine: LlamaEngine, lora: Lora | None) -> str:
     return answer(engine, ask(lora, cache_prompt=False)).text
 
 
-def scored(
+def score(
     engine: LlamaEngine, lora: Lora | None = None, prompt: str = PROMPT, *, cached: bool = True
 ) -> tuple[list[TokenLogprobs], Usage]:
     """The tokens of a greedy answer with their log-probabilities, and its usage."""
@@ -81,12 +81,12 @@ def test_an_adapter_is_loaded_with_a_scale_of_its_own(
 def test_cached_prefix_is_separate_per_adapter(engine: LlamaEngine) -> None:
     long = {"prompt": "one two three four five six seven eight nine ten eleven twelve", "max_tokens": 1}
 
-    def cached(lora: Lora) -> int:
+    def count_cached(lora: Lora) -> int:
         return answer(engine, ask(lora, **long)).finish.usage.cached_tokens
 
-    assert cached((("red", 0.7),)) == 0
-    assert cached((("red", 0.7),)) > 8
-    assert cached((("blue", 0.7),)) == 0
+    assert count_cached((("red", 0.7),)) == 0
+    assert count_cached((("red", 0.7),)) > 8
+    assert count_cached((("blue", 0.7),)) == 0
 
 
 @pytest.mark.parametrize(
@@ -132,34 +132,34 @@ def red(tmp_path: Path) -> Adapter:
 
 def test_unloaded_adapter_leaves_no_cache(bare: LlamaEngine, red: Adapter) -> None:
     """Neither in what is said, nor in the cache, nor in memory; also where another has its name."""
-    plain, _ = scored(bare)
+    plain, _ = score(bare)
     used = bare.metrics().kv_used_tokens
     assert bare.use_adapters([red]) == bare.info.lora == (red,)
-    coloured, usage = scored(bare)
+    coloured, usage = score(bare)
     assert coloured != plain
     assert usage.cached_tokens == 0
     assert bare.use_adapters([]) == bare.info.lora == ()
     assert bare.metrics().kv_used_tokens == used
     with pytest.raises(InvalidRequestError, match="loaded: none"):
-        scored(bare, (("red", 1.0),))
-    after, usage = scored(bare)
+        score(bare, (("red", 1.0),))
+    after, usage = score(bare)
     assert after == plain
     assert usage.cached_tokens > 0  # of the model's own
 
     blue = make_adapter(Path(red.path).with_name("blue.gguf"), 2, strength=0.5)
     bare.use_adapters([Adapter("red", blue)])
-    other, usage = scored(bare)
+    other, usage = score(bare)
     assert other not in (plain, coloured)
     assert usage.cached_tokens == 0
     make_adapter(Path(blue), 1, strength=0.5)  # the file is another one now
     bare.use_adapters([Adapter("red", blue)])
-    assert scored(bare)[0] == coloured
+    assert score(bare)[0] == coloured
     for _ in range(3):
         bare.use_adapters([])
         bare.use_adapters([red])
-    assert scored(bare)[0] == coloured
+    assert score(bare)[0] == coloured
     bare.use_adapters([])
-    assert scored(bare)[0] == plain
+    assert score(bare)[0] == plain
 
 
 def test_memory_comes_back(bare: LlamaEngine, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_memory_comes_back(bare: LlamaEngine, tmp_path: Path) -> None:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
     bare.use_adapters([large])
-    scored(bare)
+    score(bare)
     bare.use_adapters([])
     before, half = private(), os.path.getsize(large.path) // 2
     for _ in range(3):
@@ -187,12 +187,12 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
     monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
     bare.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
     bare.use_adapters([red])
-    coloured, first = scored(bare, prompt=PROMPT * 20)
+    coloured, first = score(bare, prompt=PROMPT * 20)
     bare.use_adapters([])  # what was computed is written before it is forgotten
     assert bare.flush_blocks()
-    assert scored(bare, prompt=PROMPT * 20)[1].cached_tokens == 0
+    assert score(bare, prompt=PROMPT * 20)[1].cached_tokens == 0
     bare.use_adapters([red])
-    again, usage = scored(bare, prompt=PROMPT * 20)
+    again, usage = score(bare, prompt=PROMPT * 20)
     assert [one.chosen.piece for one in again] == [one.chosen.piece for one in coloured]
     assert usage.cached_disk_tokens == first.prompt_tokens - 1
 
@@ -207,7 +207,7 @@ def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adap
     while bare.info.lora:
         continue
     with pytest.raises(InvalidRequestError):
-        scored(bare, (("red", 1.0),))
+        score(bare, (("red", 1.0),))
     assert isinstance(list(events)[-1], Finished)
     going.join(60)
     assert not going.is_alive()
@@ -215,7 +215,7 @@ def test_adapter_is_unloaded_after_its_last_request(bare: LlamaEngine, red: Adap
 
 def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, gemma3: Path) -> None:
     bare.use_adapters([red])
-    coloured, _ = scored(bare, cached=False)
+    coloured, _ = score(bare, cached=False)
     missing = Adapter("none", red.path + ".none")
     for wanted, error in (
         ([red, missing], ModelLoadError),
@@ -226,4 +226,4 @@ def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, g
         with pytest.raises(error):
             bare.use_adapters(wanted)
     assert bare.info.lora == (red,)
-    assert scored(bare, cached=False)[0] == coloured
+    assert score(bare, cached=False)[0] == coloured

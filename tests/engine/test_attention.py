@@ -70,12 +70,12 @@ def can_run(level: str) -> bool:
     return _FLAGS[level] <= set(flags)
 
 
-def started(*args: str | Path) -> subprocess.CompletedProcess[str]:
+def run_python(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300)
 
 
 def run(*args: str | Path) -> str:
-    done = started(*args)
+    done = run_python(*args)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -165,7 +165,7 @@ def test_llama_cpp_kernels_serve_without_the_library(content: bytes | None, tmp_
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\n"
         "sys.exit(main(['doctor']))"
     )
-    assert ", llama.cpp's kernels: " in started("-c", program, tmp_path).stdout
+    assert ", llama.cpp's kernels: " in run_python("-c", program, tmp_path).stdout
 
 
 def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
@@ -177,7 +177,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
         "libllama.guard_decode()\n"
         "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
     )
-    done = started("-c", program)
+    done = run_python("-c", program)
     assert done.stdout.split() == ["''", "None", "False"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("llama-cpp-python is 9.9.9, and edgeinfer's native code is for ")
@@ -196,7 +196,7 @@ def test_native_code_older_than_the_program_is_left_unused(tmp_path: Path) -> No
         "libedgeinfer.folder = lambda: Path(sys.argv[1])\nlibllama.guard_decode()\n"
         "print(repr(libllama.build_info().kernels), cells.find_copies(), 'decode' in libllama._state)"
     )
-    done = started("-c", program, tmp_path)
+    done = run_python("-c", program, tmp_path)
     assert done.stdout.split() == ["''", "None", "False"]
     assert len(done.stderr.splitlines()) == 3
     assert all("is older than this program (it lacks " in line for line in done.stderr.splitlines())

@@ -26,15 +26,15 @@ def put(folder: Path, name: str = "vulkan", build: Build = BUILD, content: bytes
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the program's own libraries, empty."""
     monkeypatch.setattr(backends, "shipped_dir", lambda: tmp_path / "shipped")
     return tmp_path / "shipped"
 
 
-def test_a_vendors_own_goes_before_vulkan(shipped: Path) -> None:
+def test_a_vendors_own_goes_before_vulkan(shipped_folder: Path) -> None:
     assert backends.available() == ()
-    put(shipped)
+    put(shipped_folder)
     put(backends.added_dir(), "cuda")
     assert [(file.name, file.added) for file in backends.available()] == [
         ("cuda", True),
@@ -42,18 +42,18 @@ def test_a_vendors_own_goes_before_vulkan(shipped: Path) -> None:
     ]
 
 
-def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped: Path) -> None:
-    put(shipped)
+def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped_folder: Path) -> None:
+    put(shipped_folder)
     user_backend = put(backends.added_dir())
     assert backends.find("vulkan").path == str(user_backend)
     user_backend.write_bytes(b"half")
     assert backends.find("vulkan").path == str(user_backend)  # as long as described
     user_backend.write_bytes(b"half a library")
-    assert backends.find("vulkan").path == str(shipped / user_backend.name)
+    assert backends.find("vulkan").path == str(shipped_folder / user_backend.name)
 
 
-def test_a_library_of_another_llama_is_not_for_this_one(shipped: Path) -> None:
-    put(shipped, build=msgspec.structs.replace(BUILD, ggml="0.24.0"))
+def test_a_library_of_another_llama_is_not_for_this_one(shipped_folder: Path) -> None:
+    put(shipped_folder, build=msgspec.structs.replace(BUILD, ggml="0.24.0"))
     problem = backends.misfit(backends.find("vulkan"), BUILD)
     assert "ggml 0.24.0" in problem
     fitting = put(backends.added_dir())
@@ -70,8 +70,8 @@ def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
     assert BUILD.fits(other) is other.fits(BUILD) is fits
 
 
-def test_library_that_another_user_may_write_to_is_not_opened(shipped: Path) -> None:
-    path = put(shipped)
+def test_library_that_another_user_may_write_to_is_not_opened(shipped_folder: Path) -> None:
+    path = put(shipped_folder)
     path.chmod(0o666)
     assert "another user may write" in backends.misfit(backends.find("vulkan"), BUILD)
     path.chmod(0o644)
@@ -79,7 +79,7 @@ def test_library_that_another_user_may_write_to_is_not_opened(shipped: Path) -> 
     assert "does not say which llama.cpp" in backends.misfit(backends.find("vulkan"), BUILD)
 
 
-def test_a_name_that_no_backend_has(shipped: Path) -> None:
+def test_a_name_that_no_backend_has(shipped_folder: Path) -> None:
     with pytest.raises(UsageError, match="cuda, vulkan"):
         backends.find("metal")
 

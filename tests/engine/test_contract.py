@@ -17,7 +17,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine
 
-from .conftest import GREEDY, collected, load
+from .conftest import GREEDY, collect, load
 
 QUESTION = (Message(role="user", content="Count from one to twenty."),)
 
@@ -47,7 +47,7 @@ def ask(engine: Engine, **fields: object) -> list[Event]:
 
 
 def end(events: Iterable[Event]) -> Finished:
-    return collected(events).finish
+    return collect(events).finish
 
 
 def test_ends_with_one_finished_and_counts_its_tokens(engine: Engine) -> None:
@@ -99,7 +99,7 @@ async def test_async_iteration_sees_the_same(engine: Engine) -> None:
     request = GenerateRequest(messages=QUESTION, sampling=GREEDY, max_tokens=12)
     events = [event async for event in engine.submit(request)]
     assert isinstance(events[-1], Finished)
-    assert collected(events).text == collected(ask(engine)).text
+    assert collect(events).text == collect(ask(engine)).text
 
 
 async def test_many_async_consumers_at_once(engine: Engine) -> None:

@@ -149,11 +149,11 @@ def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
     read = []
     answer_of = pictures.answer_of
 
-    def counted(*arguments: object) -> tuple[bytes, bytes]:
+    def count(*arguments: object) -> tuple[bytes, bytes]:
         read.append(arguments)
         return answer_of(*arguments)
 
-    monkeypatch.setattr(pictures, "answer_of", counted)
+    monkeypatch.setattr(pictures, "answer_of", count)
     for caller, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
         pictures.current_caller.set(caller)
         assert "alone" in text_of(data, "a.pdf")

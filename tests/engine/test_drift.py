@@ -46,7 +46,7 @@ def engine(smollm2):
 
 
 @pytest.fixture
-def recorded(engine):
+def recording_engine(engine):
     """An engine whose answers are counted in this test's home."""
     engine.add_observer(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine
@@ -74,13 +74,13 @@ def week(engine, last: date, draw) -> None:
             db.execute("UPDATE count SET day = ? WHERE day = ?", (day, today))
 
 
-def moved(as_json, until: date, code: int) -> dict[str, dict]:
+def moved_aggregates(as_json, until: date, code: int) -> dict[str, dict]:
     report = as_json("drift", "small", "--until", until.isoformat(), code=code)
     return {c["aggregate"]: c for c in report["models"]["small"] if c["moved"]}
 
 
 @pytest.mark.model
-def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, capsys):
+def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, as_json, capsys):
     rng = random.Random(31)
 
     def usual():
@@ -89,19 +89,19 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, 
             return chat(rng.choice(ENGLISH), max_tokens=40, ignore_eos=False, **call)
         return chat(" ".join(rng.choices(ENGLISH, k=rng.randint(2, 9))), max_tokens=4)
 
-    def changed():
+    def changed_answer():
         if rng.random() < 0.4:  # the call is cut off
             call = {"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required")}
             return chat(rng.choice(RUSSIAN), max_tokens=8, ignore_eos=False, **call)
         return chat(rng.choice(RUSSIAN), max_tokens=4)
 
-    week(recorded, LAST, usual)
-    week(recorded, LAST + timedelta(7), usual)
-    week(recorded, LAST + timedelta(14), changed)
+    week(recording_engine, LAST, usual)
+    week(recording_engine, LAST + timedelta(7), usual)
+    week(recording_engine, LAST + timedelta(14), changed_answer)
     with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on what else runs here
         db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
-    assert not moved(as_json, LAST + timedelta(7), code=0)
-    changes = moved(as_json, LAST + timedelta(14), code=1)
+    assert not moved_aggregates(as_json, LAST + timedelta(7), code=0)
+    changes = moved_aggregates(as_json, LAST + timedelta(14), code=1)
     assert {"prompt_tokens", "prompt_chars_per_token", "prompt_script", "tool_calls"} <= changes.keys()
     assert changes["prompt_script"]["now"] == "cyrillic 100%"
     assert changes["tool_calls"]["now"] == "broken 100%"
@@ -113,10 +113,10 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recorded, as_json, 
 
 
 @pytest.mark.model
-def test_no_text_is_kept(recorded):
+def test_no_text_is_kept(recording_engine):
     for prompt in (ROMAN, KEY):
-        (said,) = answers(recorded, [chat(prompt, max_tokens=20)])
-    flush(recorded)
+        (said,) = answers(recording_engine, [chat(prompt, max_tokens=20)])
+    flush(recording_engine)
     kept = drift_path().read_bytes().decode("latin-1").lower()
     words = {word for text in (ROMAN, KEY, said.text.lower()) for word in text.split() if len(word) > 4}
     assert words
@@ -189,7 +189,9 @@ def test_verb_says_what_is_missing_or_damaged(capsys):
     assert f"remove {drift_path()}" in capsys.readouterr().err
 
 
-def simulated(rng: np.random.Generator, day: date, n_days: int, sessions: int, size: int, among: float):
+def simulate_week(
+    rng: np.random.Generator, day: date, n_days: int, sessions: int, size: int, among: float
+):
     """A week of twenty aggregates of answers, on `n_days`, in sessions of `size` in the mean.
 
     Those of a session resemble each other, and those of a day if days differ (`among`).
@@ -214,17 +216,17 @@ def simulated(rng: np.random.Generator, day: date, n_days: int, sessions: int, s
 @pytest.mark.parametrize("like", [(7, 40, 4, 0.0), (3, 60, 16, 0.4), (4, 60, 16, 0.4)])
 def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms(like):
     rng = np.random.default_rng(31)
-    weeks = [simulated(rng, LAST + timedelta(7 * n), *like) for n in range(1001)]
+    weeks = [simulate_week(rng, LAST + timedelta(7 * n), *like) for n in range(1001)]
     comparisons = [compare(before, now) for before, now in itertools.pairwise(weeks)]
     assert np.mean([len(changes) for changes in comparisons]) > 5
     assert sum(any(change.moved for change in changes) for changes in comparisons) <= 10
 
 
-def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recorded, as_json, capsys):
+def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recording_engine, as_json, capsys):
     assert as_json("ps", "--usage")["days"] == []
     prompt = "The harbour is open all year, and the ferry leaves at nine. " * 8
-    ends = [one.finish for one in answers(recorded, [ask(prompt)] * 2)]
-    flush(recorded)
+    ends = [one.finish for one in answers(recording_engine, [ask(prompt)] * 2)]
+    flush(recording_engine)
     with closing(sqlite3.connect(drift_path())) as db, db:
         db.execute(
             "INSERT INTO count SELECT day, model, 'newer', bin, 1 FROM count WHERE aggregate = 'requests'"

@@ -19,13 +19,13 @@ FILES = (InfillFile(name="a.py", text="one"), InfillFile(name="b.py", text="two"
 def load(tmp_path_factory):
     engines: dict[tuple[str, ...], LlamaEngine] = {}
 
-    def loaded(*fim: str) -> LlamaEngine:
+    def load_once(*fim: str) -> LlamaEngine:
         if fim not in engines:
             path = make_llama(tmp_path_factory.mktemp("fim") / "made.gguf", fim=fim)
             engines[fim] = load_model(path, n_ctx=256, n_parallel=1, n_threads=1)
         return engines[fim]
 
-    yield loaded
+    yield load_once
     for engine in engines.values():
         engine.close()
 

@@ -55,11 +55,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
         folder.rmdir()
         pytest.skip("no control group of this machine limits memory")
 
-    def limited(n_bytes: int) -> str:
+    def set_limit(n_bytes: int) -> str:
         limit.write_text(str(n_bytes))
         return str(folder)
 
-    yield limited
+    yield set_limit
     folder.rmdir()
 
 

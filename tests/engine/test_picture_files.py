@@ -18,7 +18,7 @@ Image = pytest.importorskip("PIL.Image")
 PIXELS = np.random.default_rng(28).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 
 
-def encoded(pixels=PIXELS, kind="PNG", mode=None, **options):
+def encode(pixels=PIXELS, kind="PNG", mode=None, **options):
     image = Image.fromarray(pixels)
     out = io.BytesIO()
     (image.convert(mode) if mode else image).save(out, kind, **options)
@@ -31,28 +31,28 @@ def pixels_of(picture):
 
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True})])
 def test_a_lossless_picture_keeps_its_pixels(kind, options):
-    assert np.array_equal(pixels_of(decode(encoded(kind=kind, **options))), PIXELS)
+    assert np.array_equal(pixels_of(decode(encode(kind=kind, **options))), PIXELS)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
 def test_every_format_is_decoded(kind):
     smooth = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (40, 1, 3))
-    pixels = pixels_of(decode(encoded(smooth, kind)))
+    pixels = pixels_of(decode(encode(smooth, kind)))
     assert pixels.shape == smooth.shape
     assert np.abs(pixels.astype(int) - smooth).max() < 16
 
 
 def test_gif_and_webp_give_their_first_frame():
     frames = {"save_all": True, "append_images": [Image.fromarray(255 - PIXELS)]}
-    first = decode(encoded(kind="WEBP", lossless=True, **frames))
+    first = decode(encode(kind="WEBP", lossless=True, **frames))
     assert np.array_equal(pixels_of(first), PIXELS)
-    assert pixels_of(decode(encoded(kind="GIF", **frames))).shape == PIXELS.shape
+    assert pixels_of(decode(encode(kind="GIF", **frames))).shape == PIXELS.shape
 
 
 def test_what_is_transparent_becomes_white():
     clear = np.zeros((4, 6, 4), np.uint8)
     clear[0] = (10, 20, 30, 255)
-    for data in (encoded(clear), encoded(clear, "WEBP", lossless=True)):
+    for data in (encode(clear), encode(clear, "WEBP", lossless=True)):
         pixels = pixels_of(decode(data))
         assert (pixels[0] == (10, 20, 30)).all()
         assert (pixels[1:] == 255).all()
@@ -60,14 +60,14 @@ def test_what_is_transparent_becomes_white():
 
 def test_16_bits_are_scaled_to_8():
     wide = (np.arange(24, dtype=np.uint16) * 2700).reshape(4, 6)
-    assert (pixels_of(decode(encoded(wide)))[:, :, 0] == wide // 256).all()
+    assert (pixels_of(decode(encode(wide)))[:, :, 0] == wide // 256).all()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_photo_is_turned_upright(kind):
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture = decode(encoded(kind=kind, exif=exif))
+    picture = decode(encode(kind=kind, exif=exif))
     assert (picture.width, picture.height) == (40, 60)
 
 
@@ -75,7 +75,7 @@ def test_a_photo_is_turned_upright(kind):
     "head", ["", "data:image/png;base64,", "data:;base64,", "DATA:text/plain;a=b;BASE64,"]
 )
 def test_text_is_base64_alone_or_a_data_uri_and_the_first_bytes_decide_on_the_format(head):
-    data = encoded(kind="JPEG")
+    data = encode(kind="JPEG")
     assert from_base64(head + base64.b64encode(data).decode()) == data
     assert decode(data).width == 60
 
@@ -100,16 +100,16 @@ def test_what_is_no_picture_is_refused_with_a_reason(text, reason):
 
 def test_a_broken_file_is_refused_with_a_reason():
     with pytest.raises(InvalidRequestError, match="the picture cannot be read"):
-        decode(encoded()[:200])
+        decode(encode()[:200])
 
 
 def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
     with pytest.raises(InvalidRequestError, match=r"8000 x 8000 pixels, and 32,000,000"):
-        decode(encoded(np.zeros((8000, 8000), bool)))
+        decode(encode(np.zeros((8000, 8000), bool)))
 
 
 def test_the_largest_picture_fits_into_the_memory():
-    picture = decode(encoded(np.full((4000, 8000, 4), 90, np.uint8), compress_level=1))
+    picture = decode(encode(np.full((4000, 8000, 4), 90, np.uint8), compress_level=1))
     assert (picture.width, picture.height) == (2828, 1414)  # reduced
     assert set(picture.rgb) == {197}  # of 90, with 90 of 255 opaque
 
@@ -120,15 +120,15 @@ def test_a_file_that_is_too_large_is_refused():
 
 
 def test_a_strip_that_no_projector_takes_is_refused():
-    assert decode(encoded(np.zeros((2, 400), bool))).width == 400
+    assert decode(encode(np.zeros((2, 400), bool))).width == 400
     with pytest.raises(InvalidRequestError, match="401 x 2 pixels: one side is more than 200 times"):
-        decode(encoded(np.zeros((2, 401), bool)))
+        decode(encode(np.zeros((2, 401), bool)))
 
 
 def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
     monkeypatch.setattr(pictures, "_HELPER", "no.such.module")
     with pytest.raises(InvalidRequestError, match="its decoder ended with status 1"):
-        decode(encoded())
+        decode(encode())
 
 
 _LIMITED = """
@@ -163,7 +163,7 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
         (tmp_path / name).write_text("open('ran', 'w')")
     monkeypatch.setenv("PYTHONPATH", str(Path(pictures.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    assert decode(encoded()).width == 60
+    assert decode(encode()).width == 60
     assert not (tmp_path / "ran").exists()
 
 

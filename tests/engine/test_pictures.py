@@ -91,7 +91,7 @@ pytestmark = pytest.mark.needs("encoder")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> None:
+def needs_mtmd() -> None:
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
@@ -118,16 +118,16 @@ def files(
 
 
 @pytest.fixture(scope="module")
-def loaded(files: ModelFiles) -> Iterator[LlamaEngine]:
+def loaded_engine(files: ModelFiles) -> Iterator[LlamaEngine]:
     with closing(load_engine(files, LoadOptions(n_ctx=2048, n_parallel=8))) as engine:
         yield engine
 
 
 @pytest.fixture
-def engine(loaded: LlamaEngine) -> LlamaEngine:
+def engine(loaded_engine: LlamaEngine) -> LlamaEngine:
     """An engine whose cells are free: a prompt in cells out of order rounds otherwise, of text too."""
-    loaded.between_steps(loaded._scheduler.kv.drop_idle)
-    return loaded
+    loaded_engine.between_steps(loaded_engine._scheduler.kv.drop_idle)
+    return loaded_engine
 
 
 def spans_of(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[int], list[Span]]:
@@ -329,13 +329,13 @@ def test_picture_is_restored_from_disk(
         chat(WORDS * n_before, picture(width=width), WORDS, picture(flip=1), WORDS, question)
         for question in ("What is in it?", "Where was it taken?")
     )
-    with restarted(files, tmp_path) as engine:
+    with restart(files, tmp_path) as engine:
         first = answer(engine, asked)
         assert engine.flush_blocks()
         copy = shutil.copytree(tmp_path, tmp_path / "killed")
         fresh = answer(engine, msgspec.structs.replace(other, cache_prompt=False))
         spans = spans_of(engine, other)[1]
-    with restarted(files, copy, encodes=False) as engine:
+    with restart(files, copy, encodes=False) as engine:
         restored = answer(engine, other)
         assert restored.finish is not None
         assert restored.finish.usage.cached_disk_tokens >= spans[-1].end
@@ -344,7 +344,7 @@ def test_picture_is_restored_from_disk(
 
 
 @contextlib.contextmanager
-def restarted(files: ModelFiles, root: Path, *, encodes: bool = True) -> Iterator[LlamaEngine]:
+def restart(files: ModelFiles, root: Path, *, encodes: bool = True) -> Iterator[LlamaEngine]:
     """An engine with a prefix cache, which may be told to neither decode nor encode a picture."""
     with pytest.MonkeyPatch.context() as patch:
         options = LoadOptions(n_ctx=2048, n_parallel=2)
@@ -373,7 +373,7 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
     """Its rows are stored at once: they outlive a process that is killed behind the first answer."""
     asked = chat("Another beginning. ", picture(), "What is in it?")
     root = tmp_path / "blocks"
-    with restarted(files, root) as engine:
+    with restart(files, root) as engine:
         fresh = answer(engine, asked)
         answer(engine, chat(picture(flip=1), cache_prompt=False))
         answer(engine, chat(picture(flip=1), cache_on_disk=False))
@@ -381,7 +381,7 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
         assert engine._cache.folder.writer_thread.flush(60)
         (path,) = rows_on_disk(root)
         copy = shutil.copytree(root, tmp_path / "killed")
-    with restarted(files, copy, encodes=False) as engine:
+    with restart(files, copy, encodes=False) as engine:
         assert answer(engine, asked).logprobs == fresh.logprobs
         first_reply = answer(engine, chat(WORDS, picture(), "What is in it?"))
         for other in (picture(flip=1), picture()):
@@ -393,14 +393,14 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    with restarted(files, copy) as engine:
+    with restart(files, copy) as engine:
         reply = answer(engine, chat(WORDS, picture(), "What is in it?"))
         assert reply.logprobs == first_reply.logprobs
         assert engine.metrics().blocks_damaged_total == 1
 
 
 def test_rows_are_forgotten_with_their_conversations(files: ModelFiles, tmp_path: Path) -> None:
-    with restarted(files, tmp_path) as engine:
+    with restart(files, tmp_path) as engine:
         for owner in ("a", "b"):
             answer(engine, chat(picture(), f"Question {owner}", conversation=owner))
         assert engine.flush_blocks()
@@ -421,13 +421,13 @@ def test_aborted_step_of_a_picture_is_computed_again(
     batch = engine._scheduler.executor.batch
     decode, n_steps = batch.decode, 0
 
-    def aborted(active: ActiveContext) -> int:
+    def abort(active: ActiveContext) -> int:
         nonlocal n_steps
         code = decode(active)
         n_steps += batch._pictures is not None
         return 2 if batch._pictures is not None and n_steps in (1, 3) else code
 
-    monkeypatch.setattr(batch, "decode", aborted)
+    monkeypatch.setattr(batch, "decode", abort)
     assert answer(engine, request).logprobs == fresh.logprobs
     assert n_steps >= 2
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.needs("encoder")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built():
+def needs_mtmd():
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
@@ -38,7 +38,7 @@ def projector(tmp_path_factory):
     return make_projector(tmp_path_factory.mktemp("projector") / "mmproj.gguf", "gemma3", 640)
 
 
-def loaded(model, projector):
+def load_tiny(model, projector):
     files = ModelFiles(name="tiny", paths=(str(model),), projector=str(projector))
     return closing(load_engine(files, LoadOptions(n_ctx=1024, n_parallel=1)))
 
@@ -72,7 +72,7 @@ def test_rows_that_are_no_numbers_fail_the_trial(gemma3, projector, tmp_path):
 
 def test_rows_that_are_no_numbers_reach_no_other_stream(gemma3, projector, tmp_path, monkeypatch):
     monkeypatch.setattr(vision, "projector_failure", lambda *files: "")
-    with loaded(gemma3, with_nan(projector, tmp_path / "mmproj.gguf")) as engine:
+    with load_tiny(gemma3, with_nan(projector, tmp_path / "mmproj.gguf")) as engine:
         before = answer(engine, ask(logprobs=3, cache_prompt=False))
         with pytest.raises(DecodeError, match="that no model reads"):
             list(engine.submit(GenerateRequest(messages=(QUESTION,))))

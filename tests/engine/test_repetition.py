@@ -58,19 +58,19 @@ ANSWERS = {
 }
 
 
-def watched(text):
+def find_loop(text):
     watch = RepetitionWatch()
     return any(watch.add(character) for character in text)
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_is_seen(name):
-    assert watched(LOOPS[name])
+    assert find_loop(LOOPS[name])
 
 
 @pytest.mark.parametrize("name", MONOTONOUS)
 def test_a_monotonous_answer_is_seen_though_nothing_repeats_exactly(name):
-    assert watched(MONOTONOUS[name])
+    assert find_loop(MONOTONOUS[name])
 
 
 @pytest.mark.parametrize("size", [3, 50, 10_000])
@@ -84,4 +84,4 @@ def test_a_loop_ends_at_one_character_however_the_answer_is_cut(size, text):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_loop_is_seen_in_an_ordinary_answer(name):
-    assert not watched(ANSWERS[name])
+    assert not find_loop(ANSWERS[name])

@@ -19,7 +19,7 @@ from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest
 
 from . import conftest as engines
-from .conftest import collected
+from .conftest import collect
 
 Lora = tuple[tuple[str, float], ...]
 ALL = ("attn_output", "attn_k", "ffn_up", "ffn_down")
@@ -49,7 +49,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Adapter, ...]:
     return tuple(Adapter(name, path, 0.0) for name, path in paths.items())
 
 
-def opened(smollm2: Path, adapters: tuple[Adapter, ...], **options: Any) -> LlamaEngine:
+def open_engine(smollm2: Path, adapters: tuple[Adapter, ...], **options: Any) -> LlamaEngine:
     lora = ",".join(f"{adapter.path}:{adapter.scale}" for adapter in adapters)
     load = LoadOptions(n_ctx=1024, n_parallel=len(SETS), lora=lora, **options)
     return load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), load)
@@ -61,7 +61,7 @@ def engine(
 ) -> Iterator[LlamaEngine]:
     if not libllama.build_info().kernels:
         pytest.skip("no kernels for this processor")
-    with closing(opened(smollm2, adapters, n_threads=request.param)) as engine:
+    with closing(open_engine(smollm2, adapters, n_threads=request.param)) as engine:
         yield engine
 
 
@@ -107,7 +107,7 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
     running = [engine.submit(request) for request in requests]
     engine.use_adapters(adapters[:2])
     engine.use_adapters(adapters)
-    assert [collected(generation).logprobs for generation in running] == unbatched
+    assert [collect(generation).logprobs for generation in running] == unbatched
     assert engine.info.lora == adapters
 
 
@@ -122,7 +122,7 @@ def test_kernels_add_what_llama_cpp_computes(
 ) -> None:
     kernel_scores = [prompt_scores(engine, lora) for lora in SETS]
     monkeypatch.setattr(row_adapters, "_GET_TENSOR", "no such function")
-    with closing(opened(smollm2, adapters)) as llamas:
+    with closing(open_engine(smollm2, adapters)) as llamas:
         llama_scores = [prompt_scores(llamas, lora) for lora in SETS]
     for lora, kernel_score, llama_score in zip(SETS, kernel_scores, llama_scores, strict=True):
         changed = abs(kernel_score - kernel_scores[0]).mean()
@@ -136,7 +136,7 @@ def test_adapters_of_other_types_take_turns(
     """Products with a quantized A or B are llama.cpp's, in steps of their own."""
     modules = ("ffn_up", "ffn_down")
     path = make_adapter(tmp_path / "q.gguf", 5, 0.01, 32, modules=modules, kind=Kind.Q8_0)
-    with closing(opened(smollm2, (*adapters, Adapter("q", path, 0.0)))) as engine:
+    with closing(open_engine(smollm2, (*adapters, Adapter("q", path, 0.0)))) as engine:
         sets: list[Lora] = [(), (("a", 1.0),), (("q", 1.0),), (("a", 1.0), ("q", 1.0))]
         requests = [ask(i, lora) for i, lora in enumerate(sets)]
         unbatched = alone(engine, requests)
@@ -152,11 +152,11 @@ def test_llama_cpp_computes_adapters_that_the_kernels_missed(
     requests = [ask(i, lora) for i, lora in enumerate(SETS[:4])]
     with monkeypatch.context() as patch:
         patch.setattr(row_adapters, "_GET_TENSOR", "no such function")
-        with closing(opened(smollm2, adapters)) as llamas:
+        with closing(open_engine(smollm2, adapters)) as llamas:
             unbatched = alone(llamas, requests)
     kernels = row_adapters._kernels()
     end_adapters = kernels.edgeinfer_adapters_end
     monkeypatch.setattr(kernels, "edgeinfer_adapters_end", lambda step: end_adapters(step) and False)
-    with closing(opened(smollm2, adapters)) as engine:
+    with closing(open_engine(smollm2, adapters)) as engine:
         assert alone(engine, requests) == unbatched
         assert len(answers(engine, requests)) == len(requests)

@@ -162,7 +162,7 @@ class FakeEngine:
             else:
                 self.requests.append(request)
                 script = self._choose(request)
-            player = _Player(script, request, self._prompt_tokens(request), self._ended)
+            player = _Player(script, request, self._prompt_tokens(request), self._forget_player)
             self._players.add(player)
             self._totals["requests_total"] += 1
             self._totals["prompt_tokens_total"] += player.prompt_tokens
@@ -177,7 +177,7 @@ class FakeEngine:
         prompt = request.prompt or ()
         return max(1, len(prompt.encode() if isinstance(prompt, str) else prompt))
 
-    def _ended(self, player: _Player) -> None:
+    def _forget_player(self, player: _Player) -> None:
         with self._lock:
             self._players.discard(player)
             self._totals["completion_tokens_total"] += player.n_tokens
@@ -293,7 +293,7 @@ class _Player(threading.Thread):
                 break
             self._play(item)
         if last_event is None:
-            last_event = self._finished("cancelled" if self.cancelled.is_set() else "stop")
+            last_event = self._make_finished("cancelled" if self.cancelled.is_set() else "stop")
         self._on_end(self)
         self.stream.put(last_event)
 
@@ -301,12 +301,12 @@ class _Player(threading.Thread):
         if isinstance(item, EngineError | Finished):
             return item
         if self.cancelled.is_set():
-            return self._finished("cancelled")
+            return self._make_finished("cancelled")
         deadline_s, max_tokens = self._request.deadline_s, self._request.max_tokens
         if deadline_s is not None and self._elapsed_ms() >= 1000.0 * deadline_s:
-            return self._finished("deadline")
+            return self._make_finished("deadline")
         is_full = bool(max_tokens) and self.n_tokens >= max_tokens
-        return self._finished("length") if is_full else None
+        return self._make_finished("length") if is_full else None
 
     def _play(self, item: Item) -> None:
         if isinstance(item, Delay):
@@ -328,7 +328,7 @@ class _Player(threading.Thread):
     def _elapsed_ms(self) -> float:
         return (time.monotonic() - self._began) * 1000.0
 
-    def _finished(self, reason: FinishReason) -> Finished:
+    def _make_finished(self, reason: FinishReason) -> Finished:
         usage = Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.n_tokens,

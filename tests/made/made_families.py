@@ -294,14 +294,14 @@ def _tensors(family: Family, n_vocab: int) -> Iterator[tuple[str, tuple[int, ...
     if "output+" in whole:
         del whole["output"]
         whole["output+"] = (n_vocab, E)
-    yield from _named("", whole)
+    yield from _prefix_names("", whole)
     for layer in range(family.n_layers):
-        yield from _named(f"blk.{layer}.", family.layers(layer))
+        yield from _prefix_names(f"blk.{layer}.", family.layers(layer))
         for name, shape in family.raw(layer).items():
             yield f"blk.{layer}.{name}", shape
 
 
-def _named(before: str, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _prefix_names(before: str, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
         plain = name.removesuffix("+")
         yield f"{before}{plain}.weight", shape

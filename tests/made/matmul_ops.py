@@ -185,10 +185,10 @@ def use_level(level: str) -> None:
 def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Open libggml-base and the CPU variant's library, with what makes a graph and computes it declared."""
     libllama.lib()
-    return declared(libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library()))
+    return declare(libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library()))
 
 
-def declared(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CDLL]:
+def declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Declare the functions of both; every handle is a pointer."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     for name, arguments in {

@@ -92,11 +92,11 @@ def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monk
     external = OllamaStore(home, TINY)
     read = []
 
-    def counted(path: Path, progress: Callable[[int], None]) -> str:
+    def count(path: Path, progress: Callable[[int], None]) -> str:
         read.append(path)
         return disk.sha256_of(path, progress)
 
-    monkeypatch.setattr(reader, "sha256_of", counted)
+    monkeypatch.setattr(reader, "sha256_of", count)
     heard = []
     resolve(external.name).files(progress=lambda stage, fraction: heard.append((stage, fraction)))
     resolve(external.name).files()
@@ -286,11 +286,11 @@ def test_store_cache_searches_again_once_stale(external, monkeypatch) -> None:
     searches: list[str] = []
     plain = stores.search
 
-    def counted(prefix=""):
+    def count(prefix=""):
         searches.append(prefix)
         return plain(prefix)
 
-    monkeypatch.setattr(stores, "search", counted)
+    monkeypatch.setattr(stores, "search", count)
     monkeypatch.setattr(stores, "FRESH_S", 3600.0)
     cache = stores.StoreCache()
     names = [[model.name for model in cache.usable()] for _ in range(3)]

@@ -26,7 +26,7 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def listed(as_json):
+def list_fits(as_json):
     return lambda *arguments: as_json("list", "--fits", *arguments)["models"]
 
 
@@ -44,9 +44,11 @@ def test_memory_rate_is_the_fastest_measured_so_far(monkeypatch, tmp_path) -> No
     assert rates == [3e9, 3e9, 5e9, 5e9, 5e9]
 
 
-def test_picker_shows_the_figures_of_list_whatever_memory_is_free(machine, listed, monkeypatch) -> None:
+def test_picker_shows_the_figures_of_list_whatever_memory_is_free(
+    machine, list_fits, monkeypatch
+) -> None:
     machine(12 * GB, 40e9, 2)
-    by_name = {model["name"]: model["fit"] for model in listed()}
+    by_name = {model["name"]: model["fit"] for model in list_fits()}
     memory = Memory(total_bytes=12 * GB, available_bytes=GB, reason="")
     monkeypatch.setattr(fits, "read_memory", lambda: memory)
     choices = {choice.name: choice.fit for choice in list_choices() if choice.fit is not None}
@@ -68,12 +70,14 @@ def test_groups_are_headed_and_in_order_of_use(machine, capsys) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(machine, listed, monkeypatch) -> None:
+def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(
+    machine, list_fits, monkeypatch
+) -> None:
     machine(12 * GB, 40e9, 2)
     speeds = []
     for rate in (0.0, 0.5e9, 2e9):
         monkeypatch.setattr(fits, "disk_rate", lambda rate=rate: rate)
-        large = [model for model in listed() if model["fit"]["group"] == "too big"]
+        large = [model for model in list_fits() if model["fit"]["group"] == "too big"]
         assert large
         assert all("from the disk" in model["fit"]["why"] for model in large)
         speeds.append({model["name"]: model["fit"]["tokens_per_s"] for model in large})
@@ -86,18 +90,18 @@ def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(machine, listed,
     assert mixture.tokens_per_s > 5 * dense.tokens_per_s > 0
 
 
-def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, listed) -> None:
+def test_embedding_models_are_not_ranked_by_how_fast_they_write(machine, list_fits) -> None:
     machine(12 * GB, 40e9, 2)
     by_group: dict[str, list[str]] = {}
-    for model in listed():
+    for model in list_fits():
         by_group.setdefault(model["fit"]["group"], []).append(model["purpose"])
     assert set(by_group["embedding"]) == {"embedding", "reranker"}
     assert not {"embedding", "reranker"} & {*by_group["comfortable"], *by_group["slow"]}
 
 
-def test_quantization_and_size_are_of_what_pull_stores(machine, listed) -> None:
+def test_quantization_and_size_are_of_what_pull_stores(machine, list_fits) -> None:
     machine(16 * GB, 40e9, 2)
-    by_name = {model["name"]: model for model in listed()}
+    by_name = {model["name"]: model for model in list_fits()}
     assert by_name["qwen3-4b"]["quantization"] == "Q4_K_M"
     assert 2.2 * GB < by_name["qwen3-4b"]["size_bytes"] < 2.8 * GB
     assert by_name["gpt-oss-20b"]["quantization"] == "MXFP4_MOE"
@@ -106,9 +110,9 @@ def test_quantization_and_size_are_of_what_pull_stores(machine, listed) -> None:
     assert not by_name["gemma-3-270m"]["size_is_estimate"]
 
 
-def test_mixture_is_as_fast_as_its_active_parameters(machine, listed) -> None:
+def test_mixture_is_as_fast_as_its_active_parameters(machine, list_fits) -> None:
     machine(64 * GB, 40e9, 2)
-    speed = {model["name"]: model["fit"]["tokens_per_s"] for model in listed("instruct")}
+    speed = {model["name"]: model["fit"]["tokens_per_s"] for model in list_fits("instruct")}
     assert speed["qwen3-30b-a3b-instruct-2507"] > speed["qwen3-4b-instruct-2507"]
 
 

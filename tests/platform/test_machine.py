@@ -62,10 +62,10 @@ def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):
 
 
 def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
-    def broken():
+    def fail():
         raise EngineError("no CPU backend")
 
-    assert doctor_module._run_check("llama.cpp", broken) == [
+    assert doctor_module._run_check("llama.cpp", fail) == [
         Check("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
     ]
 

@@ -37,7 +37,7 @@ def wide(path):
     path.chmod(0o755)
 
 
-def linked(path):
+def link(path):
     path.rename(path.with_name("target"))
     path.symlink_to("target")
 
@@ -48,7 +48,7 @@ def given_away(path):
     os.chown(path, 12345, 12345)
 
 
-@pytest.mark.parametrize("make", [wide, linked, given_away])
+@pytest.mark.parametrize("make", [wide, link, given_away])
 def test_private_dir_refuses_what_others_may_enter(tmp_path, make):
     path = paths.private_dir(tmp_path / "folder")
     make(path)

@@ -71,7 +71,7 @@ def on_device(endpoint: Endpoint) -> str:
     return wait_until(mapped_files, "a device", PATIENCE_S)
 
 
-def mapped(endpoint: Endpoint) -> str:
+def mapped_files(endpoint: Endpoint) -> str:
     """The files that the resumed process has mapped."""
     (pid,) = endpoint.apps()
     return Path(f"/proc/{pid}/maps").read_text()
@@ -106,6 +106,6 @@ def test_one_snapshot_is_resumed_with_a_device_and_without(
             body = {"model": MODEL, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 6, "temperature": 0}
             texts.add(endpoint.post(body)["choices"][0]["text"])
             assert (place(endpoint) == "none") == (layers == "none")
-            assert ("libvulkan_lvp" in mapped(endpoint)) == (layers == "2")
+            assert ("libvulkan_lvp" in mapped_files(endpoint)) == (layers == "2")
     assert len(texts) == 1
     assert warm.snapshot() == snapshot

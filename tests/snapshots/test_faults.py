@@ -24,7 +24,7 @@ STAGES = ("load", "prefill", "warm up", "dump", "bake", "verify")
 
 
 @pytest.fixture
-def spoiled(warm):
+def snapshot_to_spoil(warm):
     """The warm model's snapshot, to be damaged: the real one is put aside and back."""
     folder = warm.snapshot()
     aside = folder.with_name(".aside")
@@ -118,8 +118,8 @@ def test_too_little_room_is_said_before_anything_is_done(user):
 @pytest.mark.parametrize(
     "name", ["memory.img", "images/pages-1.img", "images/files.img", "images/inventory.img"]
 )
-def test_a_truncated_file_is_refused_at_launch(spoiled, name):
-    person, folder = spoiled
+def test_a_truncated_file_is_refused_at_launch(snapshot_to_spoil, name):
+    person, folder = snapshot_to_spoil
     with open(folder / name, "r+b") as file:
         file.truncate((folder / name).stat().st_size - 1)
     outcome = person.ask()
@@ -128,16 +128,16 @@ def test_a_truncated_file_is_refused_at_launch(spoiled, name):
 
 
 @pytest.mark.parametrize("name", ["memory.img", "images/pages-1.img", "images/core-30000.img"])
-def test_a_flipped_bit_is_found_by_verify(spoiled, name):
-    person, folder = spoiled
+def test_a_flipped_bit_is_found_by_verify(snapshot_to_spoil, name):
+    person, folder = snapshot_to_spoil
     flip_bit(folder / name, (folder / name).stat().st_size // 2)
     outcome = person.run("snapshots", "verify", MODEL)
     assert outcome.code == 7
     assert name in outcome.err
 
 
-def test_images_that_criu_refuses_fall_back_to_a_cold_start(spoiled):
-    person, folder = spoiled
+def test_images_that_criu_refuses_fall_back_to_a_cold_start(snapshot_to_spoil):
+    person, folder = snapshot_to_spoil
     flip_bit(folder / "images/inventory.img", 1)
     outcome = person.ask()
     assert outcome.start["how"] == "cold"
@@ -145,8 +145,8 @@ def test_images_that_criu_refuses_fall_back_to_a_cold_start(spoiled):
     assert person.ask("--resume=always").code != 0
 
 
-def test_a_model_replaced_by_one_of_the_same_size_is_refused(spoiled):
-    person, _ = spoiled
+def test_a_model_replaced_by_one_of_the_same_size_is_refused(snapshot_to_spoil):
+    person, _ = snapshot_to_spoil
     before = os.stat(person.model)
     os.utime(person.model, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     try:
@@ -160,8 +160,8 @@ def not_resumed(person, message: str) -> None:
     assert (outcome.code, message in outcome.err) == (7, True), outcome.err
 
 
-def test_folders_and_files_others_could_write_are_refused(spoiled):
-    person, folder = spoiled
+def test_folders_and_files_others_could_write_are_refused(snapshot_to_spoil):
+    person, folder = snapshot_to_spoil
     for path in (folder, folder / "manifest", folder / "images/pages-1.img", person.snapshots):
         mode = path.stat().st_mode & 0o777
         path.chmod(mode | 0o020)
@@ -170,8 +170,8 @@ def test_folders_and_files_others_could_write_are_refused(spoiled):
     assert person.ask("--resume=always").start["how"] == "resumed"
 
 
-def test_a_symlink_is_refused(spoiled):
-    person, folder = spoiled
+def test_a_symlink_is_refused(snapshot_to_spoil):
+    person, folder = snapshot_to_spoil
     moved = folder.with_name("elsewhere")
     folder.rename(moved)
     folder.symlink_to(moved)
@@ -182,8 +182,8 @@ def test_a_symlink_is_refused(spoiled):
         moved.rename(folder)
 
 
-def test_file_of_another_user_is_refused(spoiled):
-    person, folder = spoiled
+def test_file_of_another_user_is_refused(snapshot_to_spoil):
+    person, folder = snapshot_to_spoil
     if os.getuid() != 0:
         pytest.skip("chown needs root")
     os.chown(folder / "memory.img", 12345, -1)
@@ -258,8 +258,8 @@ def test_warm_without_a_criu_that_works_says_so_and_leaves_nothing(user, script,
     assert folders(user) == set()
 
 
-def test_a_criu_that_is_gone_at_launch_makes_it_cold(spoiled):
-    person, folder = spoiled
+def test_a_criu_that_is_gone_at_launch_makes_it_cold(snapshot_to_spoil):
+    person, folder = snapshot_to_spoil
     manifest = folder / "manifest"
     manifest.write_text(manifest.read_text().replace(person.place.criu, "/nonexistent/criu"))
     outcome = person.ask()

@@ -380,7 +380,7 @@ def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
 
 @pytest.mark.criu
 def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
-    def filtered(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_filtered(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
             ROOT / "tests/made/filtered.py",
@@ -392,14 +392,14 @@ def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     model = make_llama(tmp_path / "tiny.gguf", 512)
-    assert filtered("pull", str(model), "--name", "tiny", "--in-place").returncode == 0
-    completed = filtered("run", "tiny", "Hi", "--max-tokens", "2")
+    assert run_filtered("pull", str(model), "--name", "tiny", "--in-place").returncode == 0
+    completed = run_filtered("run", "tiny", "Hi", "--max-tokens", "2")
     assert (completed.returncode, completed.stderr) == (
         0,
         f"edgeinfer: cold start: tiny has no snapshot yet ({criu.FILTERED})\n",
     )
-    assert f"launches are cold: {criu.FILTERED}" in filtered("doctor").stdout
-    refused = filtered("warm", "tiny")
+    assert f"launches are cold: {criu.FILTERED}" in run_filtered("doctor").stdout
+    refused = run_filtered("warm", "tiny")
     assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
 
 

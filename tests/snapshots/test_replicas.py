@@ -43,7 +43,7 @@ class Serving(Endpoint):
         """The processes with a model, the endpoint's first."""
         return sorted(super().apps(), key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
 
-    def cached(self, text: str) -> int:
+    def cached_tokens(self, text: str) -> int:
         """Return how many tokens of a request were cached."""
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
         usage = self.client.post(_CHAT, json=body).json()["usage"]
@@ -98,7 +98,7 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
 
         text = "Once upon a time there was a fox. " * 60
         serving.stream(text, 1)
-        assert all(serving.cached(f"{text} Question {n}?") > 400 for n in range(2))
+        assert all(serving.cached_tokens(f"{text} Question {n}?") > 400 for n in range(2))
 
         answers.clear()
         serving.begun.clear()

@@ -70,20 +70,20 @@ def scene(*scripts, errors=(), shelf=SHELF):
 
 
 @scene(quicksort)
-async def answered(d):
+async def answer_question(d):
     await d.ready()
     await d.ask(QUESTION)
 
 
 @scene(quicksort)
 async def completing(d):
-    await answered(d)
+    await answer_question(d)
     await d.press("slash", "s", "down")
 
 
 @scene(quicksort)
 async def full(d):
-    await answered(d)
+    await answer_question(d)
     d.chat.offer_room(
         ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens")
     )
@@ -91,7 +91,7 @@ async def full(d):
 
 @scene(quicksort)
 async def models(d):
-    await answered(d)
+    await answer_question(d)
     await d.press("f2")
     await d.until(lambda: getattr(d.app.screen, "rows", None))
     await d.press("down")
@@ -119,5 +119,5 @@ async def searching(d):
 
 @scene(quicksort)
 async def help(d):
-    await answered(d)
+    await answer_question(d)
     await d.press("f1")

@@ -14,14 +14,14 @@ endpoint = LlamaCppModel(
 agent = Agent(model=endpoint, callback_handler=None)
 
 
-async def told(prompt: str) -> str:
+async def answer_to(prompt: str) -> str:
     """The answer, joined from the stream's texts."""
     return "".join([event["data"] async for event in agent.stream_async(prompt) if "data" in event])
 
 
 async def main() -> None:
-    assert await told("What is the weather in Paris?")
-    assert await told("And in Rome?")
+    assert await answer_to("What is the weather in Paris?")
+    assert await answer_to("And in Rome?")
     assert [turn["role"] for turn in agent.messages] == ["user", "assistant"] * 2
 
 

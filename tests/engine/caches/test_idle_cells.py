@@ -33,7 +33,7 @@ def engine(smollm2: Path, tmp_path: Path) -> Iterator[LlamaEngine]:
         yield opened
 
 
-def touched(engine: LlamaEngine, size: int) -> int:
+def count_touched(engine: LlamaEngine, size: int) -> int:
     """Pieces of `size` bytes of the cells' memory that take pages."""
     pieces = (
         (address, min(address + size, high))
@@ -64,13 +64,13 @@ def test_populated_pages_are_those_of_the_cells(smollm2: Path, kv_type: str) -> 
     engine = load(smollm2, None, kv_type=kv_type, n_ctx=7680)
     cells = engine._loaded.cells
     assert len(cells.rows) == 60
-    before = touched(engine, mmap.PAGESIZE)
+    before = count_touched(engine, mmap.PAGESIZE)
     cells.populate(0, 512)
-    populated = touched(engine, mmap.PAGESIZE)
+    populated = count_touched(engine, mmap.PAGESIZE)
     assert populated - before >= 512 * sum(cells.rows) // mmap.PAGESIZE
     _, usage = heard(engine, ask(tuple(engine.tokenize(text(500)))[:500]))
     assert usage.cached_tokens == 0
-    assert touched(engine, mmap.PAGESIZE) == populated
+    assert count_touched(engine, mmap.PAGESIZE) == populated
     engine.close()
 
 
@@ -92,7 +92,7 @@ def test_idle_memory_is_returned_and_the_conversation_restored(
     expected, _ = heard(engine, ask(tokens))
     rest(engine)
     assert engine.metrics().kv_used_tokens == 0
-    assert touched(engine, MIB) == 0
+    assert count_touched(engine, MIB) == 0
     logprobs, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == len(tokens) - 1
     assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in expected]  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
     assert usage.cached_tokens == n_pinned
     rest(engine)
     assert engine.metrics().kv_used_tokens == n_pinned
-    assert 0 < touched(engine, MIB) < 70 or resumed
+    assert 0 < count_touched(engine, MIB) < 70 or resumed
     other = ask(pinned + tuple(engine.tokenize(text(100, 5000))))
     logprobs, usage = heard(engine, other)
     assert (usage.cached_tokens, usage.cached_disk_tokens) == (n_pinned, 0)

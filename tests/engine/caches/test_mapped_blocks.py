@@ -35,7 +35,7 @@ def read(store: BlockStore, smollm2: Path) -> tuple[tuple[int, ...], list[object
     return tokens, answer
 
 
-def mapped(engine: LlamaEngine) -> int:
+def count_mappings(engine: LlamaEngine) -> int:
     """Mappings of blocks' files among the cells."""
     (buffer,) = engine._loaded.cells.buffers
     return sum(
@@ -73,7 +73,7 @@ def test_cells_become_pages_of_the_files(
     before = digests(store)
     logprobs, usage = heard(engine, ask(tokens))
     assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
-    assert mapped(engine) >= N_BLOCKS * N_TENSORS
+    assert count_mappings(engine) >= N_BLOCKS * N_TENSORS
     row = sum(engine._loaded.cells.rows)
     # of each tensor, pages where blocks meet and those that were computed into
     assert private_bytes(engine) < N_TENSORS * mmap.PAGESIZE * (N_BLOCKS + 4) < N_TOKENS * row / 2
@@ -90,7 +90,7 @@ def test_cells_behind_a_pinned_prompt_become_pages_too(store: BlockStore, smollm
         assert n_pinned % 32 != 0
         pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
         answers.append(heard(engine, ask(pinned + tuple(engine.tokenize(text(N_TOKENS))))))
-        n_mapped = mapped(engine)
+        n_mapped = count_mappings(engine)
         assert engine.flush_blocks()
         engine.close()
     (answer, fresh), (again, usage) = answers
@@ -141,7 +141,7 @@ def test_returned_memory_releases_the_files(
         engine._active.cells.give_back()
 
     engine.between_steps(empty)
-    assert mapped(engine) == 0
+    assert count_mappings(engine) == 0
     logprobs, usage = heard(engine, ask(tokens))
     assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
 
@@ -171,7 +171,7 @@ def test_unmappable_pieces_are_copied(
     assert usage.cached_disk_tokens == N_TOKENS - 1
     assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in answer]  # type: ignore[attr-defined]
     assert logprobs == answer or without == "room in a page"
-    assert mapped(engine) == 0
+    assert count_mappings(engine) == 0
     engine.close()
 
 

@@ -129,7 +129,7 @@ def failing(how: str, layers: int | str) -> dict[str, object]:
     return with_layers(layers)
 
 
-def stored(layers: int) -> dict[str, object]:
+def store_and_restore(layers: int) -> dict[str, object]:
     """Two engines, one after the other, with some layers on the device and blocks on the disk."""
     answers = []
     writer._WORTH_WRITING_S = 0.0  # a tiny model prefills too fast to be stored otherwise
@@ -172,7 +172,7 @@ SCENARIOS = {
     "no device": lambda: failing("create 0", 1),
     "no memory": lambda: failing("memory 0", 2),
     "experts": experts,
-    "stored": lambda: stored(2),
+    "stored": lambda: store_and_restore(2),
     "two": lambda: with_layers("all"),
     "lost": lambda: lost(1),
 }

@@ -24,7 +24,7 @@ from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance, batch_
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
-from ..conftest import GREEDY, answer, answers, ask, collected, load
+from ..conftest import GREEDY, answer, answers, ask, collect, load
 
 SUBJECTS = "rivers bread moons clocks whales ink bridges tea salt wool maps snow".split()
 
@@ -41,7 +41,7 @@ def plain(smollm2: Path) -> Iterator[LlamaEngine]:
         yield opened
 
 
-def written(subject: str, **fields: object) -> GenerateRequest:
+def request_about(subject: str, **fields: object) -> GenerateRequest:
     usual = {"max_tokens": 16, "cache_prompt": False, "speculative": "off"}
     return ask(**{"prompt": f"A short note about {subject}:", **usual, **fields})  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ BENT = Sampling(
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9), BENT])
 def test_batched_answers_equal_unbatched(engine: LlamaEngine, sampling: Sampling) -> None:
     requests = [
-        written(s, sampling=msgspec.structs.replace(sampling, seed=i))
+        request_about(s, sampling=msgspec.structs.replace(sampling, seed=i))
         for i, s in enumerate(SUBJECTS[:8])
     ]
     alone = [answer(engine, r).text for r in requests]
@@ -86,7 +86,7 @@ def test_batched_answers_equal_unbatched_with_weights_of_many_types(gemma3: Path
     if not libllama.build_info().kernels:
         pytest.skip("llama.cpp's kernels are not batch-invariant for these types")
     with closing(load(gemma3, n_parallel=12, n_ctx=4096)) as engine:
-        requests = [written(s, max_tokens=24) for s in SUBJECTS]
+        requests = [request_about(s, max_tokens=24) for s in SUBJECTS]
         alone = [answer(engine, r).text for r in requests]
         assert [a.text for a in answers(engine, requests)] == alone
         drafting = [msgspec.structs.replace(r, speculative="auto") for r in requests]
@@ -99,7 +99,7 @@ def test_long_batched_prompts_equal_unbatched(smollm2: Path) -> None:
     """
     with closing(load(smollm2, kv_type="q8_0", n_ctx=2048)) as engine:
         requests = [
-            written(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 30, max_tokens=24)
+            request_about(s, prompt=f"{s} and {SUBJECTS[i - 1]} " * 30, max_tokens=24)
             for i, s in enumerate(SUBJECTS[:5])
         ]
         alone = [answer(engine, r).text for r in requests]
@@ -144,7 +144,8 @@ def test_shared_prefix_is_prefilled_once(plain: LlamaEngine) -> None:
     plain.park()
     prefix = "You are a careful clerk who answers in few words. " * 30
     requests = [
-        written(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4) for s in SUBJECTS[:8]
+        request_about(s, prompt=prefix + f"Now, {s}:", cache_prompt=True, max_tokens=4)
+        for s in SUBJECTS[:8]
     ]
     ends = [a.finish for a in answers(plain, requests)]
     computed = [e.usage.prompt_tokens - e.usage.cached_tokens for e in ends]
@@ -182,7 +183,7 @@ def test_the_system_prompt_stays_through_parking(smollm2: Path) -> None:
 
 
 def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
-    generation = iter(plain.submit(written("tea", max_tokens=500)))
+    generation = iter(plain.submit(request_about("tea", max_tokens=500)))
     next(generation)
     with pytest.raises(EngineError):
         plain.park()
@@ -191,14 +192,14 @@ def test_parking_refuses_while_requests_run(plain: LlamaEngine) -> None:
 
 def test_seeds_differ_by_default(plain: LlamaEngine) -> None:
     free = Sampling(temperature=1.5)
-    assert len({answer(plain, written("wool", sampling=free)).text for _ in range(3)}) == 3
+    assert len({answer(plain, request_about("wool", sampling=free)).text for _ in range(3)}) == 3
 
 
 def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
     capacity = plain.info.n_parallel + 4
-    streams = [plain.submit(written(str(i), max_tokens=60)) for i in range(capacity)]
+    streams = [plain.submit(request_about(str(i), max_tokens=60)) for i in range(capacity)]
     with pytest.raises(QueueFullError):
-        plain.submit(written("too many"))
+        plain.submit(request_about("too many"))
     order: list[int] = []
     lock = threading.Lock()
 
@@ -219,13 +220,15 @@ def test_the_queue_is_bounded_and_served_in_order(plain: LlamaEngine) -> None:
 
 
 def test_slow_consumer_does_not_block_others(plain: LlamaEngine) -> None:
-    slow = plain.submit(written("ink", max_tokens=40))
-    assert answer(plain, written("tea", max_tokens=40)).finish.reason == "length"
-    assert collected(slow).finish.usage.completion_tokens == 40
+    slow = plain.submit(request_about("ink", max_tokens=40))
+    assert answer(plain, request_about("tea", max_tokens=40)).finish.reason == "length"
+    assert collect(slow).finish.usage.completion_tokens == 40
 
 
 def test_a_deadline_ends_a_running_and_a_waiting_request(plain: LlamaEngine) -> None:
-    late = [written(str(i), max_tokens=900, deadline_s=0.5) for i in range(plain.info.n_parallel + 2)]
+    late = [
+        request_about(str(i), max_tokens=900, deadline_s=0.5) for i in range(plain.info.n_parallel + 2)
+    ]
     assert {a.finish.reason for a in answers(plain, late)} == {"deadline"}
     assert_nothing_left(plain)
 
@@ -242,11 +245,11 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
         steps.append([entry.is_prefill for entry in entries])
         return run(execution, entries)
 
-    running = iter(plain.submit(written("tea", max_tokens=900)))
+    running = iter(plain.submit(request_about("tea", max_tokens=900)))
     while not isinstance(next(running), TextDelta):
         pass
     monkeypatch.setattr(Executor, "run", spy)
-    list(plain.submit(written("", prompt="word " * 800, max_tokens=1)))
+    list(plain.submit(request_about("", prompt="word " * 800, max_tokens=1)))
     running.close()  # type: ignore[attr-defined]
     with_prompt = [kinds for kinds in steps if any(kinds)]
     assert len(with_prompt) >= 3
@@ -256,15 +259,17 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:
-        request = written(
+        request = request_about(
             "", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared
         )
         if shared:
-            list(engine.submit(written("", prompt="word " * 220, max_tokens=1, cache_prompt=True)))
+            list(
+                engine.submit(request_about("", prompt="word " * 220, max_tokens=1, cache_prompt=True))
+            )
         end = answer(engine, request).finish
         assert end.reason == "length"
         assert end.usage.completion_tokens == 150
-        over = written("", prompt="word " * 400, max_tokens=5, overflow="shift")
+        over = request_about("", prompt="word " * 400, max_tokens=5, overflow="shift")
         assert answer(engine, over).finish.usage.completion_tokens == 5
         assert_nothing_left(engine)
 
@@ -286,7 +291,7 @@ def test_short_cache_preempts_and_finishes_every_request(
 ) -> None:
     monkeypatch.setattr(memory_plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=4, kv_type="q8_0")) as engine:
-        requests = [written(s, max_tokens=120, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
+        requests = [request_about(s, max_tokens=120, prompt=f"{s}, " * 25) for s in SUBJECTS[:4]]
         alone = [answer(engine, r).text for r in requests]
         replies = answers(engine, requests)
         assert [a.finish.usage.completion_tokens for a in replies] == [120] * 4
@@ -299,12 +304,12 @@ def test_large_prompt_waiting_for_cells_is_not_overtaken(
 ) -> None:
     monkeypatch.setattr(memory_plan, "choose_cells", lambda n_ctx, *_: Chosen(512, "a test wants few"))
     with closing(load(smollm2, n_ctx=512, n_parallel=3)) as engine:
-        first = engine.submit(written("", prompt="word " * 200, max_tokens=40))
+        first = engine.submit(request_about("", prompt="word " * 200, max_tokens=40))
         began = time.monotonic()
-        large = engine.submit(written("", prompt="some " * 400, max_tokens=2))
-        small = engine.submit(written("tea", max_tokens=2))
+        large = engine.submit(request_about("", prompt="some " * 400, max_tokens=2))
+        small = engine.submit(request_about("tea", max_tokens=2))
         apart_ms = 1000 * (time.monotonic() - began)  # each waits from its own arrival
-        ends = [collected(stream).finish for stream in (first, large, small)]
+        ends = [collect(stream).finish for stream in (first, large, small)]
         waited_ms = [end.timings.queue_ms for end in ends]
         assert waited_ms[0] < waited_ms[1] <= waited_ms[2] + apart_ms
 
@@ -315,10 +320,13 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
     with closing(load(smollm2, n_parallel=2)) as engine:
         with monkeypatch.context() as broken:
             broken.setattr(engine._scheduler.executor.batch, "decode", lambda context: -3)
-            for generation in [engine.submit(written("tea")), engine.submit(written("ink"))]:
+            for generation in [
+                engine.submit(request_about("tea")),
+                engine.submit(request_about("ink")),
+            ]:
                 with pytest.raises(DecodeError):
                     list(generation)
-        assert answer(engine, written("tea")).finish.reason == "length"
+        assert answer(engine, request_about("tea")).finish.reason == "length"
         assert_nothing_left(engine)
 
 
@@ -331,7 +339,7 @@ class _Chaos:
 
     def join(self) -> None:
         rng = self.rng
-        request = written(
+        request = request_about(
             rng.choice(SUBJECTS),
             max_tokens=rng.choice([1, 2, 3, 5, 8]),
             cache_prompt=rng.random() < 0.7,
@@ -369,7 +377,9 @@ class _Chaos:
 def test_random_interleavings_free_all_cells(plain: LlamaEngine, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         _Chaos(plain, seed).run()
-    list(plain.submit(written("the last one", max_tokens=1)))  # abandoned requests have ended by now
+    list(
+        plain.submit(request_about("the last one", max_tokens=1))
+    )  # abandoned requests have ended by now
     while plain.metrics().running or plain.metrics().queued:
-        list(plain.submit(written("another", max_tokens=1)))
+        list(plain.submit(request_about("another", max_tokens=1)))
     assert_nothing_left(plain)

@@ -112,18 +112,18 @@ def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
     loading.make_context(model, loading.context_params(LoadOptions(), 2048, 512, 4, 2))  # first use
     before = private_bytes(os.getpid())
 
-    def taken() -> int:
+    def taken_bytes() -> int:
         return private_bytes(os.getpid()) - before
 
     context, lines, _ = loading.make_context(model, params)
     try:
         assert sum("KV buffer size" in line for line in lines) == 1
-        assert taken() < 64 * MIB  # of 360
+        assert taken_bytes() < 64 * MIB  # of 360
         tokens = (ctypes.c_int * 512)(*([5] * 512))
         assert llama.llama_decode(context, llama.llama_batch_get_one(tokens, 512)) == 0
-        assert taken() > 8 * MIB  # 512 tokens of 23 KB
+        assert taken_bytes() > 8 * MIB  # 512 tokens of 23 KB
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
-        assert taken() > 350 * MIB  # a second clearing writes zeros: mapped files too
+        assert taken_bytes() > 350 * MIB  # a second clearing writes zeros: mapped files too
     finally:
         llama.llama_free(context)
         llama.llama_model_free(model)

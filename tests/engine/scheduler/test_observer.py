@@ -11,7 +11,7 @@ from edgeinfer.runtime.events import Finished, PromptLogprobs
 from edgeinfer.runtime.requests import Choice, GenerateRequest
 from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
-from ..conftest import ask, collected, load
+from ..conftest import ask, collect, load
 
 
 class Log(SequenceObserver):
@@ -73,7 +73,7 @@ def answer_and_log(smol, logs, request: GenerateRequest):
     text = [event for event in stream[:-1] if not isinstance(event, PromptLogprobs | type(stream[0]))]
     assert log.events == text
     assert len(log.tokens) == log.ends[0].usage.completion_tokens
-    return log, collected(stream)
+    return log, collect(stream)
 
 
 @pytest.mark.parametrize(

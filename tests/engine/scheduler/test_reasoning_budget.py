@@ -18,7 +18,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 
-from ..conftest import answer, ask, collected
+from ..conftest import answer, ask, collect
 
 OPENS_A_SPAN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -45,7 +45,7 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
 ) -> None:
     request = think(reasoning_budget=6, speculative=speculative, logprobs=0)
     events = list(engine.submit(request))
-    reply = collected(events)
+    reply = collect(events)
     tokens = [
         entry.chosen.token_id
         for event in events
@@ -90,7 +90,7 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
     assert isinstance(msgspec.json.decode(reply.text)["blue"], bool)
 
 
-def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
+def budget_states(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
     """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
     output = Output(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
@@ -104,18 +104,18 @@ def spent(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False
 
 def test_a_span_that_the_model_opens_is_counted_from_its_marker_on(engine: LlamaEngine) -> None:
     n_marker = len(engine.tokenize("<think>"))
-    is_spent = spent(engine, 2, "<think>one two three")
+    is_spent = budget_states(engine, 2, "<think>one two three")
     assert is_spent.index(True) == n_marker - 1 + 2
-    assert spent(engine, 0, "<think>one").index(True) == n_marker - 1
-    assert not any(spent(engine, 0, "An answer without a span"))
+    assert budget_states(engine, 0, "<think>one").index(True) == n_marker - 1
+    assert not any(budget_states(engine, 0, "An answer without a span"))
 
 
 def test_a_span_is_not_closed_within_a_character_or_a_marker(engine: LlamaEngine) -> None:
     n_bytes = len(engine.tokenize("\U0001f999"))
     assert n_bytes > 2
-    is_spent = spent(engine, 1, "\U0001f999", opened=True)
+    is_spent = budget_states(engine, 1, "\U0001f999", opened=True)
     assert is_spent == [False] * (n_bytes - 1) + [True]
-    assert not any(spent(engine, 1, "</think>", opened=True))
+    assert not any(budget_states(engine, 1, "</think>", opened=True))
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_budget": -1}, {"messages": (), "prompt": "a"}])

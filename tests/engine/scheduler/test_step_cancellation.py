@@ -27,7 +27,7 @@ def engine(smollm2: Path) -> Iterator[LlamaEngine]:
         yield opened
 
 
-def begun(stream: EventStream, tokens: int) -> Iterator[Event]:
+def rest_after(stream: EventStream, tokens: int) -> Iterator[Event]:
     """The rest of the stream, once so many tokens of its prompt are computed."""
     events = iter(stream)
     for event in events:
@@ -40,7 +40,7 @@ def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) 
     long = tuple(engine.tokenize(text(1500)))
     alone, _ = heard(engine, ask(long, cache_prompt=False))
     stream = engine.submit(ask(long, cache_prompt=False))
-    rest = begun(stream, 128)
+    rest = rest_after(stream, 128)
     for n in range(3):
         answer = list(engine.submit(ask(f"Newcomer {n} asks", max_tokens=1 + 4 * n, logprobs=None)))
         assert isinstance(answer[-1], Finished)
@@ -52,7 +52,7 @@ def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) 
 def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(1500, 3000)))
     early = engine.submit(ask(tokens, max_tokens=0))
-    rest = begun(early, 128)
+    rest = rest_after(early, 128)
     answer = list(engine.submit(ask("A client asks", max_tokens=2)))
     assert isinstance(answer[-1], Finished)
     assert not early.has_ended
@@ -112,7 +112,7 @@ def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
 def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
     with closing(load(smollm2, None, n_parallel=1)) as engine:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
-        rest = begun(early, 128)
+        rest = rest_after(early, 128)
         assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
         assert not early.has_ended
         assert list(rest)[-1].reason == "length"

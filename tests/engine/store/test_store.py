@@ -234,11 +234,11 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Path]:
     seen: list[Path] = []
     function = getattr(retention, name)
 
-    def noted(path: Path, *arguments: object) -> object:
+    def note(path: Path, *arguments: object) -> object:
         seen.append(path)
         return function(path, *arguments)
 
-    monkeypatch.setattr(retention, name, noted)
+    monkeypatch.setattr(retention, name, note)
     return seen
 
 

@@ -48,7 +48,7 @@ def other_body() -> bytes:
     return gguf_bytes(tensors=[("token_embd.weight", SIZE // 4)], seed=1)
 
 
-def kept() -> int:
+def kept_bytes() -> int:
     return part().stat().st_size if part().exists() else 0
 
 
@@ -149,7 +149,7 @@ def test_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server, u
     server.always = Fault(cut_after=0)
     with pytest.raises(DownloadError, match="gave up"):
         pull(url, options=options)
-    assert kept() == 70_000
+    assert kept_bytes() == 70_000
     assert nothing_published()
 
 
@@ -158,7 +158,7 @@ def test_full_response_that_drops_keeps_the_longer_partial(server, url, body, op
     server.always = Fault(ignore_range=True, cut_after=1000)
     with pytest.raises(DownloadError):
         pull(url, options=options)
-    assert kept() == 200_000
+    assert kept_bytes() == 200_000
     assert part().read_bytes() == body[:200_000]
     server.always = Fault()
     pull(url, options=options)
@@ -227,7 +227,7 @@ def test_refused_request_is_not_repeated(server, url, options, status, error) ->
     server.always = Fault(status=status)
     with pytest.raises(error):
         pull(url, options=options)
-    assert kept() == 5000
+    assert kept_bytes() == 5000
     assert nothing_published()
     assert len(server.gets("/tiny.gguf")) == 2, "a refusal is not asked again"
 
@@ -286,7 +286,7 @@ def test_parts_of_two_files_are_never_joined(server, url, body, options, says, c
     server.always = Fault(status=404)
     with pytest.raises(SourceNotFoundError):
         pull(url, options=options)
-    assert kept() == cut
+    assert kept_bytes() == cut
     if says != "the same file":
         other = other_body()
         assert len(other) == len(body)

@@ -23,7 +23,7 @@ def _logged_in(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
 
 
-def sent(answer: Answer) -> list[tuple[str, str]]:
+def sent_requests(answer: Answer) -> list[tuple[str, str]]:
     """(scheme and host, Authorization) of each request of an upload to a registry that answers so."""
     seen = []
 
@@ -56,12 +56,15 @@ def registry(location: str, challenge: str = "Basic") -> Answer:
 
 
 def test_upload_at_the_registry_is_logged_in() -> None:
-    assert sent(registry("/v2/uploads/1"))[-1] == ("https://registry.example.org", f"Basic {LOGIN}")
+    assert sent_requests(registry("/v2/uploads/1"))[-1] == (
+        "https://registry.example.org",
+        f"Basic {LOGIN}",
+    )
 
 
 def test_upload_at_another_host_carries_no_login() -> None:
     elsewhere = "https://store.example.net"
-    assert sent(registry(f"{elsewhere}/uploads/1"))[-1] == (elsewhere, "")
+    assert sent_requests(registry(f"{elsewhere}/uploads/1"))[-1] == (elsewhere, "")
 
 
 def test_another_host_cannot_ask_for_the_login() -> None:
@@ -70,11 +73,13 @@ def test_another_host_cannot_ask_for_the_login() -> None:
             return httpx2.Response(401, headers={"WWW-Authenticate": "Basic"})
         return registry("https://store.example.net/uploads/1")(request)
 
-    assert [login for origin, login in sent(answer) if origin.endswith("store.example.net")] == [""]
+    assert [
+        login for origin, login in sent_requests(answer) if origin.endswith("store.example.net")
+    ] == [""]
 
 
 def test_upload_in_the_open_is_refused() -> None:
-    *asked, refusal = sent(registry("http://registry.example.org/uploads/1"))
+    *asked, refusal = sent_requests(registry("http://registry.example.org/uploads/1"))
     assert "redirects to an unencrypted address" in refusal[1]
     assert {origin for origin, _ in asked} == {"https://registry.example.org"}
 
@@ -88,13 +93,13 @@ def test_upload_in_the_open_is_refused() -> None:
     ],
 )
 def test_token_service_of_another_domain_sees_no_login(realm: str, login: str) -> None:
-    seen = sent(registry("/v2/uploads/1", f'Bearer realm="{realm}",service="here"'))
+    seen = sent_requests(registry("/v2/uploads/1", f'Bearer realm="{realm}",service="here"'))
     assert (realm.removesuffix("/token"), login) in seen
     assert seen[-1] == ("https://registry.example.org", "Bearer given")
 
 
 def test_token_service_in_the_open_is_refused() -> None:
-    *asked, refusal = sent(
+    *asked, refusal = sent_requests(
         registry("/v2/uploads/1", 'Bearer realm="http://registry.example.org/token"')
     )
     assert "unencrypted login" in refusal[1]

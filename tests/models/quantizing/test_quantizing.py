@@ -38,7 +38,7 @@ from edgeinfer.usage.daily_counts import drift_path
 pytestmark = pytest.mark.model
 
 
-def generated(model: str) -> str:
+def generate(model: str) -> str:
     """A few greedy tokens of the stored model."""
     engine = load_engine(resolve(model).files(), LoadOptions(n_ctx=256, n_parallel=1))
     sampling = Sampling(temperature=0)
@@ -59,7 +59,7 @@ def test_smollm2_to_q2_k(smol: str) -> None:
     assert done.n_scored_tokens == 160 - 1 - 32
     tensors = [now for now in seen if now.stage == "quantizing" and now.total_bytes]
     assert tensors[-1].done_bytes == tensors[-1].total_bytes == len(check(done.model.paths[0]).tensors)
-    assert generated("smol:Q2_K")
+    assert generate("smol:Q2_K")
     assert not list((paths.models_dir() / ".partial").iterdir())
 
 
@@ -68,7 +68,7 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     assert done.model.quantization == "Q8_0"
     assert done.source_perplexity is None
     assert check(done.model.paths[0]).n_params == check(resolve(gemma).files().paths[0]).n_params
-    assert "capital" in generated("gemma:Q8_0")
+    assert "capital" in generate("gemma:Q8_0")
 
 
 def test_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:

@@ -110,7 +110,7 @@ def check(turn: int, passed: Any, prompts: list[str]) -> str:
     return f"written {turn}"
 
 
-def decoded(text: str) -> Any:
+def decode(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -135,7 +135,7 @@ def test_openai_session_goes_on(serve, model):
                     call["id"] = call.get("id") or delta.id
                     call["function"]["name"] += delta.function.name or ""
                     call["function"]["arguments"] += delta.function.arguments or ""
-            result = check(turn, decoded(call["function"]["arguments"]), model.prompts)
+            result = check(turn, decode(call["function"]["arguments"]), model.prompts)
             ignored = raw.headers["x-edgeinfer-ignored"]
             assert "tools[0].parameters#/properties/a/uniqueItems" in ignored
             assert ("tool_calls[0].arguments" in ignored) is (turn > CUT_AT)
@@ -155,7 +155,7 @@ def test_responses_session_goes_on(serve, model):
                 done = [event.item for event in stream if event.type == "response.output_item.done"]
             call = done[-1]
             assert call.status == ("incomplete" if turn == CUT_AT else "completed")
-            result = check(turn, decoded(call.arguments), model.prompts)
+            result = check(turn, decode(call.arguments), model.prompts)
             items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in done]
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 

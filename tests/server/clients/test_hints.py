@@ -154,19 +154,19 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
         {"name": "paint", "input_schema": SCHEMA, "defer_loading": True},
     ]
 
-    def offered(messages):
+    def offered_tools(messages):
         sent = {"messages": messages, "max_tokens": 8, "tools": tools}
         assert live_server.client.post(MESSAGES, json=sent).status_code == 200
         return [tool.name for tool in engine.requests[-1].tools]
 
-    assert offered(HI) == ["ToolSearch"]
+    assert offered_tools(HI) == ["ToolSearch"]
     use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {}}
     references = [{"type": "tool_reference", "tool_name": "paint"}]
     result = {"type": "tool_result", "tool_use_id": "t", "content": references}
     turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-    assert offered(turns) == ["ToolSearch", "paint"]
+    assert offered_tools(turns) == ["ToolSearch", "paint"]
     del tools[0]
-    assert offered(HI) == ["paint"], "nothing could find it"
+    assert offered_tools(HI) == ["paint"], "nothing could find it"
 
 
 def test_beta_header_is_taken_and_named(live_server):

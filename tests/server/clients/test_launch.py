@@ -47,7 +47,7 @@ def aider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def configure_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`configured(port)`: the configuration says where `serve` listens."""
 
     def configure(port: int) -> None:
@@ -58,7 +58,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return configure
 
 
-def test_agent_gets_the_endpoint_and_its_model(serve, aider, configured, capfd):
+def test_agent_gets_the_endpoint_and_its_model(serve, aider, configure_port, capfd):
     recalled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     class Recalling(FakeEngine):
@@ -67,7 +67,7 @@ def test_agent_gets_the_endpoint_and_its_model(serve, aider, configured, capfd):
             return []
 
     live_server = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
-    configured(live_server.port)
+    configure_port(live_server.port)
     assert main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
     assert recalled.get(timeout=60) == "aider"
     said = json.loads(aider.read_text())
@@ -112,8 +112,8 @@ def test_health_is_requested_without_the_key(serve):
     assert b"secret" not in received[0]
 
 
-def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, configured, capfd):
-    configured(serve(FakeEngine()).port)
+def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, configure_port, capfd):
+    configure_port(serve(FakeEngine()).port)
     assert main(["launch", "aider"]) == 1
     said = capfd.readouterr().err
     assert (
@@ -126,8 +126,8 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_agent_outlives_its_launch(serve, aider, configured, tmp_path, number):
-    configured(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
+def test_no_agent_outlives_its_launch(serve, aider, configure_port, tmp_path, number):
+    configure_port(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
     pid_file = tmp_path / "pid"
     program = tmp_path / "bin/aider"
     program.write_text(
@@ -161,8 +161,8 @@ def test_list_marks_installed_agents(aider, capfd):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="`ps` and `stop` need Linux")
-def test_launch_starts_an_endpoint_and_reuses_it(aider, configured, tmp_path, capfd):
-    configured(0)  # nothing can be found there: the kernel gives a port
+def test_launch_starts_an_endpoint_and_reuses_it(aider, configure_port, tmp_path, capfd):
+    configure_port(0)  # nothing can be found there: the kernel gives a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
     assert main(["launch", "--model", str(model), "aider", "one"]) == 7
     assert "it ends after 10 minutes" in capfd.readouterr().err
@@ -176,8 +176,8 @@ def test_launch_starts_an_endpoint_and_reuses_it(aider, configured, tmp_path, ca
         assert subprocess.run(stop).returncode == 0
 
 
-def test_failed_serve_is_quoted(aider, configured, tmp_path, capfd):
-    configured(0)
+def test_failed_serve_is_quoted(aider, configure_port, tmp_path, capfd):
+    configure_port(0)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
     assert main(["launch", "--model", str(broken), "aider"]) == 5

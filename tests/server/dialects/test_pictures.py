@@ -57,7 +57,7 @@ def blind(serve_module):
     return serve_module(FakeEngine())
 
 
-def seen(engine) -> list[tuple]:
+def last_turns(engine) -> list[tuple]:
     """Role, text and files of the last request's turns."""
     turns = engine.requests[-1].messages
     return [(turn.role, turn.content, list(turn.pictures)) for turn in turns]
@@ -106,7 +106,7 @@ BODIES = {
 def test_pictures_stand_where_the_message_has_them(live_server, engine, path, stream):
     answer = live_server.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
     assert answer.status_code == 200, answer.text
-    assert seen(engine) == [
+    assert last_turns(engine) == [
         ("user", f"a{HERE}b{HERE}", [file(1), file(2)]),
         ("assistant", "", []),
         ("tool", f"{HERE}d", [file(2)]),
@@ -119,11 +119,11 @@ def test_ollama_has_pictures_before_the_text(live_server, engine):
         "/api/chat", json={"model": "fake", "messages": turns, "stream": False}
     )
     assert answer.status_code == 200, answer.text
-    assert seen(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
+    assert last_turns(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
     assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
     assert live_server.client.post("/api/generate", json=body).status_code == 200
-    assert seen(engine) == [("user", f"{HERE}what?", [file(2)])]
+    assert last_turns(engine) == [("user", f"{HERE}what?", [file(2)])]
     assert live_server.client.post("/api/generate", json=body | {"raw": True}).status_code == 200
     assert engine.requests[-1].prompt == f"{HERE}what?"
     assert engine.requests[-1].pictures == (file(2),)
@@ -139,13 +139,13 @@ def test_a_result_that_is_an_error_keeps_its_picture(live_server, engine):
     turns = [{"role": "user", "content": [result]}]
     body = {"model": "fake", "max_tokens": 8, "messages": turns}
     assert live_server.client.post("/v1/messages", json=body).status_code == 200
-    assert seen(engine) == [("tool", f"Error: {HERE}", [file(1)])]
+    assert last_turns(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
 def test_a_mark_in_the_text_is_no_picture(live_server, engine):
     turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
     assert live_server.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
-    assert seen(engine) == [("user", f"xy{HERE}", [file(1)])]
+    assert last_turns(engine) == [("user", f"xy{HERE}", [file(1)])]
 
 
 def test_counting_tokens_takes_pictures(live_server, blind):

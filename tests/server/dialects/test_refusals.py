@@ -208,10 +208,10 @@ def test_what_the_engine_refuses_has_a_status_even_when_streaming(
 
 
 def test_internal_error_is_a_500_without_details(live_server, engine, monkeypatch):
-    def broken(request):
+    def fail(request):
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(engine, "submit", broken)
+    monkeypatch.setattr(engine, "submit", fail)
     answer = live_server.chat()
     assert answer.status_code == 500
     assert "secret detail" not in answer.text

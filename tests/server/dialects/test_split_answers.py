@@ -53,7 +53,7 @@ class Answer:
     def play(self, request):
         return self.pieces or self.whole
 
-    def expected(self):
+    def expected_answer(self):
         """Return reasoning, text and calls."""
         by_kind = {
             kind: "".join(e.text for e in self.whole if isinstance(e, kind))
@@ -175,5 +175,5 @@ def test_a_split_answer_is_the_whole_one(live_server, answer, read, repeats):
     for seed in range(repeats(SPLITS)):
         answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
         for got in read(live_server):
-            assert got == answer.expected(), seed
+            assert got == answer.expected_answer(), seed
     assert '"level":"error"' not in live_server.log.getvalue()

@@ -120,15 +120,15 @@ def test_streamed_echo_joins_to_the_whole_one(live_server):
     ]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
 
-    def joined(field):
+    def join(field):
         return [entry for choice in choices for entry in (choice["logprobs"] or {}).get(field, [])]
 
     for field in ("tokens", "text_offset"):
-        assert joined(field) == whole["logprobs"][field]
-    assert joined("token_logprobs")[1:] == pytest.approx(
+        assert join(field) == whole["logprobs"][field]
+    assert join("token_logprobs")[1:] == pytest.approx(
         whole["logprobs"]["token_logprobs"][1:], abs=1e-3
     )
-    assert [sorted(top or {}) for top in joined("top_logprobs")] == [
+    assert [sorted(top or {}) for top in join("top_logprobs")] == [
         sorted(top or {}) for top in whole["logprobs"]["top_logprobs"]
     ]
 

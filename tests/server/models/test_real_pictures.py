@@ -114,13 +114,13 @@ def test_completion_reads_pictures_where_its_prompt_has_them(sees, text, data, r
 
 
 def test_completion_without_pictures_keeps_its_marker_as_text(sees):
-    def answered(**prompt) -> dict:
+    def answer(**prompt) -> dict:
         body = {"temperature": 0.0, "n_predict": 8, "prompt": {"prompt_string": ASKED} | prompt}
         return sees.client.post("/completion", json=body).json()
 
     marker = "What is this: <__media__>\n"
     as_text, red, blue = (
-        answered(prompt_string=marker, **data)
+        answer(prompt_string=marker, **data)
         for data in ({}, {"multimodal_data": [base64_of(RED)]}, {"multimodal_data": [base64_of(BLUE)]})
     )
     assert len({reply["content"] for reply in (as_text, red, blue)}) == 3

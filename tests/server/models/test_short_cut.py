@@ -15,7 +15,7 @@ from edgeinfer.server.connection import Connection
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 
-async def connected():
+async def connect():
     """A connection as the endpoint has it, and the client's socket."""
     server_end, client = socket.socketpair()
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=server_end)
@@ -27,7 +27,7 @@ def words(event):
 
 
 async def test_tokens_are_written_on_the_thread_that_made_them():
-    connection, transport, client = await connected()
+    connection, transport, client = await connect()
     with client:
         short_cut = connection.short_cut(words)
         assert await asyncio.to_thread(short_cut, TextDelta("one"))
@@ -41,7 +41,7 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
 
 async def test_connection_of_a_client_that_left_is_cut():
     """A half-closed connection is not read any more: only a write tells that its client is gone."""
-    connection, transport, client = await connected()
+    connection, transport, client = await connect()
     transport.pause_reading()
     client.close()
     short_cut = connection.short_cut(words)
@@ -52,7 +52,7 @@ async def test_connection_of_a_client_that_left_is_cut():
 
 
 async def test_a_client_that_left_and_a_defect_do_no_harm():
-    connection, transport, client = await connected()
+    connection, transport, client = await connect()
     client.close()
     assert connection.short_cut(words)(TextDelta("x"))
     assert not connection.short_cut(lambda event: 1 // 0)(TextDelta("x"))

@@ -144,10 +144,10 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     ]
     assert re.fullmatch(r"req_[0-9a-f]{24}", new_id)
 
-    def logged():  # a line is written after its answer's last byte
+    def logged_ids():  # a line is written after its answer's last byte
         return {json.loads(line).get("request_id") for line in live_server.log.getvalue().splitlines()}
 
-    until(lambda: {"mine-1", new_id} <= logged(), "both ids in the log")
+    until(lambda: {"mine-1", new_id} <= logged_ids(), "both ids in the log")
 
 
 def test_log_lines_are_json_with_figures_and_without_words(serve, until):

@@ -326,11 +326,11 @@ def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypat
     tokenized: list[int] = []
     tokenize = Vocab.tokenize
 
-    def watched(self, text, **options):
+    def record(self, text, **options):
         tokenized.append(len(text))
         return tokenize(self, text, **options)
 
-    monkeypatch.setattr(Vocab, "tokenize", watched)
+    monkeypatch.setattr(Vocab, "tokenize", record)
     raw = json.dumps(body).replace("TEXT", "a" * ((1 << 20) + 1))
     reply = live_server.client.post(path, content=raw, headers={"content-type": "application/json"})
     assert reply.status_code == 400

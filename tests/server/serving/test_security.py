@@ -37,7 +37,7 @@ def live_server(serve_module):
 
 
 @pytest.fixture(scope="module")
-def keyed(serve_module):
+def keyed_server(serve_module):
     return serve_module(gate=Gate(keys=Keys([KEY, "another-key-0123456789"])))
 
 
@@ -122,8 +122,8 @@ def test_a_request_without_a_host_is_refused(live_server, raw_exchange):
 
 
 @EVERY_ROUTE
-def test_a_key_is_wanted_on_every_route_but_health(keyed, operation):
-    answer = keyed.client.request(operation.method, operation.path.replace("{id}", "fake"))
+def test_a_key_is_wanted_on_every_route_but_health(keyed_server, operation):
+    answer = keyed_server.client.request(operation.method, operation.path.replace("{id}", "fake"))
     if operation.path in OPEN_ROUTES:
         assert answer.status_code == 200
     else:
@@ -144,8 +144,8 @@ def test_a_key_is_wanted_on_every_route_but_health(keyed, operation):
         ({"x-api-key": KEY[:-1]}, 401),
     ],
 )
-def test_keys_are_compared_whole(keyed, headers, status):
-    assert keyed.client.get("/v1/models", headers=headers).status_code == status
+def test_keys_are_compared_whole(keyed_server, headers, status):
+    assert keyed_server.client.get("/v1/models", headers=headers).status_code == status
 
 
 def _get(port: int, path: str, method: str = "GET") -> bytes:
@@ -189,11 +189,11 @@ ADMIN = [operation for operation in OPERATIONS if operation.is_admin]
 
 
 @pytest.mark.parametrize("operation", ADMIN, ids=lambda o: f"{o.method} {o.path}")
-def test_second_key_administers_nothing(keyed, operation):
+def test_second_key_administers_nothing(keyed_server, operation):
     path = operation.path.replace("{id}", "fake")
     asked = {"content": b"{}"} if operation.method == "POST" else {}
     second, first = (
-        keyed.client.request(operation.method, path, headers={"x-api-key": key}, **asked)
+        keyed_server.client.request(operation.method, path, headers={"x-api-key": key}, **asked)
         for key in ("another-key-0123456789", KEY)
     )
     assert second.status_code == 403
@@ -230,10 +230,10 @@ def test_second_key_does_not_decide_how_long_a_model_stays(serve):
         assert (model["expires_in_s"] > 6000) is stays
 
 
-def test_no_key_reaches_the_log(keyed):
-    keyed.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
-    assert KEY not in keyed.log.getvalue()
-    assert Keys([KEY]).name(KEY) in keyed.log.getvalue()
+def test_no_key_reaches_the_log(keyed_server):
+    keyed_server.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    assert KEY not in keyed_server.log.getvalue()
+    assert Keys([KEY]).name(KEY) in keyed_server.log.getvalue()
 
 
 def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):

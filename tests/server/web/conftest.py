@@ -97,11 +97,11 @@ def terminal():
     """`terminal(engine)`: the session of a terminal's chat on the same conversations."""
     stores = []
 
-    def opened():
+    def open_store():
         stores.append(ConversationStore.open())
         return stores[-1]
 
-    yield lambda engine=None: ChatSession(opened, "fake", engine)
+    yield lambda engine=None: ChatSession(open_store, "fake", engine)
     for store in stores:
         store.close()
 

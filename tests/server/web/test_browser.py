@@ -42,12 +42,12 @@ def choose_model(page, name):
     page.js(f"{box}.value = {json.dumps(name)}; {box}.dispatchEvent(new Event('change'))")
 
 
-def spoken(text):
+def speak(text):
     return [item for word in text.split(" ") for item in (word + " ", Delay(0.005))]
 
 
 def test_chat_stream_edit_branch_and_search(serve, tab):
-    engine = FakeEngine([spoken("**Green** tea, of course."), ["Coffee."], ["Water."]])
+    engine = FakeEngine([speak("**Green** tea, of course."), ["Coffee."], ["Water."]])
     page = tab(with_page(serve(engine)))
     say(page, "What shall I drink?")
     page.see("Green tea, of course.")
@@ -684,7 +684,7 @@ def test_pictures_of_the_guide(serve, tab, tmp_path):
     for word, p in SKY.items():
         alternatives = (b" light", 0.6 * (1 - p)), (b" it", 0.2 * (1 - p))
         sky += [TextDelta(word, (token(word.encode(), p, *alternatives),)), Delay(0.02)]
-    engine = FakeEngine([["Red."], ["Sure."], spoken(PLAN), sky])
+    engine = FakeEngine([["Red."], ["Sure."], speak(PLAN), sky])
     page = tab(with_page(serve(engine)), width=1000, height=720)
     for title in [*titles, "How do I make green tea?"]:
         page.click("button", "New")

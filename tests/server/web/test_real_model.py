@@ -77,14 +77,14 @@ def serving():
             running.stderr.read()
 
 
-def decoded(stats):
+def decoded_tokens(stats):
     """Return the tokens of a prompt and its answer, of which the last one is never decoded."""
     return stats["prompt_tokens"] + stats["completion_tokens"] - 1
 
 
 def until_stored(stats):
     """Wait until the last block of a conversation, a short one, is on the disk."""
-    n = decoded(stats) % BLOCK_TOKENS
+    n = decoded_tokens(stats) % BLOCK_TOKENS
 
     def is_stored():
         headers = [read_header(b.path.read_bytes()) for b in list_blocks(paths.blocks_dir())]
@@ -108,11 +108,11 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
         from_terminal = terminal.until(
             lambda: len(page.ended(listed["id"])) == 6 and page.ended(listed["id"])[-1]["stats"]
         )
-        assert from_terminal["cached_tokens"] >= decoded(turns[-1]["stats"]) - 1
+        assert from_terminal["cached_tokens"] >= decoded_tokens(turns[-1]["stats"]) - 1
         until_stored(from_terminal)
         page.ask("And the fourth?", listed["id"])
         from_page = page.ended(listed["id"])[-1]["stats"]
-        assert from_page["cached_tokens"] >= decoded(from_terminal) - 1
+        assert from_page["cached_tokens"] >= decoded_tokens(from_terminal) - 1
 
 
 def test_terminal_and_page_are_live(typing, serve, tab):

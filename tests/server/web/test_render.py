@@ -126,11 +126,11 @@ def test_lines_formulas_addresses_tasks_and_columns():
 def test_a_code_block_in_small_pieces_is_not_parsed_again(monkeypatch):
     growing, calls = Growing("```py\n"), []
 
-    def counted():
+    def count():
         calls.append(1)
         return parse_markdown()
 
-    monkeypatch.setattr(markdown, "parser", counted)
+    monkeypatch.setattr(markdown, "parser", count)
     code = "".join(f"value_{n} = {n}\n" for n in range(3000))
     for offset in range(0, len(code), 5):
         growing.add(code[offset : offset + 5])

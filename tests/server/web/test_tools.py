@@ -34,7 +34,7 @@ def ask_with_tools(page, text):
     say(page, text)
 
 
-def told(engine):
+def told_results(engine):
     """Return what the model was told about its last calls."""
     return [m.content for m in engine.requests[-1].messages if m.role == "tool"]
 
@@ -54,7 +54,7 @@ def test_a_task_of_two_tools(serve, tab):
     page.see("Rain, and 42.")
     page.wait(IDLE)
     page.wait(f"!{CARD} && document.activeElement === {MESSAGE}")
-    assert [text.splitlines()[-1] for text in told(engine)] == ["It rains in Rome.", "42"]
+    assert [text.splitlines()[-1] for text in told_results(engine)] == ["It rains in Rome.", "42"]
     names = [tool.name for tool in engine.requests[0].tools]
     assert names == ["plain__add", "plain__weather", "plain__fail"]
     page.click(".call summary", "weather: done")
@@ -79,7 +79,7 @@ def test_by_keyboard_a_no_has_a_reason_and_typing_decides_nothing(serve, tab):
     page.type("not there")
     page.key("Enter")
     page.see("As you like.")
-    assert told(engine) == ["The call was not allowed: the user said no: not there"]
+    assert told_results(engine) == ["The call was not allowed: the user said no: not there"]
 
 
 @pytest.mark.parametrize("content", ["x\n" * 300, "a " * 9000])

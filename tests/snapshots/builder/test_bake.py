@@ -56,7 +56,7 @@ class Dump:
     def bake(self) -> bake.Baked:
         return bake.bake(self.folder, self.memory, PID, lambda fraction: None)
 
-    def restored(self) -> dict[int, bytes | None]:
+    def restored_pages(self) -> dict[int, bytes | None]:
         """Every page as a restore would have it; None where another file's page shows."""
         memory: dict[int, bytes | None] = {}
         for a in self.areas():
@@ -86,7 +86,7 @@ def test_memory_is_what_it_was_and_hardly_anything_is_left_to_read(tmp_path):
     content = {0x100000: random_pages(64), 0x180000: random_pages(3), 0x1C0000: random_pages(20)}
     dump = Dump(tmp_path, [area(0x100000, 256)], content)
     baked = dump.bake()
-    restored = dump.restored()
+    restored = dump.restored_pages()
     for start, data in content.items():
         for n in range(len(data) // PAGE):
             assert restored[start + n * PAGE] == data[n * PAGE : (n + 1) * PAGE]
@@ -99,14 +99,14 @@ def test_zeros_take_no_room_and_are_zeros_again(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 576)], {0x100000: data})
     baked = dump.bake()
     assert baked.disk_bytes < 100 * PAGE < baked.memory_bytes
-    restored = dump.restored()
+    restored = dump.restored_pages()
     assert b"".join(restored[address] for address in sorted(restored)) == data
 
 
 def test_zeros_over_a_file_stay_zeros_and_do_not_show_the_file(tmp_path):
     dump = Dump(tmp_path, [area(0x100000, 64, FILE, 2, offset=0x5000)], {0x100000: bytes(32 * PAGE)})
     dump.bake()
-    restored = dump.restored()
+    restored = dump.restored_pages()
     assert all(restored[0x100000 + n * PAGE] == bytes(PAGE) for n in range(32))
     assert restored[0x100000 + 40 * PAGE] is None
 
@@ -126,7 +126,7 @@ def test_the_stack_and_the_vdso_are_left_to_criu(tmp_path, status, flags):
     dump = Dump(tmp_path, [area(0x100000, 32, status, flags)], {0x100000: data})
     baked = dump.bake()
     assert baked.left_bytes == 32 * PAGE
-    assert dump.restored()[0x100000] == data[:PAGE]
+    assert dump.restored_pages()[0x100000] == data[:PAGE]
 
 
 def test_a_dump_that_does_not_add_up_is_refused(tmp_path):

@@ -24,7 +24,7 @@ MODEL = "small"
 
 
 @pytest.fixture(scope="module")
-def exported(warm) -> Path:
+def export_folder(warm) -> Path:
     """The small model's snapshot, exported to a folder."""
     folder = warm.home / "exported"
     warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
@@ -32,27 +32,27 @@ def exported(warm) -> Path:
 
 
 @pytest.fixture(scope="module")
-def signer(warm, exported) -> str:
+def signer(warm, export_folder) -> str:
     return warm.run("snapshots", "trust", "--json").result["own"]
 
 
 @pytest.mark.criu
-def test_imported_snapshot_computes_the_same_in_another_home(warm, exported, signer, abroad):
-    refused = abroad.run("snapshots", "import", str(exported), "--json")
+def test_imported_snapshot_computes_the_same_in_another_home(warm, export_folder, signer, abroad):
+    refused = abroad.run("snapshots", "import", str(export_folder), "--json")
     assert refused.error["code"] == "snapshot-untrusted"
     assert signer in refused.error["message"]
 
     abroad.run("snapshots", "trust", signer).check()
-    abroad.run("snapshots", "import", str(exported), "--quiet").check()
+    abroad.run("snapshots", "import", str(export_folder), "--quiet").check()
     imported, original = abroad.ask(), warm.ask()
     assert imported.start["how"] == "resumed"
     assert imported.result["text"] == original.result["text"]
 
 
 @pytest.mark.criu
-def test_an_export_that_was_stopped_is_repeated(warm, exported):
+def test_an_export_that_was_stopped_is_repeated(warm, export_folder):
     folder = warm.home / "stopped"
-    shutil.copytree(exported, folder)
+    shutil.copytree(export_folder, folder)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, warm.uid, warm.gid)
     (folder / "index.json").unlink()
@@ -92,22 +92,22 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
 # --- images that were altered
 
 
-def resigned(
-    exported: Path,
+def sign_again(
+    export_folder: Path,
     folder: Path,
     key: SigningKey,
     change: Callable[[image.SnapshotDescription], image.SnapshotDescription],
 ) -> None:
     """Copy an export; change its description and sign it with `key`."""
-    config, manifest = image.sign(change(description_of(exported)), key)
-    shutil.copytree(exported, folder, copy_function=os.link)
+    config, manifest = image.sign(change(description_of(export_folder)), key)
+    shutil.copytree(export_folder, folder, copy_function=os.link)
     layout = Layout(folder)
     layout.put_blob(image.sha256(config), len(config), iter([config]))
     layout.put_manifest(manifest)
 
 
-def copied(exported: Path, folder: Path) -> image.ImageManifest:
-    shutil.copytree(exported, folder, copy_function=os.link)
+def copy_export(export_folder: Path, folder: Path) -> image.ImageManifest:
+    shutil.copytree(export_folder, folder, copy_function=os.link)
     return msgspec.json.decode(Layout(folder).manifest_content(), type=image.ImageManifest)
 
 
@@ -116,7 +116,7 @@ def rewritten(folder: Path, manifest: image.ImageManifest) -> None:
     Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
-def replaced(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
+def replace_blob(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
     """Write other bytes under a blob's name."""
     path = Layout(folder).blob(digest)
     content = path.read_bytes()
@@ -133,22 +133,22 @@ def last_file(folder: Path) -> image.Descriptor:
     return image.layers(description_of(folder))[-1]
 
 
-def flipped(content: bytes) -> bytes:
+def flip_byte(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def flip_file(exported, folder, _key):
-    copied(exported, folder)
-    replaced(folder, last_file(folder).digest, flipped)
+def flip_file(export_folder, folder, _key):
+    copy_export(export_folder, folder)
+    replace_blob(folder, last_file(folder).digest, flip_byte)
 
 
-def flip_config(exported, folder, _key):
-    replaced(folder, copied(exported, folder).config.digest, flipped)
+def flip_config(export_folder, folder, _key):
+    replace_blob(folder, copy_export(export_folder, folder).config.digest, flip_byte)
 
 
-def change_config(exported, folder, _key):
-    manifest = copied(exported, folder)
+def change_config(export_folder, folder, _key):
+    manifest = copy_export(export_folder, folder)
     content = Layout(folder).read_blob(manifest.config.digest, manifest.config.size)
     content = content.replace(b'"model":"small"', b'"model":"smart"')
     manifest.config = image.Descriptor("", image.sha256(content), len(content))
@@ -156,31 +156,31 @@ def change_config(exported, folder, _key):
     rewritten(folder, manifest)
 
 
-def drop(exported, folder, _key):
-    copied(exported, folder)
+def drop(export_folder, folder, _key):
+    copy_export(export_folder, folder)
     Layout(folder).blob(last_file(folder).digest).unlink()
 
 
-def cut(exported, folder, _key):
-    copied(exported, folder)
-    replaced(folder, last_file(folder).digest, lambda content: content[:-4096])
+def cut(export_folder, folder, _key):
+    copy_export(export_folder, folder)
+    replace_blob(folder, last_file(folder).digest, lambda content: content[:-4096])
 
 
-def link(exported, folder, _key):
-    copied(exported, folder)
+def link(export_folder, folder, _key):
+    copy_export(export_folder, folder)
     path = Layout(folder).blob(last_file(folder).digest)
     path.rename(folder / "aside")
     path.symlink_to(folder / "aside")
 
 
-def unsign(exported, folder, _key):
-    manifest = copied(exported, folder)
+def unsign(export_folder, folder, _key):
+    manifest = copy_export(export_folder, folder)
     manifest.annotations = {}
     rewritten(folder, manifest)
 
 
-def other_signer(exported, folder, _key):
-    resigned(exported, folder, SigningKey(os.urandom(32)), lambda d: d)
+def other_signer(export_folder, folder, _key):
+    sign_again(export_folder, folder, SigningKey(os.urandom(32)), lambda d: d)
 
 
 TAMPERINGS = {
@@ -195,7 +195,7 @@ TAMPERINGS = {
 }  # fmt: skip
 
 
-def refused(folder: Path) -> EdgeInferError:
+def import_refusal(folder: Path) -> EdgeInferError:
     """Return the error of importing a folder; assert that nothing is published."""
     with pytest.raises(EdgeInferError) as error:
         importing.import_snapshot(Layout(folder), Host(), lambda _stage, _fraction: None)
@@ -203,22 +203,22 @@ def refused(folder: Path) -> EdgeInferError:
     return error.value
 
 
-def all_refused(tamperings: dict, exported: Path, signer: str) -> None:
+def all_refused(tamperings: dict, export_folder: Path, signer: str) -> None:
     """Import what each of `tamperings` makes of an export; `signer` and a key of the test are trusted."""
     key = SigningKey(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)
     for number, (name, (tamper, code, message)) in enumerate(tamperings.items()):
-        folder = exported.with_name(f"{exported.name}-{number}")
-        tamper(exported, folder, key)
-        error = refused(folder)
+        folder = export_folder.with_name(f"{export_folder.name}-{number}")
+        tamper(export_folder, folder, key)
+        error = import_refusal(folder)
         assert (error.code, message in error.message) == (code, True), (name, error)
         shutil.rmtree(folder)
 
 
 @pytest.mark.criu
-def test_altered_image_is_refused_by_name_and_nothing_is_published(exported, signer):
-    all_refused(TAMPERINGS, exported, signer)
+def test_altered_image_is_refused_by_name_and_nothing_is_published(export_folder, signer):
+    all_refused(TAMPERINGS, export_folder, signer)
 
 
 # --- parts

@@ -16,7 +16,7 @@ from edgeinfer.snapshot_format import format
 from edgeinfer.snapshots.transfer import exporting, image
 
 from ..conftest import Endpoint
-from .test_transfer import all_refused, description_of, flip_file, resigned
+from .test_transfer import all_refused, description_of, flip_file, sign_again
 
 MODEL = "small"
 #: What the models and adapters of `exported` are asked for by.
@@ -36,7 +36,7 @@ def exporter(warm):
 
 
 @pytest.fixture(scope="module")
-def exported(exporter) -> Path:
+def export_folder(exporter) -> Path:
     """Export that snapshot to a folder."""
     folder = exporter.home / "with adapters"
     options = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"))
@@ -46,7 +46,7 @@ def exported(exporter) -> Path:
 
 
 @pytest.fixture(scope="module")
-def signer(exporter, exported) -> str:
+def signer(exporter, export_folder) -> str:
     return exporter.run("snapshots", "trust", "--json").result["own"]
 
 
@@ -55,12 +55,12 @@ def place_of(person, name: str) -> Path:
 
 
 @pytest.mark.criu
-def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad):
-    kinds = [layer.media_type for layer in image.layers(description_of(exported))]
+def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, abroad):
+    kinds = [layer.media_type for layer in image.layers(description_of(export_folder))]
     assert kinds == [image.MEDIA_TYPES[kind] for kind in ("model", "adapter", "adapter")]
 
     abroad.run("snapshots", "trust", signer).check()
-    abroad.run("snapshots", "import", str(exported), "--quiet").check()
+    abroad.run("snapshots", "import", str(export_folder), "--quiet").check()
     assert place_of(abroad, "red").read_bytes() == place_of(exporter, "red").read_bytes()
 
     blue = str(exporter.home / "blue.gguf")
@@ -80,7 +80,7 @@ def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad
 
     make_adapter(place_of(abroad, "red"), 7)
     assert "red.gguf was changed" in abroad.ask(*OPTIONS).err
-    again = abroad.run("snapshots", "import", str(exported), "--json").error
+    again = abroad.run("snapshots", "import", str(export_folder), "--json").error
     assert again["code"] == "snapshot-stale"
     assert "adapter: red is sha256" in again["message"]
 
@@ -91,30 +91,30 @@ def test_adapters_are_exported_with_the_model(exporter, exported, signer, abroad
 def last_adapter(**changes):
     """Return a tampering that signs a description with a changed last adapter."""
 
-    def tamper(exported, folder, key):
+    def tamper(export_folder, folder, key):
         def change(d):
             *files, last = d.files
             return msgspec.structs.replace(d, files=(*files, msgspec.structs.replace(last, **changes)))
 
-        resigned(exported, folder, key, change)
+        sign_again(export_folder, folder, key, change)
 
     return tamper
 
 
-def other_adapter_here(exported, folder, key):
-    resigned(exported, folder, key, lambda d: d)
+def other_adapter_here(export_folder, folder, key):
+    sign_again(export_folder, folder, key, lambda d: d)
     make_adapter(adapters.place("red"), 5, strength=0.5)
 
 
-def wished_otherwise(exported, folder, key):
+def wished_otherwise(export_folder, folder, key):
     """One's own models.toml gives the model adapters, and the snapshot has none."""
     table = (
         f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\nlora = [{{ name = "red" }}]\n'
     )
     user_path().parent.mkdir(parents=True, exist_ok=True)
     user_path().write_text(table)
-    resigned(
-        exported,
+    sign_again(
+        export_folder,
         folder,
         key,
         lambda d: msgspec.structs.replace(d, requested={}, files=tuple(d.model_files)),
@@ -135,10 +135,10 @@ TAMPERINGS = {
 
 
 @pytest.mark.criu
-def test_altered_adapters_are_refused_by_name_and_nothing_is_published(exported, signer):
+def test_altered_adapters_are_refused_by_name_and_nothing_is_published(export_folder, signer):
     paths.private_dir(paths.adapters_dir())
     for name, tampering in TAMPERINGS.items():
-        all_refused({name: tampering}, exported, signer)
+        all_refused({name: tampering}, export_folder, signer)
         adapters.place("red").unlink(missing_ok=True)
         assert not list(paths.adapters_dir().iterdir()), name
 
