@@ -34,7 +34,7 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
 )
 
-from .conftest import GREEDY, answers, collected
+from .conftest import GREEDY, answers, collect
 
 _QUESTION = (Message(role="user", content="Tell me about ships and the sea, as a list."),)
 _SAMPLED = Sampling(temperature=0.9, seed=11)
@@ -161,7 +161,7 @@ def test_a_cancelled_answer_verifies_as_far_as_it_goes(engines: Engines) -> None
     while (event := next(events)).__class__.__name__ != "TextDelta":
         assert not isinstance(event, Finished)
     generation.cancel()
-    receipt = make_receipt(request, collected(events).finish, engine.info)
+    receipt = make_receipt(request, collect(events).finish, engine.info)
     assert isinstance(receipt, Receipt)
     assert receipt.finish_reason == "cancelled"
     assert verify(receipt, engine).verdict == "verified"
