@@ -210,7 +210,7 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: Of the fixed work between measurements, bytes.
+#: The bytes that the fixed work between measurements hashes.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 

@@ -81,7 +81,7 @@ def pictures_in(path: Path) -> list[bytes]:
 
 
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
-    """Return the parts of a message that a file in base64, alone or as a `data:` URI, becomes.
+    """Return the parts of a message that a file in base64, bare or as a `data:` URI, becomes.
 
     A PDF without text becomes pictures. Raises as `text_of`.
     """

@@ -1,7 +1,7 @@
 """Read one document under limits: `python -m` this, `text`, `html` or `pages`; its bytes come on stdin.
 
 The answer to `text` and `html` is a line "ok" and the text, a form feed between pages; to `pages` "ok"
-and each picture of a page (PNG) behind its length (u32); a refusal is `error MESSAGE`. The limits are
+and each picture of a page (PNG) after its length (u32); a refusal is `error MESSAGE`. The limits are
 those of `picture_decoder_process`, with more processor time.
 """
 

@@ -97,12 +97,12 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return the picture's file in base64, alone or as a `data:` URI. Raises as `checked`."""
+    """Return the picture's file in base64, bare or as a `data:` URI. Raises as `checked`."""
     return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
 def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
-    """Return any file in base64, alone or as a `data:` URI. Raises the `refusal` for a reason."""
+    """Return any file in base64, bare or as a `data:` URI. Raises the `refusal` for a reason."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: addresses are not fetched")

@@ -10,7 +10,7 @@ _SIGCHLD = 17
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-#: Of cgroups, host name, System V IPC and network too.
+#: Namespaces of a sandbox: also of cgroups, host name, System V IPC and network.
 SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUSER | CLONE_NEWPID | 0x4E000000 | 0x02000000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442

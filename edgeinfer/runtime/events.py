@@ -47,7 +47,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt diverges from the cached prefixes: behind its first `n_tokens`.
+    """Where a prompt diverges from the cached prefixes: after its first `n_tokens`.
 
     `before`, `here`: its text around that place; `there`: the cached text instead. `cause`: "text"
     differs, the cached prefix comes to its "end", "nothing" is cached, "none" (all was cached), or
@@ -79,7 +79,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_ms(self) -> float:
-        """Return the time from submission to the last token, or to the end of a prefill alone."""
+        """Return the time from submission to the last token, or to the end of a mere prefill."""
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
     def cost(self, cached_tokens: int) -> str:

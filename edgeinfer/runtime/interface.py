@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Score each document. Raises InvalidRequestError if the model has no reranking head."""
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        """Return the tokens that sessions of `agent` share, and those behind them in the latest one.
+        """Return the tokens that sessions of `agent` share, and those after them in the latest one.
 
         Only tokens on disk under this `salt` count; [] without any.
         """

@@ -140,7 +140,7 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
         raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
     if info.st_mode & 0o077:
         raise SnapshotUnsafeError(
-            f"{path} must be yours alone, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
+            f"{path} must be only yours, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
         )
     return info
 

@@ -110,7 +110,7 @@ class Builtin:
 
 
 def wrong_names(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
-    """Return which arguments are missing or unknown by a tool's schema, or "". Any server's schema."""
+    """Return which arguments any server's tool misses or does not know by its schema, or ""."""
     required, properties = schema.get("required"), schema.get("properties", {})
     required = required if isinstance(required, list) else []
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -319,7 +319,7 @@ class AttachmentList:
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
     def clear(self) -> None:
-        """Remove all: they were sent."""
+        """Remove all attachments, because they were sent."""
         self.unnamed, self._named = [], {}
         self._missing = []
         self.show()

@@ -83,7 +83,7 @@ def rehearse() -> None:
     """Run the app once for each built-in theme, and keep the parsed styles.
 
     That makes the first paint cheap, in a process that will be parked. It leaves no thread, no
-    descriptor, no file and no setting behind. About 1.2 s.
+    descriptor, no file and no changed setting. About 1.2 s.
     """
     removed = {
         name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ

@@ -267,7 +267,7 @@ class JsonSection(Section):
 
 
 class _JsonCall:
-    """The places of one call in the text of its section; -1 for those not reached yet."""
+    """Indexes of one call's parts in the text of its section; -1 for those not reached yet."""
 
     def __init__(self, *, is_bare: bool) -> None:
         self.name = ""

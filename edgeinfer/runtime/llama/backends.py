@@ -49,7 +49,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file beside a library."""
+    """The JSON file next to a library."""
 
     name: str
     build: Build
@@ -158,7 +158,7 @@ Kind = Literal["gpu", "integrated", "software", "accelerator"]
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device of a loaded backend, as it was when probed.
 
-    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid in this process alone.
+    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in this process.
     `id` is the PCI address, "" for none.
     Memory in bytes, of the whole device; a driver without that figure reports all of it as free.
     """

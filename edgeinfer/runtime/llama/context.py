@@ -195,7 +195,7 @@ class Batch:
     ) -> int:
         """Add rows of a picture, alone in its step; as `add`.
 
-        With `positions` (4, rows) each row has its own behind `pos`, in three dimensions; the fourth
+        With `positions` (4, rows) each row has its own after `pos`, in three dimensions; the fourth
         counts from 0. Raises DecodeError.
         """
         if self.n_tokens:

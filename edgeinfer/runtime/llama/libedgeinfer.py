@@ -119,7 +119,7 @@ def variant_of(path: str) -> str:
 
 
 def level_of(variant: str) -> str:
-    """Return the level of kernels that serves beside ggml's CPU variant here; "" if there is none.
+    """Return the level of kernels that serves next to ggml's CPU variant here; "" if there is none.
 
     On arm64 it follows from the processor: ggml's variants with i8mm want SVE too.
     """

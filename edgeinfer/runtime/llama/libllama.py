@@ -1,6 +1,6 @@
 """llama.cpp itself: its CPU variants, its log, and its build.
 
-The only module that imports llama_cpp. The portable wheel keeps one library per instruction set beside
+The only module that imports llama_cpp. The portable wheel keeps one library per instruction set next to
 the package, and nothing loads them by itself. `lib()` does so once per process before a model is
 opened. `L` is the same binding for code that holds a model, a context or a memory already.
 """
@@ -140,7 +140,7 @@ def recent_reason() -> str:
 
 
 def log_callback() -> ctypes.c_void_p:
-    """Return the callback that logs llama.cpp's lines, for a library beside it."""
+    """Return the callback that logs llama.cpp's lines, for a library next to it."""
     return ctypes.cast(_state["log"], ctypes.c_void_p)
 
 
@@ -174,7 +174,7 @@ def binding_version() -> str:
 
 
 def variant_dirs() -> list[Path]:
-    """List the folders that may hold the CPU variants: beside the package, or in a frozen program."""
+    """List the folders that may hold the CPU variants: next to the package, or in a frozen program."""
     frozen = getattr(sys, "_MEIPASS", None)
     places = [_PACKAGE.parent / "bin", _PACKAGE / "lib", _PACKAGE / "bin"]
     return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])

@@ -99,7 +99,7 @@ class Chunk:
 
     `is_whole`: the rows attend to each other in both directions, so one step computes them all.
     With M-RoPE the rows take `n_positions`, fewer than there are rows, and `positions` (4, rows) are
-    each row's own behind the first: time, y, x, z.
+    each row's own after the first: time, y, x, z.
     """
 
     tokens: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: the
 positions are copied to it, which costs a bit per cell, and written from there; a range that comes back
-is read into it and copied behind what the sequence has. Cells of a tensor are pieces of their own
+is read into it and copied after what the sequence has. Cells of a tensor are pieces of their own
 (native/cells.cpp); pages of files become pages of the cells.
 """
 
@@ -50,13 +50,13 @@ class SequenceStates:
     ) -> State | None:
         """Save tokens [start, stop); None if the context does not have all of them.
 
-        The layout suits a restore `shift` cells behind those that the tokens number; `position` tells
-        the position behind so many tokens.
+        The layout suits a restore `shift` cells after those that the tokens number; `position` tells
+        the position after so many tokens.
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
         if self._supports_truncation and first > low:
-            return None  # cells behind a sliding window may have been taken for others
+            return None  # cells that a sliding window has passed may have been taken for others
         self._clear()
         self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(stop - start, start + shift)
@@ -64,7 +64,7 @@ class SequenceStates:
         return state
 
     def write(self, seq_id: int, state: State) -> bool:
-        """Append a saved range behind what `seq_id` has. False if there is no room."""
+        """Append a saved range to what `seq_id` has. False if there is no room."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:

@@ -133,7 +133,7 @@ class _Probe:
         return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
 
     def restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Keep the first `n` positions, where the checkpoint was saved."""
+        """Truncate to the first `n` positions, and write back the checkpoint that was saved there."""
         if checkpoint is not None:
             self.states.write_checkpoint(_SEQ_ID, checkpoint)
         self._active.remove(_SEQ_ID, n)

@@ -35,7 +35,7 @@ def token_logprobs(
 
 
 class Output:
-    """One generation's way from tokens to events. The decode thread alone."""
+    """One generation's way from tokens to events. Only for the decode thread."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser

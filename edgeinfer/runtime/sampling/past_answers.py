@@ -47,7 +47,7 @@ _WORD = 4
 #: Where each table begins, and of how many tokens it has the hashes.
 _TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
-#: Words of a page, which the kernel writes whole even if the process is killed.
+#: Words in a page; the kernel writes a page whole even if the process is killed.
 _PAGE = 1024
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

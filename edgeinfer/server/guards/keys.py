@@ -108,7 +108,7 @@ def read_keys(path: Path) -> list[str]:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if not _is_private(info):
-            message = f"{path} holds keys and must be readable by you alone"
+            message = f"{path} holds keys and must be readable only by you"
             raise ServeError(message, hint=f"chmod 600 {path}")
         lines = [line.strip() for line in file]
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]

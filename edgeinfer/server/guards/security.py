@@ -102,7 +102,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         if self.any_user:
             name = f"uid-{connection.uid if connection else None}"
             return Caller(name, is_admin=False, turn=name)
-        message = f"Without an API key this endpoint answers the programs of user {self.owner} alone; "
+        message = f"Without an API key this endpoint answers only the programs of user {self.owner}; "
         message += "start it with `EDGEINFER_API_KEY=KEY` or `any-user = true` in [serve]."
         raise Problem(403, message, code="user_not_allowed")
 

@@ -128,9 +128,9 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
 
     refused: ClassVar[Mapping[str, str]] = {
         "context": "send the conversation to /api/chat",
-        "width": "models here make text alone",
-        "height": "models here make text alone",
-        "steps": "models here make text alone",
+        "width": "models here make only text",
+        "height": "models here make only text",
+        "steps": "models here make only text",
     }
 
     prompt: Text | None = None

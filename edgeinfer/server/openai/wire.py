@@ -202,7 +202,7 @@ class NamedToolChoice(Wire, frozen=True, tag="function", tag_field="type"):
 
     other_types: ClassVar[Mapping[str, str]] = {
         "custom": "only functions are called",
-        "allowed_tools": "send those tools alone",
+        "allowed_tools": "send only those tools",
     }
     is_untagged_form: ClassVar = True
 

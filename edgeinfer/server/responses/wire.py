@@ -165,7 +165,7 @@ class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
     other_types: ClassVar[Mapping[str, str]] = {
         "": "only functions are called",
-        "allowed_tools": "send those tools alone",
+        "allowed_tools": "send only those tools",
     }
     is_untagged_form: ClassVar = True
 

@@ -53,7 +53,7 @@ def read_secret() -> bytes:
     except OSError as error:
         raise ServeError(f"{path}: {error.strerror}", hint="check the data folder") from error
     if status.st_mode & 0o077 or len(secret) < 32:
-        raise ServeError(f"{path} must be readable by you alone", hint="remove it: a new one is made")
+        raise ServeError(f"{path} must be readable only by you", hint="remove it: a new one is made")
     return secret
 
 

@@ -39,7 +39,7 @@ _PUNCH_HOLE = 3  # with KEEP_SIZE
 
 
 class Run(NamedTuple):
-    """Pages in a row in memory and in the file of pages: address, length, offset, in bytes."""
+    """Consecutive pages: their address in memory, length, and offset in the file (bytes)."""
 
     start: int
     length: int

@@ -25,7 +25,7 @@ from edgeinfer.runtime.llama.libllama import L
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+\S")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
 _FAILED = re.compile(r"failed to quantize: (.*)")
-#: Metadata beside the tensors: generous, and small against any model.
+#: Metadata next to the tensors: generous, and small against any model.
 _HEADER_BYTES = 64 << 20
 
 
@@ -79,7 +79,7 @@ class _Log:
     def __init__(self) -> None:
         self.reports_progress = False
         self._lines: list[str] = []
-        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp keeps the pointer alone
+        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp keeps only the pointer
 
     def _on_line(self, _level: int, text: bytes, _data: object) -> None:
         line = text.decode("utf-8", "replace")
