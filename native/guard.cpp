@@ -1,11 +1,16 @@
-// libedgeinfer-guard.so.1: llama_decode, and a sequence's state out and in, for callers that can't catch C++ exceptions.
+// libedgeinfer-guard.so.1: calls of llama.cpp for callers that can't catch C++ exceptions.
 //
 // A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer
-// calls llama.cpp through ctypes, where either ends the process. Here both end in a code. The functions
-// come as pointers, so that this needs no library but the C++ one; waiting for the device is inside,
-// because it is there that most errors show.
+// calls llama.cpp through ctypes, where either ends the process. Here both end in a code. llama.cpp copies
+// the cells of a state in destructors, and frees in them: what is thrown there goes to std::terminate,
+// which leaves by longjmp. Functions come as pointers, so that this needs no library but the C++ one.
+#include <cxxabi.h>
+
+#include <csetjmp>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
+#include <exception>
 #include <stdexcept>
 
 namespace {
@@ -18,43 +23,93 @@ struct Batch {  // llama_batch
     int32_t **seq_id;
     int8_t *logits;
 };
+struct Params {  // llama_model_params or llama_context_params; both are shorter, and passed in memory
+    uint64_t words[32];
+};
+using Word = uint64_t;
 constexpr int32_t kThrown = -100;
-thread_local bool is_guarded = false;
+thread_local std::jmp_buf *escape = nullptr;  // of the guarded call in progress
+thread_local char reason[512];
+std::terminate_handler terminate_before = nullptr;
+
+void note(const char *message) { std::snprintf(reason, sizeof reason, "%s", message); }
+
+void note_exception() {  // in a handler only
+    try {
+        throw;
+    } catch (const std::exception &error) {
+        note(error.what());
+    } catch (...) {
+        note("an exception without a message");
+    }
+}
 
 void on_abort(const char *message) {  // ggml_abort calls this, and abort() if it returns
-    if (is_guarded) throw std::runtime_error(message);
+    if (escape) throw std::runtime_error(message);
     std::fprintf(stderr, "%s\n", message);
+}
+
+void on_terminate() {
+    if (escape) {
+        if (std::current_exception()) {
+            note_exception();
+            abi::__cxa_end_catch();  // the runtime began to catch it before it came here
+        }
+        std::longjmp(*escape, 1);
+    }
+    if (terminate_before) terminate_before();
+}
+
+template <class Call> bool guarded(const Call &call) {  // whether it has returned
+    std::jmp_buf here, *const before = escape;
+    volatile bool is_done = false;
+    reason[0] = 0;
+    escape = &here;
+    if (!setjmp(here)) {
+        try {
+            call();
+            is_done = true;
+        } catch (...) {
+            note_exception();
+        }
+    }
+    escape = before;
+    return is_done;
 }
 }  // namespace
 
 extern "C" void edgeinfer_guard(void *(*set_abort_callback)(void (*)(const char *))) {
     set_abort_callback(on_abort);
+    terminate_before = std::set_terminate(on_terminate);
 }
 
+// What the last guarded call of this thread has thrown; "" if it has returned.
+extern "C" const char *edgeinfer_reason() { return reason; }
+
+// Waiting for the device is inside, because it is there that most errors show.
 extern "C" int32_t edgeinfer_decode(int32_t (*decode)(void *, Batch), void (*synchronize)(void *),
                                     void *context, Batch batch) {
-    is_guarded = true;
     int32_t code = kThrown;
-    try {
+    const bool has_returned = guarded([&] {
         code = decode(context, batch);
         synchronize(context);
-    } catch (...) {
-        code = kThrown;
-    }
-    is_guarded = false;
-    return code;
+    });
+    return has_returned ? code : kThrown;
 }
 
-// llama_state_seq_get_data_ext or llama_state_seq_set_data_ext; 0 where it has failed
-extern "C" size_t edgeinfer_state(size_t (*move)(void *, uint8_t *, size_t, int32_t, uint32_t),
-                                  void *context, uint8_t *data, size_t size, int32_t seq_id, uint32_t flags) {
-    is_guarded = true;
-    size_t moved = 0;
-    try {
-        moved = move(context, data, size, seq_id, flags);
-    } catch (...) {
-        moved = 0;
-    }
-    is_guarded = false;
-    return moved;
+// Call a function of up to six integers and pointers; whether it has returned.
+extern "C" bool edgeinfer_call(Word (*function)(Word, Word, Word, Word, Word, Word), const Word *words, Word *result) {
+    return guarded([&] { *result = function(words[0], words[1], words[2], words[3], words[4], words[5]); });
+}
+
+// The same for one word, or two, and parameters of `size` bytes after them.
+extern "C" bool edgeinfer_call_with(void *function, int n_words, const Word *words, const void *params,
+                                    size_t size, Word *result) {
+    Params copy{};
+    if (n_words < 1 || n_words > 2 || size > sizeof copy) return false;
+    std::memcpy(&copy, params, size);
+    return guarded([&] {
+        if (n_words == 1) *result = reinterpret_cast<Word (*)(Word, Params)>(function)(words[0], copy);
+        else *result = reinterpret_cast<Word (*)(Word, Word, Params)>(function)(words[0], words[1], copy);
+    });
 }

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import ContextLengthError, DecodeError, InvalidRequestError
+from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
-from edgeinfer.runtime.llama.libllama import L
+from edgeinfer.runtime.llama.libllama import L, decode_error
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.runtime.requests import check_length
@@ -141,9 +141,7 @@ class Embedder:
         self._context.clear()
         code = self._batch.decode(self._context)
         if code:
-            raise DecodeError(
-                f"llama_decode returned {code} for {self._batch.n_tokens} tokens to embed"
-            )
+            raise decode_error(code, f"{self._batch.n_tokens} tokens to embed")
         return [self._context.embedding(i, width) for i in range(len(group))]
 
     def _open(self) -> tuple[ActiveContext, Batch]:

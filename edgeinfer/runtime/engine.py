@@ -89,8 +89,10 @@ class LlamaEngine:
             self._scheduler,
             self._loop.call,
             self._prefix_cache,
+            self._enter,
         )
         self._files, self._options = files, options
+        self._first_choices = self._info.choices
         #: Called with the adapters after each change; set by the engine's owner.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._checked = ""
@@ -105,10 +107,10 @@ class LlamaEngine:
 
     @property
     def info(self) -> EngineInfo:
-        layers = self._gpu.loaded.choices["gpu_layers"]
-        if layers is not self._info.choices["gpu_layers"]:
-            choices = self._info.choices | {"gpu_layers": layers}
-            self._info = msgspec.structs.replace(self._info, choices=choices)
+        loaded = self._gpu.loaded
+        if loaded.choices["gpu_layers"] is not self._info.choices["gpu_layers"]:
+            choices = self._first_choices | loaded.choices
+            self._info = msgspec.structs.replace(self._info, choices=choices, n_ctx=loaded.n_ctx)
         if self._lora.named_adapters != self._info.lora:
             self._info = msgspec.structs.replace(self._info, lora=self._lora.named_adapters)
         return self._info
@@ -160,7 +162,7 @@ class LlamaEngine:
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
-        check_length(len(text), self._loaded.n_ctx, "messages", self._loaded.n_ctx_train)
+        check_length(len(text), self._preparer.n_ctx, "messages", self._loaded.n_ctx_train)
         return self._preparer.chat_tokens(request, text, [])
 
     def _render(self, request: GenerateRequest) -> str:
@@ -237,6 +239,9 @@ class LlamaEngine:
         """Attach devices in the background, while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
             self._gpu.begin(request)
+
+    def _enter(self, loaded: LlamaModel) -> None:
+        self._preparer.n_ctx = loaded.n_ctx
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached or attaching has failed; False after the timeout."""

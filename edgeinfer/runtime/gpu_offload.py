@@ -4,13 +4,18 @@ The model stays loaded for the CPU: its weights are mapped from files and take n
 need. A thread loads it once more with layers on devices. Between two steps the engine switches the
 context: the computed state moves along, and the pages of the CPU's KV cache are returned. After a
 failed step the CPU's context is used again; the running requests restore or recompute their prefixes,
-and their streams do not end."""
+and their streams do not end.
+
+An automatic context may be shorter on devices, so that all layers fit; a request that is longer than
+that ends on the CPU before the switch."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +27,7 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.memory_plan import Offload, make_offload
+from edgeinfer.runtime.memory_plan import Offload, Room, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
@@ -31,6 +36,10 @@ from edgeinfer.runtime.scheduler.scheduler import Scheduler
 _log = logging.getLogger("edgeinfer.gpu")
 #: How long (s) the end of an engine waits for pending blocks.
 FLUSH_S = 30.0
+#: Share of the free memory for the second, smaller try on the same devices.
+_SMALLER = 0.85
+#: Interval (s) at which a switch is tried while a request is longer than the devices' context.
+_SWITCH_S = 0.5
 
 
 @dataclass(eq=False)
@@ -38,7 +47,7 @@ class GpuOffload:
     """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
 
     `call` runs work between two steps, `prefix_cache` is the engine's, and `loaded` the model in
-    use.
+    use; `on_enter` is called between two steps with the one that is used from now on.
     """
 
     files: ModelFiles
@@ -49,6 +58,7 @@ class GpuOffload:
     scheduler: Scheduler
     call: Callable[[Callable[[], Any]], Any]
     prefix_cache: PrefixCacheSwitch
+    on_enter: Callable[[LlamaModel], None]
 
     def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
@@ -86,28 +96,55 @@ class GpuOffload:
     def _main(self, request: OffloadRequest) -> None:
         try:
             self._attach(request)
-        except OffloadRefused as error:
+        except (OffloadRefused, EngineError) as error:
             self.cpu.choices["gpu_layers"] = Chosen("none", str(error))
-            if request.is_explicit:
+            is_failure = request.is_explicit or not isinstance(error, OffloadRefused)
+            if is_failure and not self._is_closing:
                 _log.warning("no layers on a GPU: %s", error)
-        except EngineError as error:
-            if not self._is_closing:
-                _log.warning("no layers on a GPU: %s", error.message)
 
     def _attach(self, request: OffloadRequest) -> None:
-        devices = find_devices(request)
+        """Use the first backend that works; each may fail, or refuse, in its own way."""
+        failures: list[Exception] = []
+        for devices in find_devices(request):
+            try:
+                self._use(devices, request)
+                return
+            except (OffloadRefused, EngineError) as error:
+                if self._is_closing or self._device_context is not None:
+                    raise
+                if isinstance(error, EngineError) and not _is_short_of_memory(error):
+                    _failed[devices[0].backend] = error.message
+                failures.append(error)
+        reason = "; ".join(dict.fromkeys(map(str, failures)))
+        if all(isinstance(error, OffloadRefused) for error in failures):
+            raise OffloadRefused(reason)
+        raise DecodeError(reason)
+
+    def _use(self, devices: tuple[Device, ...], request: OffloadRequest) -> None:
         rooms = tuple(map(request.room, devices))
         offload = make_offload(self.cpu.shape, self.cpu.plan, rooms, request.layers)
         if not offload.n_layers:
             raise OffloadRefused(offload.reason)
-        device_context = self._load(devices, offload)
+        try:
+            device_context = self._load(devices, offload)
+        except EngineError as error:
+            if not _is_short_of_memory(error):
+                raise
+            less = tuple(Room(name=r.name, free_bytes=int(_SMALLER * r.free_bytes)) for r in rooms)
+            smaller = make_offload(self.cpu.shape, self.cpu.plan, less, request.layers)
+            if not smaller.n_layers or smaller.total_bytes >= offload.total_bytes:
+                raise
+            device_context = self._load(devices, smaller)
         try:
             is_software = all(device.kind == "software" for device in devices)
             # before a client waits for a token
             device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
-            self.call(lambda: self._switch(device_context))
-        except BaseException:
-            if self._device_context is None:
+            while not self.call(lambda: self._switch(device_context)):
+                time.sleep(_SWITCH_S)
+        except BaseException as error:
+            # what a lost device holds is left alone: freeing waits for it
+            is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
+            if self._device_context is None and not is_lost:
                 device_context.loaded.free()
             raise
 
@@ -118,28 +155,37 @@ class GpuOffload:
         placement = Placement([pointers[name] for name in offload.devices], offload)
         model = open_model(self.files.paths, placement=placement)
         try:
-            loaded = with_another_context(cpu, model, self.options)
+            loaded = with_another_context(cpu, model, self.options, offload.n_cells)
         except BaseException:
             free_model(model)
             raise
-        layers = Chosen(str(offload), offload.reason)
-        loaded = replace(loaded, choices=cpu.choices | {"gpu_layers": layers})
+        cards = {device.name: device.description for device in devices}
+        chosen = {
+            "gpu_layers": Chosen(str(offload), offload.reason),
+            "gpus": Chosen(", ".join(cards[name] for name in offload.devices), "where the layers are"),
+        }
+        loaded = replace(loaded, choices=loaded.choices | chosen)
         active = loaded.active_context()
         try:
             active.adapters = self.lora.open(model)
         except BaseException:
             loaded.free()
             raise
-        return DeviceContext(loaded, active, offload, placement)
+        return DeviceContext(loaded, active, offload, placement, devices[0].backend)
 
-    def _switch(self, device_context: DeviceContext) -> None:
-        """Decode with `device_context` from now on. Between two steps."""
+    def _switch(self, device_context: DeviceContext) -> bool:
+        """Decode with `device_context` from now on; False if a request is too long. Between steps."""
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        self.lora.attach(device_context.loaded.model, device_context.active.adapters)
-        self.prefix_cache.detach()
+        loaded = device_context.loaded
+        if not self.scheduler.make_fit(loaded.n_ctx, loaded.n_cells):
+            return False
         has_copy = self.active.copy_state_to(device_context.active)
-        self.scheduler.switch_context(device_context.active, has_copy=has_copy, on_device=True)
+        self.lora.attach(loaded.model, device_context.active.adapters)
+        self.prefix_cache.detach()
+        self.scheduler.switch_context(
+            device_context.active, loaded.n_ctx, has_copy=has_copy, on_device=True
+        )
         for cached_seq in self.scheduler.kv.cached_sequences:
             cached_seq.is_shifted = (
                 True  # computed by another context, whose rounding differs: not stored
@@ -150,7 +196,8 @@ class GpuOffload:
         cpu.clear()
         cpu.cells.give_back()
         self.cpu.stop_streaming()
-        self._enter(device_context.loaded)
+        self._enter(loaded)
+        return True
 
     def _fall_back(self, error: DecodeError) -> bool:
         """Continue on the CPU. The device context is left alone: a lost device may never answer."""
@@ -158,37 +205,60 @@ class GpuOffload:
         if device_context is None:
             return False
         names = " and ".join(device_context.offload.devices)
+        _failed[device_context.backend] = error.message
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
         self.prefix_cache.detach()
         active = self.cpu.active_context()
         active.adapters = self.lora.detach()
-        self.scheduler.switch_context(active, has_copy=False, on_device=False)
+        self.scheduler.switch_context(active, self.cpu.n_ctx, has_copy=False, on_device=False)
         self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
         self._enter(self.cpu)
         return True
 
     def _enter(self, loaded: LlamaModel) -> None:
         self.loaded = loaded
+        self.on_enter(loaded)
         loaded.active_context().set_threads(self.cpu.n_threads)
         self.prefix_cache.attach(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
-def find_devices(request: OffloadRequest) -> tuple[Device, ...]:
-    """Load backends and choose devices; this process cannot be dumped then. Raises OffloadRefused."""
-    reasons = []
-    for file in backends.available():
-        libllama.guard_decode()
+#: Backends with a device that failed in this process, and how. A lost device stays lost, and what was
+#: interrupted in its backend is not fit for a second try.
+_failed: dict[str, str] = {}
+
+
+def _is_short_of_memory(error: EngineError) -> bool:
+    return bool(re.search(r"alloc|memory", error.message, re.IGNORECASE))
+
+
+def _leaves_device_usable(error: EngineError) -> bool:
+    return _is_short_of_memory(error) or "no kernel image" in error.message
+
+
+def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
+    """Load backends, and yield the devices of each; this process cannot be dumped then.
+
+    Raises OffloadRefused at the end if there was none.
+    """
+    files, reasons = backends.available(), []
+    for file in files:
+        if file.name in _failed:
+            reasons.append(f"{file.name} failed before in this process: {_failed[file.name]}")
+            continue
+        libllama.guard_calls()
         answer = backend_loading.load(file.name)
         if isinstance(answer, LoadedBackend):
             if chosen := request.choose(answer.devices):
-                return chosen
-            reasons.append(f"{file.name} has no such device")
+                yield chosen
+            else:
+                reasons.append(f"{file.name} has no such device")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
-    raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backends.adding()}")
+    if len(reasons) == len(files):
+        raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backends.adding()}")
 
 
 class PrefixCacheSwitch:
@@ -250,6 +320,7 @@ class DeviceContext:
     active: ActiveContext
     offload: Offload
     placement: Placement
+    backend: str
 
     def warm_up(self, n_tokens: int) -> None:
         """Compile the devices' kernels for a prompt of `n_tokens`, and for a token. Raises DecodeError.
@@ -261,7 +332,7 @@ class DeviceContext:
             batch.clear()
             batch.add([i % self.loaded.vocab.n_vocab for i in range(n)], 0, 0, outputs=1)
             if code := batch.decode(self.active):
-                raise DecodeError(f"llama_decode returned {code} for {n} tokens")
+                raise libllama.decode_error(code, f"{n} tokens")
             self.active.remove(0)
 
 

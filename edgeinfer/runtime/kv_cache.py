@@ -159,9 +159,19 @@ class KvCache:
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._ids = list(range(n_seq_max - 1, -1, -1))
         self._free = list(range(n_cells - 1, -1, -1))
-        self._shares = [0] * n_cells
+        self._shares = [0] * n_cells  # by cell: how many sequences have it
         self._clock = 0
         self.cached_sequences: list[CachedSequence] = []
+
+    def resize(self, n_cells: int) -> None:
+        """Go on in a memory of `n_cells`, at least those in use, which are its first ones."""
+        used = [cell for cell, n in enumerate(self._shares) if n]
+        numbers = {cell: number for number, cell in enumerate(used)}
+        for cached_seq in self.cached_sequences:
+            cached_seq.cells = [numbers[cell] for cell in cached_seq.cells]
+        self._shares = [self._shares[cell] for cell in used] + [0] * (n_cells - len(used))
+        self._free = list(range(n_cells - 1, len(used) - 1, -1))
+        self.n_cells = n_cells
 
     @property
     def supports_truncation(self) -> bool:

@@ -174,7 +174,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     program = (
         "from edgeinfer.runtime.llama import libllama\nlibllama.binding_version = lambda: '9.9.9'\n"
         "from edgeinfer.runtime.llama import cells as cell_copies\n"
-        "libllama.guard_decode()\n"
+        "libllama.guard_calls()\n"
         "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
     )
     done = run_python("-c", program)
@@ -193,7 +193,7 @@ def test_native_code_older_than_the_program_is_left_unused(tmp_path: Path) -> No
     program = (
         "import sys\nfrom pathlib import Path\n"
         "from edgeinfer.runtime.llama import cells, libedgeinfer, libllama\n"
-        "libedgeinfer.folder = lambda: Path(sys.argv[1])\nlibllama.guard_decode()\n"
+        "libedgeinfer.folder = lambda: Path(sys.argv[1])\nlibllama.guard_calls()\n"
         "print(repr(libllama.build_info().kernels), cells.find_copies(), 'decode' in libllama._state)"
     )
     done = run_python("-c", program, tmp_path)

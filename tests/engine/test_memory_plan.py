@@ -23,7 +23,7 @@ from edgeinfer.runtime.memory_plan import (
     make_plan,
     plan_streaming,
 )
-from edgeinfer.runtime.model_shape import Shape, with_tensors
+from edgeinfer.runtime.model_shape import Shape, make_shape, with_tensors
 from edgeinfer.runtime.options import LoadOptions
 
 from .conftest import machine
@@ -336,3 +336,72 @@ def test_tensors_are_only_read_for_weights_that_do_not_fit() -> None:
     assert plan.streaming is not None
     assert shape.unread_bytes == GIB
     assert plan.streaming.pinned_bytes + plan.streaming.streamed_bytes == DENSE.weights_bytes - GIB
+
+
+def eight_b(n_layer: int, n_ff: int, n_vocab: int, n_ctx_train: int) -> Shape:
+    """The shape of an 8B in Q4_K_M, which has 4.85 bits a weight."""
+    n_embd, n_kv = 4096, 1024
+    layer = 2 * n_embd * n_embd + 2 * n_embd * n_kv + 3 * n_embd * n_ff
+    n_params = n_layer * layer + 2 * n_vocab * n_embd
+    metadata: dict[str, object] = {
+        "general.architecture": "llama",
+        "llama.block_count": n_layer,
+        "llama.embedding_length": n_embd,
+        "llama.feed_forward_length": n_ff,
+        "llama.attention.head_count": 32,
+        "llama.attention.head_count_kv": 8,
+        "llama.context_length": n_ctx_train,
+    }
+    return make_shape(
+        metadata, n_vocab=n_vocab, n_params=n_params, weights_bytes=int(n_params * 0.60625)
+    )
+
+
+LLAMA_8B, QWEN_8B = eight_b(32, 14_336, 128_256, 131_072), eight_b(36, 12_288, 151_936, 40_960)
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_8B])
+def test_automatic_context_is_as_long_as_the_card_allows_with_all_layers(shape: Shape) -> None:
+    plan = make_plan(shape, LoadOptions(), machine(26 * GIB))
+    lengths = []
+    for card_gib in (8, 10, 12, 16, 24):
+        offload = make_offload(shape, plan, devices_with(card_gib - 0.6), "auto")
+        assert offload.n_layers == offload.n_all == shape.n_layer + 1, card_gib
+        lengths.append(offload.n_cells)
+        shorter = f"with a context of {offload.n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps"
+        assert (shorter in offload.reason) == (offload.n_cells < plan.n_cells.value)
+    assert lengths == sorted(lengths)
+    assert 8192 <= lengths[0] < lengths[-1] == plan.n_cells.value
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_8B])
+def test_requested_context_is_never_shortened_for_a_card(shape: Shape) -> None:
+    plan = make_plan(shape, LoadOptions(n_ctx=32_768), machine(26 * GIB))
+    offload = make_offload(shape, plan, devices_with(7.4), "auto")
+    assert offload.n_cells in (0, plan.n_cells.value)
+    assert offload.n_layers < offload.n_all
+
+
+def test_card_too_small_for_all_layers_gets_as_many_as_fit_with_a_useful_context() -> None:
+    plan = make_plan(QWEN_8B, LoadOptions(), machine(26 * GIB))
+    offload = make_offload(QWEN_8B, plan, devices_with(5.4), "auto")
+    assert offload.n_all // 2 < offload.n_layers < offload.n_all
+    assert offload.n_cells >= 8192
+    more = make_offload(QWEN_8B, plan, devices_with(5.4), offload.n_layers + 1)
+    assert more.total_bytes > 5.4 * GIB - (256 << 20) - (100 << 20)
+
+
+def test_copies_of_a_quantized_cache_are_planned() -> None:
+    """CUDA's attention keeps f16 copies of one layer's K and V."""
+    sizes = [
+        make_offload(
+            QWEN_8B,
+            make_plan(
+                QWEN_8B, LoadOptions(n_ctx=40_960, kv_type=kind, n_parallel=1), machine(64 * GIB)
+            ),
+            devices_with(24),
+            "all",
+        ).compute_bytes
+        for kind in ("f16", "q8_0")
+    ]
+    assert sizes[1] - sizes[0] == 40_960 * (1024 + 1024) * 2

@@ -13,6 +13,12 @@ typedef void (*function)(void);
 typedef function (*getter)(void *, const char *);
 typedef int (*four)(void *, void *, void *, void *);
 
+typedef int (*waiting)(void *, unsigned long, void *, unsigned long, unsigned long);
+
+static const char *const wait_names[] = {"vkWaitForFences", "vkGetFenceStatus", "vkWaitSemaphores", "vkQueueWaitIdle", "vkDeviceWaitIdle"};
+static waiting waits[5];
+static int (*wait_idle)(void *);
+static int is_lost;  // the last submission failed: who waits hears of it, as with a real device
 static four create, allocate, submit;
 static getter instance_getter, device_getter;
 
@@ -33,13 +39,21 @@ static int fails(const char *what) {
 
 static int my_create(void *a, void *b, void *c, void *d) { return fails("create") ? -3 : create(a, b, c, d); }
 static int my_allocate(void *a, void *b, void *c, void *d) { return fails("memory") ? -2 : allocate(a, b, c, d); }
-static int my_submit(void *a, unsigned b, void *c, void *d) {
-    return fails("submit") ? -4 : ((int (*)(void *, unsigned, void *, void *))submit)(a, b, c, d);
+static int my_submit(void *queue, unsigned b, void *c, void *d) {
+    is_lost = fails("submit");
+    if (is_lost && wait_idle) wait_idle(queue);  // a lost device computes nothing, so its memory can be freed
+    return is_lost ? -4 : ((int (*)(void *, unsigned, void *, void *))submit)(queue, b, c, d);
 }
+
+#define WAIT(n) static int my_wait_##n(void *a, unsigned long b, void *c, unsigned long d, unsigned long e) { \
+    return is_lost ? -4 : waits[n](a, b, c, d, e); }
+WAIT(0) WAIT(1) WAIT(2) WAIT(3) WAIT(4)
+static const waiting my_waits[] = {my_wait_0, my_wait_1, my_wait_2, my_wait_3, my_wait_4};
 
 static function hooked(const char *name, function real);
 
 static function my_device_getter(void *device, const char *name) {
+    wait_idle = (int (*)(void *))device_getter(device, "vkQueueWaitIdle");
     return hooked(name, device_getter(device, name));
 }
 
@@ -48,6 +62,8 @@ static function hooked(const char *name, function real) {
     if (!strcmp(name, "vkCreateDevice")) { create = (four)real; return (function)my_create; }
     if (!strcmp(name, "vkAllocateMemory")) { allocate = (four)real; return (function)my_allocate; }
     if (!strcmp(name, "vkQueueSubmit")) { submit = (four)real; return (function)my_submit; }
+    for (int i = 0; i < 5; i++)
+        if (!strcmp(name, wait_names[i])) { waits[i] = (waiting)real; return (function)my_waits[i]; }
     if (!strcmp(name, "vkGetDeviceProcAddr")) { device_getter = (getter)real; return (function)my_device_getter; }
     return real;
 }

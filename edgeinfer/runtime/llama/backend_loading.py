@@ -17,6 +17,7 @@ from glob import glob
 
 import msgspec
 
+from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.llama import backends, libllama
 from edgeinfer.runtime.llama.backends import (
     BackendFile,
@@ -78,9 +79,6 @@ def load(name: str) -> LoadedBackend | MissingBackend:
     an unknown backend, EngineError without a CPU backend.
     """
     with _lock:
-        if name in _loaded:
-            handle, loaded = _loaded[name]
-            return msgspec.structs.replace(loaded, devices=_devices(name, handle))
         build = this_build()
         file = backends.find(name, build)
         if file is None:
@@ -90,10 +88,16 @@ def load(name: str) -> LoadedBackend | MissingBackend:
         if misfit:
             fix = backends.adding() if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
-        return _load(file)
+        try:
+            return _load(file)
+        except DecodeError as error:
+            return MissingBackend(name=name, reason=error.message)
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
+    if file.name in _loaded:
+        handle, loaded = _loaded[file.name]
+        return msgspec.structs.replace(loaded, devices=_devices(file.name, handle))
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
         ctypes.CDLL(beside)  # the linker takes it for the one that the library needs
@@ -114,7 +118,7 @@ def _devices(backend: str, handle: int) -> tuple[Device, ...]:
     for index in range(base.ggml_backend_reg_dev_count(handle)):
         pointer = base.ggml_backend_reg_dev_get(handle, index)
         props = _Props()
-        base.ggml_backend_dev_get_props(pointer, ctypes.addressof(props))
+        libllama.call(base.ggml_backend_dev_get_props, pointer, ctypes.addressof(props))
         description = props.description.decode("utf-8", "replace")
         is_software = description.startswith(_SOFTWARE)
         devices.append(

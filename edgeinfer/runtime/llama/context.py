@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class ActiveContext:
         """Free the context. Idempotent."""
         if self.context:
             self.cells.forget_order()
-            L.llama_free(self.context)
+            with suppress(DecodeError):  # a lost device keeps it
+                libllama.call(L.llama_free, self.context)
             self.context = self.memory = None
 
     def remove(self, seq_id: int, start: int = -1, stop: int = -1) -> bool:
@@ -68,11 +70,14 @@ class ActiveContext:
             L.llama_memory_clear(self.memory, zeros)
 
     def copy_state_to(self, target: ActiveContext) -> bool:
-        """Give `target` everything that this context has computed. False if it does not fit."""
+        """Give `target` everything that this context has computed. False if it does not fit.
+
+        Raises DecodeError if a device fails.
+        """
         state = np.empty(int(L.llama_state_get_size(self.context)), np.uint8)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n = int(L.llama_state_get_data(self.context, pointer, len(state)))
-        return bool(n and L.llama_state_set_data(target.context, pointer, n) == n)
+        return bool(n and libllama.call(L.llama_state_set_data, target.context, pointer, n) == n)
 
     def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """View the logits of the last batch's token `index`, valid until the next decode.

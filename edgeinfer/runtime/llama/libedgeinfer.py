@@ -26,7 +26,7 @@ _FUNCTIONS = {
     "kernels": "kernels version cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
     "stream_start stream_end stream_aim stream_statistics stream_stop",
-    "guard": "guard decode state",
+    "guard": "guard decode reason call call_with",
     "cells": "cells cells_get cells_set",
 }
 #: ggml_backend_dev_type.

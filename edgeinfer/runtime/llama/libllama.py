@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -21,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import EngineError
+from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.llama import libedgeinfer
 
 #: Read when libgomp and ggml are mapped. libgomp's default spins for a millisecond at every barrier,
@@ -63,6 +64,10 @@ _PACKAGE = Path(L.__file__).resolve().parent
 _INFO = 2
 _WARN = 3
 _CONT = 5
+
+#: What `decode` returns if a device has thrown; most integers and pointers that `call` passes.
+_THROWN = -100
+_WORDS = 6
 
 #: Held while a context is made, which walks over ggml's backends, and while a backend joins them.
 registry_lock = threading.Lock()
@@ -232,28 +237,33 @@ def own_library(name: str) -> ctypes.CDLL:
     return libedgeinfer.open_library(name, binding_version())
 
 
-def guard_decode() -> None:
-    """Return devices' errors from `decode` and `move_state`, by native/guard.cpp; once.
+def guard_calls() -> None:
+    """Return devices' errors from `decode` and `call`, by native/guard.cpp; once.
 
     They are C++ exceptions and aborts, which would end the process.
     """
-    if "decode" in _state:
+    if "guard" in _state:
         return
     try:
         guard = own_library("guard")
     except OSError:
         return
-    guard.edgeinfer_guard.argtypes = [ctypes.c_void_p]
-    guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, ctypes.c_void_p))
-    guarded = guard.edgeinfer_decode
-    guarded.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *L.llama_decode.argtypes]
-    guarded.restype = ctypes.c_int32
-    functions = (ctypes.cast(f, ctypes.c_void_p) for f in (L.llama_decode, L.llama_synchronize))
-    _state["decode"] = partial(guarded, *functions)
-    move = guard.edgeinfer_state
-    move.argtypes = [ctypes.c_void_p, *L.llama_state_seq_get_data_ext.argtypes]
-    move.restype = ctypes.c_size_t
-    _state["move"] = move
+    pointer, words = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "edgeinfer_guard": (None, [pointer]),
+        "edgeinfer_decode": (ctypes.c_int32, [pointer, pointer, *L.llama_decode.argtypes]),
+        "edgeinfer_reason": (ctypes.c_char_p, []),
+        "edgeinfer_call": (ctypes.c_bool, [pointer, words, words]),
+        "edgeinfer_call_with": (
+            ctypes.c_bool,
+            [pointer, ctypes.c_int, words, pointer, ctypes.c_size_t, words],
+        ),
+    }
+    _declare_functions(guard, signatures)
+    guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, pointer))
+    functions = (ctypes.cast(f, pointer) for f in (L.llama_decode, L.llama_synchronize))
+    _state["decode"] = partial(guard.edgeinfer_decode, *functions)
+    _state["guard"] = guard
 
 
 def decode(context: Any, batch: Any) -> int:
@@ -261,10 +271,44 @@ def decode(context: Any, batch: Any) -> int:
     return int(_state.get("decode", L.llama_decode)(context, batch))
 
 
-def move_state(function: Any, *args: Any) -> int:
-    """Call llama_state_seq_get_data_ext or …set_data_ext: the bytes moved, 0 for none."""
-    move = _state.get("move")
-    return int(move(ctypes.cast(function, ctypes.c_void_p), *args) if move else function(*args))
+def decode_error(code: int, work: str) -> DecodeError:
+    """Return the error for a code of `decode` on this thread, with what a device has thrown."""
+    thrown = f" ({_thrown()})" if code == _THROWN else ""
+    return DecodeError(f"llama_decode returned {code}{thrown} for {work}")
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Call a function of integers and pointers, and of one structure at the end, by `guard_calls`.
+
+    It returns a pointer or a size, or nothing. Raises DecodeError if a device throws in it.
+    """
+    guard = _state.get("guard")
+    if guard is None:
+        return function(*args)
+    params = args[-1] if isinstance(args[-1], ctypes.Structure) else None
+    plain = args if params is None else args[:-1]
+    words, result = (ctypes.c_uint64 * _WORDS)(*map(_word, plain)), ctypes.c_uint64()
+    address = ctypes.cast(function, ctypes.c_void_p)
+    if params is None:
+        has_returned = guard.edgeinfer_call(address, words, result)
+    else:
+        has_returned = guard.edgeinfer_call_with(
+            address, len(plain), words, ctypes.byref(params), ctypes.sizeof(params), result
+        )
+    if not has_returned:
+        raise DecodeError(f"{function.__name__}: {_thrown()}")
+    return result.value
+
+
+def _word(value: Any) -> int:
+    return value if isinstance(value, int) else ctypes.cast(value, ctypes.c_void_p).value or 0
+
+
+def _thrown() -> str:
+    """Return what the last guarded call of this thread has thrown, and the errors logged with it."""
+    thrown = _state["guard"].edgeinfer_reason().decode("utf-8", "replace")
+    errors = [line.strip() for line in list(_log)[-3:] if re.search(r"error|lost|fail", line, re.I)]
+    return "; ".join([thrown, *errors])
 
 
 class GgufParams(ctypes.Structure):

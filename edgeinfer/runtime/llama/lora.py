@@ -184,7 +184,7 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     if _stamp(adapter) != stamp:
         raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
     libllama.clear_log()
-    pointer = L.llama_adapter_lora_init(model, os.fsencode(adapter.path))
+    pointer = libllama.call(L.llama_adapter_lora_init, model, os.fsencode(adapter.path))
     if not pointer:
         reason = libllama.recent_reason()
         raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {reason}')

@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
 from edgeinfer.runtime.llama.context import ActiveContext
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.llama.weights import Progress, open_model, tensor_sizes
+from edgeinfer.runtime.llama.weights import Progress, free_model, open_model, tensor_sizes
 from edgeinfer.runtime.memory_plan import Plan, StreamingPlan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -116,20 +116,16 @@ class LlamaModel:
 
     def free(self) -> None:
         """Free context and model. Idempotent; no pointer may be used afterwards."""
-        llama = libllama.lib()
         self.stop_streaming()
-        if self.context:
-            self.cells.forget_order()
-            llama.llama_free(self.context)
+        self.active_context().free()
         if self.model:
-            llama.llama_model_free(self.model)
+            free_model(self.model)
         self.context = self.model = self.memory = None
 
 
 def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> LlamaModel:
     """Map the weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
     started = time.perf_counter()
-    llama = libllama.lib()
     check_options(options)
     model = open_model(files.paths, progress)
     try:
@@ -147,7 +143,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         if plan.from_disk:
             loaded.warnings = (disk_warning(shape, machine, plan, read_rate(files.paths[-1])),)
     except BaseException:
-        llama.llama_model_free(model)
+        free_model(model)
         raise
     loaded.start_streaming(files, plan.streaming)
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
@@ -253,21 +249,32 @@ def _with_context(
     )
 
 
-def with_another_context(loaded: LlamaModel, model: Any, options: LoadOptions) -> LlamaModel:
-    """Return `loaded` with a context of `model`. Raises ModelLoadError, OutOfMemoryError."""
+def with_another_context(
+    loaded: LlamaModel, model: Any, options: LoadOptions, n_cells: int
+) -> LlamaModel:
+    """Return `loaded` with a context of `model` and `n_cells`, at most its own.
+
+    Raises ModelLoadError, OutOfMemoryError, DecodeError.
+    """
     llama = libllama.lib()
     choices = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
     params = _planned_params(msgspec.structs.replace(options, **choices), loaded.plan)
     params.n_threads = params.n_threads_batch = loaded.n_threads
+    params.n_ctx = n_cells
     context, lines, buffers = make_context(model, params)
+    n_ctx, reason = min(loaded.n_ctx, n_cells), "what the devices hold next to the layers"
+    limits = {"n_ctx": Chosen(n_ctx, reason), "n_cells": Chosen(n_cells, reason)}
     return replace(
         loaded,
         model=model,
         context=context,
         memory=llama.llama_get_memory(context),
+        n_ctx=n_ctx,
+        n_cells=n_cells,
+        choices=loaded.choices | (limits if n_cells < loaded.n_cells else {}),
         kv_bytes=_sum_mib(lines, r"KV buffer size|RS buffer size"),
         compute_bytes=_sum_mib(lines, r"compute buffer size|output buffer size"),
-        cells=_cells(buffers, lines, loaded.shape, loaded.n_cells, loaded.choices),
+        cells=_cells(buffers, lines, loaded.shape, n_cells, loaded.choices),
     )
 
 
@@ -348,7 +355,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
     with libllama.registry_lock:
         libllama.clear_log()
         with libllama.listening() as lines, sparse_buffers() as buffers:
-            context = llama.llama_init_from_model(model, params)
+            context = libllama.call(llama.llama_init_from_model, model, params)
     if context:
         return context, lines, buffers
     reason = libllama.recent_reason()

@@ -30,7 +30,10 @@ _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """Save and restore states. No request uses the id `scratch`. One thread."""
+    """Save and restore states. No request uses the id `scratch`. One thread.
+
+    Reading and writing raise DecodeError if a device fails.
+    """
 
     def __init__(
         self, active: ActiveContext, scratch: int, *, supports_truncation: bool = True
@@ -129,13 +132,13 @@ class SequenceStates:
     def _fill(self, state: npt.NDArray[np.uint8], seq_id: int, flags: int) -> bool:
         pointer, size = state.ctypes.data_as(_BYTES), len(state)
         get = self._llama.llama_state_seq_get_data_ext
-        return libllama.move_state(get, self._active.context, pointer, size, seq_id, flags) == size
+        return bool(libllama.call(get, self._active.context, pointer, size, seq_id, flags) == size)
 
     def _set(self, seq_id: int, state: memoryview, flags: int) -> bool:
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
         size = len(state)
         put = self._llama.llama_state_seq_set_data_ext
-        return libllama.move_state(put, self._active.context, pointer, size, seq_id, flags) == size
+        return bool(libllama.call(put, self._active.context, pointer, size, seq_id, flags) == size)
 
 
 def _runs(copied: Sequence[Copied]) -> list[Copied]:

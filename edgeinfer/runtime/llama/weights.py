@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from edgeinfer.errors import ModelLoadError
+from edgeinfer.errors import DecodeError, ModelLoadError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
@@ -98,7 +98,7 @@ def open_model(
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
     is_too_large = sum(map(os.path.getsize, paths)) > read_memory().available_bytes
     with _left_on_disk() if is_too_large else contextlib.nullcontext():
-        model = llama.llama_model_load_from_splits(names, len(paths), params)
+        model = libllama.call(llama.llama_model_load_from_splits, names, len(paths), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
     return model
@@ -138,5 +138,6 @@ def _progress_hook(progress: Progress | None) -> Any:
 
 
 def free_model(model: Any) -> None:
-    """Free what `open_model` returned."""
-    libllama.L.llama_model_free(model)
+    """Free what `open_model` returned; a lost device keeps it."""
+    with contextlib.suppress(DecodeError):
+        libllama.call(libllama.L.llama_model_free, model)

@@ -308,7 +308,8 @@ def scratch_id(loaded: LlamaModel) -> int:
 def identity(loaded: LlamaModel, size: int) -> dict[str, str]:
     """Describe everything besides the model's file that decides a bit of a block."""
     build = libllama.build_info()
-    chosen = {name: str(loaded.choices[name].value) for name in ("kv_type", "gpu_layers")}
+    names = (name for name in ("kv_type", "gpu_layers", "gpus") if name in loaded.choices)
+    chosen = {name: str(loaded.choices[name].value) for name in names}
     arch = loaded.meta.get("general.architecture", "")
     trained = loaded.meta.get(f"{arch}.rope.scaling.original_context_length", "")
     return chosen | {

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.kv_cache import State
 from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 
@@ -120,7 +121,8 @@ class _Probe:
             chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
             self._batch.add(chunk, start + offset, _SEQ_ID, outputs=int(offset + _CHUNK >= len(tokens)))
-            self._batch.decode(self._active)
+            if code := self._batch.decode(self._active):
+                raise decode_error(code, f"{len(chunk)} tokens")
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from edgeinfer.errors import DecodeError
 from edgeinfer.platform.process import lower_thread_priority
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.context import AbortFlag, ActiveContext, Batch
+from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.options import Counters
@@ -77,9 +77,7 @@ class Executor:
             return None
         seconds = time.perf_counter() - began
         if code:
-            raise DecodeError(
-                f"llama_decode returned {code} for a batch of {self.batch.n_tokens} tokens"
-            )
+            raise decode_error(code, f"a batch of {self.batch.n_tokens} tokens")
         for entry in entries:
             self.kv.extend(entry.seq.claimed, entry.tokens)
         self._record_time(entries, seconds)
@@ -141,9 +139,7 @@ class Executor:
                 self.compute(cached_seq, tokens[start:])
                 return
             if code:
-                raise DecodeError(
-                    f"llama_decode returned {code} for a system prompt of {len(tokens)} tokens"
-                )
+                raise decode_error(code, f"a system prompt of {len(tokens)} tokens")
             self.kv.extend(cached_seq, chunk)
 
     def measure_steps(self, cached_seq: CachedSequence, token: int) -> None:
@@ -162,7 +158,7 @@ class Executor:
             took_s = time.perf_counter() - began
             self.kv.remove_unrecorded_cells(cached_seq)
             if code:
-                raise DecodeError(f"llama_decode returned {code} for {rows} tokens")
+                raise decode_error(code, f"{rows} tokens")
             return took_s
 
         self.costs.measure(step_s)

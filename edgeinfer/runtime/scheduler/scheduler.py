@@ -85,6 +85,17 @@ class Scheduler:
 
     def step(self) -> None:
         """End cancelled and late requests, admit others, decode one batch, process its output."""
+        self._survive(self._step)
+
+    def _survive(self, work: Callable[[], None]) -> None:
+        """Run `work`; if a device fails in it, the CPU goes on. Raises DecodeError without one."""
+        try:
+            work()
+        except DecodeError as error:
+            if not self.on_failed_step(error):
+                raise
+
+    def _step(self) -> None:
         began = time.perf_counter()
         self._idle_cells.note_use()
         running = self.queue.running
@@ -97,12 +108,7 @@ class Scheduler:
             self.prefixes.wait_for_disk(running)
             self._wait_for_picture(running)
             return
-        try:
-            decode_s = self.executor.run(entries)
-        except DecodeError as error:
-            if not self.on_failed_step(error):
-                raise
-            return
+        decode_s = self.executor.run(entries)
         if decode_s is None:
             return
         self.counters.steps_total += 1  # before a client that has its answer can ask
@@ -133,7 +139,7 @@ class Scheduler:
     def do_chore(self) -> None:
         """Store one pending block, or return a piece of memory. Only while idle."""
         if self.prefixes.has_writes:
-            self.prefixes.write_blocks(is_idle=True)
+            self._survive(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.work()
 
@@ -143,7 +149,15 @@ class Scheduler:
             self.queue.fail(seq, error)
         self.kv.drop_idle(pinned=True)
 
-    def switch_context(self, active: ActiveContext, *, has_copy: bool, on_device: bool) -> None:
+    def make_fit(self, n_ctx: int, n_cells: int) -> bool:
+        """Evict idle sequences until `n_cells` hold the others; False if a request is too long."""
+        requests = [*self.queue.running, *self.queue.waiting]
+        is_short = all(len(seq.tokens) < n_ctx for seq in requests)
+        return is_short and self.kv.make_room(self.kv.n_cells - n_cells)
+
+    def switch_context(
+        self, active: ActiveContext, n_ctx: int, *, has_copy: bool, on_device: bool
+    ) -> None:
         """Continue in another context, which has a copy of this one's cells (`has_copy`) or is empty.
 
         Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
@@ -156,6 +170,8 @@ class Scheduler:
             for seq in self.queue.running:
                 self.prefixes.preempt(seq, keep=False)
             self.kv.drop_idle(pinned=True)
+        self.kv.resize(active.n_cells)
+        self._planner.n_ctx = n_ctx
         self._planner.batch_invariance = (
             BatchInvariance(rows=1, cells=None) if on_device else self._batch_invariance
         )

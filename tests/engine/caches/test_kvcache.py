@@ -283,6 +283,11 @@ class Histories:
     def drop(self) -> None:
         self.kv.make_room(self.rng.randrange(300))
 
+    def resize(self) -> None:
+        self.kv.resize(self.rng.choice((512, 600)))
+        cells = {cell for seq in self.kv.cached_sequences for cell in seq.cells}
+        assert cells == set(range(self.kv.used_cells))
+
     def check(self) -> None:
         """Compare tokens, positions and cells with the pieces."""
         assert self.kv.used_cells == self.memory.cells
@@ -305,9 +310,10 @@ def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: st
         histories.shift,
         histories.release,
         histories.drop,
+        histories.resize,
     )
     for _ in range(200):
-        histories.rng.choices(actions, (4, 2, 2, 1, 4, 1))[0]()
+        histories.rng.choices(actions, (4, 2, 2, 1, 4, 1, 1))[0]()
         histories.check()
     for seq in histories.active:
         histories.kv.release(seq, keep=False)

@@ -14,14 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from edgeinfer.errors import ContextLengthError, DecodeError
+from edgeinfer.runtime import gpu_offload, memory_plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.llama.backends import OffloadRequest
+from edgeinfer.runtime.gpu_offload import DeviceContext
+from edgeinfer.runtime.llama.backends import Device, OffloadRequest
 from edgeinfer.runtime.memory_plan import Room, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.cache import make_states
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
@@ -43,10 +47,10 @@ def fail(how: str) -> None:
 
 
 @contextmanager
-def engine() -> Iterator[LlamaEngine]:
+def engine(n_ctx: int = 512) -> Iterator[LlamaEngine]:
     path = sys.argv[1]
     opened = load_engine(
-        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=512, n_parallel=2, n_batch=64)
+        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=n_ctx, n_parallel=2, n_batch=64)
     )
     try:
         yield opened
@@ -146,6 +150,140 @@ def store_and_restore(layers: int) -> dict[str, object]:
         return {"texts": answers, "disk": disk, "place": place(opened)}
 
 
+def lost_after(n: int) -> dict[str, object]:
+    """A device lost after `n` submits: in load, warm-up, switch, prompt, answer, a block that is written
+    or read, or at the end. Texts, where the layers were before and after them.
+    """
+    writer._WORTH_WRITING_S = 0.0  # a tiny model prefills too fast to be stored otherwise
+    with tempfile.TemporaryDirectory() as folder:
+        with engine() as opened:
+            opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+            fail(f"submit {n}")
+            opened.use_devices(OffloadRequest(layers="all"))
+            assert opened.settle_devices(_PATIENCE_S)
+            before = place(opened)
+            texts = [text(ask(opened, prompt=PROMPT * 4)), text(ask(opened))]
+            assert opened.flush_blocks()
+            after, reason = place(opened), opened.info.choices["gpu_layers"].reason
+            fail("submit 0")  # the end frees what is on it
+            opened.close()
+        with engine() as another:  # of the same process
+            another.use_devices(OffloadRequest(layers="all"))
+            assert another.settle_devices(_PATIENCE_S)
+            texts.append(text(ask(another)))
+        return {"texts": texts, "before": before, "place": after, "reason": reason}
+
+
+def lost_in_blocks() -> dict[str, object]:
+    """A device that is lost while a block is read from it, written to it, and when all is freed."""
+    errors = []
+    with engine() as opened:
+        opened.use_devices(OffloadRequest(layers="all"))
+        assert opened.settle_devices(_PATIENCE_S)
+        texts = [text(ask(opened))]
+        before = place(opened)
+        states = make_states(opened._gpu.loaded, opened._active)
+        (cached_seq,) = opened._scheduler.kv.cached_sequences
+        state = opened.between_steps(lambda: states.read(cached_seq.seq_id, 0, 4))
+        fail("submit 0")
+        for work in (
+            lambda: states.read(cached_seq.seq_id, 0, 4),
+            lambda: states.write(cached_seq.seq_id, state),
+        ):
+            try:
+                opened.between_steps(work)
+            except DecodeError as error:
+                errors.append(error.message)
+        texts.append(text(ask(opened)))
+        after = place(opened)
+    with engine() as other:
+        texts.append(text(ask(other)))
+    return {"texts": texts, "before": before, "place": after, "errors": errors}
+
+
+def freed_lost() -> dict[str, object]:
+    """A device that is lost before the engine ends."""
+    with engine() as opened:
+        opened.use_devices(OffloadRequest(layers="all"))
+        assert opened.settle_devices(_PATIENCE_S)
+        texts, before = [text(ask(opened))], place(opened)
+        fail("submit 0")
+    with engine() as other:
+        return {"texts": [*texts, text(ask(other))], "before": before}
+
+
+def full() -> dict[str, object]:
+    """A card on which another program takes memory between the plan and the load."""
+    with engine() as opened:
+        loaded = opened._loaded
+        room = next(
+            n
+            for n in range(256 << 20, 1 << 30, 4096)
+            if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
+            > loaded.shape.n_layer
+        )
+    gpu_offload._SMALLER = 1 - 2 * 4096 / room
+    fail("memory -2")
+    return with_room(room)
+
+
+def next_backend() -> dict[str, object]:
+    """A first backend without code for the card, and a second one with it."""
+    real_devices, real_warm_up = gpu_offload.find_devices, DeviceContext.warm_up
+
+    def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
+        (devices,) = real_devices(request)
+        yield from ((device,) for device in devices)
+
+    def warm_up(self: DeviceContext, n_tokens: int) -> None:
+        if self.offload.devices == ("Vulkan0",):
+            raise DecodeError("CUDA error: no kernel image is available for execution on the device")
+        real_warm_up(self, n_tokens)
+
+    gpu_offload.find_devices, DeviceContext.warm_up = find_devices, warm_up  # type: ignore[method-assign]
+    return with_layers("all")
+
+
+def shorter() -> dict[str, object]:
+    """A device that holds all layers with a shorter context only, while a longer request runs."""
+    memory_plan._LEAST_DEVICE_CELLS = 256
+    with engine(n_ctx=0) as opened:
+        loaded = opened._loaded
+        rooms = (Room(name="Vulkan0", free_bytes=n) for n in range(256 << 20, 1 << 30, 4096))
+        room = next(
+            room
+            for room in rooms
+            if make_offload(loaded.shape, loaded.plan, (room,), "auto").n_cells == 256
+        )
+        OffloadRequest.room = lambda _, device: room  # type: ignore[assignment, method-assign]
+        n_ctx = [opened.info.n_ctx]
+        texts = [text(ask(opened, 64, PROMPT * 12))]
+        stream = iter(ask(opened, 64, PROMPT * 12))
+        first = next(event.text for event in stream if isinstance(event, TextDelta))
+        opened.use_devices(OffloadRequest(devices=("Vulkan0",)))
+        texts += [first + text(stream), text(ask(opened))]  # type: ignore[arg-type]
+        assert opened.settle_devices(_PATIENCE_S)
+        texts.append(text(ask(opened)))
+        attached, n_ctx = place(opened), [*n_ctx, opened.info.n_ctx]
+        kv_total = opened.metrics().kv_total_tokens
+        refused = ""
+        try:
+            ask(opened, 8, PROMPT * 12)
+        except ContextLengthError as error:
+            refused = error.message
+        fail("submit 0")
+        texts += [text(ask(opened)), text(ask(opened, 64, PROMPT * 12))]
+        n_ctx.append(opened.info.n_ctx)
+        return {
+            "texts": texts,
+            "place": attached,
+            "n_ctx": n_ctx,
+            "cells": kv_total,
+            "refused": refused,
+            "reason": loaded.choices["n_ctx"].reason,
+        }
+
+
 def experts() -> dict[str, object]:
     """The least room that holds all layers, but not all of their experts."""
     with engine() as opened:
@@ -174,6 +312,11 @@ SCENARIOS = {
     "experts": experts,
     "stored": lambda: store_and_restore(2),
     "two": lambda: with_layers("all"),
+    "shorter": shorter,
+    "lost in blocks": lost_in_blocks,
+    "freed": freed_lost,
+    "full": full,
+    "next": next_backend,
     "lost": lambda: lost(1),
 }
 
@@ -184,7 +327,9 @@ def main() -> None:
     results = {}
     for name in sys.argv[2:]:
         said.clear()
-        results[name] = SCENARIOS[name]() | {"said": list(said)}
+        kind, _, number = name.partition(" after ")
+        scenario = SCENARIOS[kind] if not number else lambda n=int(number): lost_after(n)
+        results[name] = scenario() | {"said": list(said)}
     print(json.dumps(results), flush=True)
     os._exit(0)
 

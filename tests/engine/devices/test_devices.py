@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,71 @@ def test_failing_device_costs_one_line_and_no_answer(
     ):
         (line,) = found[name]["said"]
         assert words in line
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_process_outlives_a_device_that_is_lost_after_any_submit(
+    model: Path,
+    environment: dict[str, str],
+    alone: dict[str, Any],
+    tmp_path: Path,
+    repeats: Callable[[int], int],
+    share: int,
+) -> None:
+    short, long_prompt = alone["cpu"]["texts"][0], ""
+    for n in range(share, repeats(64), 4):
+        name = f"lost after {n}"  # a process each: no driver is used after a loss
+        found = answers(start(model, environment, tmp_path, name))[name]
+        long_prompt = long_prompt or found["texts"][0]
+        assert found["texts"] == [long_prompt, short, short], n
+        if found["place"] == "none":
+            first, again = found["said"]
+            assert "ErrorDeviceLost" in first, n
+            assert "ErrorDeviceLost" in found["reason"], n
+            assert again.startswith("no layers on a GPU: vulkan failed before in this process"), n
+        else:
+            assert found["said"] == [], n
+
+
+def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    """llama.cpp copies cells, and frees, in destructors, out of which no exception may come."""
+    short = alone["cpu"]["texts"][0]
+    for name in ("lost in blocks", "freed"):
+        found = answers(start(model, environment, tmp_path, name))[name]
+        assert found["before"] == "3 of 3 on Vulkan0"
+        assert set(found["texts"]) == {short}
+        if name == "lost in blocks":
+            assert found["place"] == "none"
+            assert "llama_state_seq_get_data_ext: vk::Queue::submit" in found["errors"][0]
+            assert len(found["said"]) == 1
+
+
+def test_card_that_fills_up_gets_a_smaller_try_and_another_backend_its_own(
+    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    full = answers(start(model, environment, tmp_path, "full"))["full"]
+    assert full["place"] == "2 of 3 on Vulkan0"
+    twice = environment | {"GGML_VK_VISIBLE_DEVICES": "0,0"}
+    other = answers(start(model, twice, tmp_path, "next"))["next"]
+    assert other["place"] == "3 of 3 on Vulkan1"
+    for found in (full, other):
+        assert found["texts"] == alone["cpu"]["texts"]
+        assert found["said"] == []
+
+
+def test_context_of_a_small_device_is_shorter_and_longer_requests_end_on_the_cpu_first(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    found = answers(start(model, environment, tmp_path, "shorter"))["shorter"]
+    long, short = found["texts"][0], found["texts"][2]
+    assert found["texts"] == [long, long, short, short, short, long]
+    assert found["place"] == "2 of 3 on Vulkan0"
+    assert found["n_ctx"] == [512, 256, 512]
+    assert found["cells"] == 256
+    assert "the context 256" in found["refused"]
+    assert len(found["said"]) == 1
 
 
 def test_experts_stay_with_the_cpu_first_and_two_devices_share_the_layers(
