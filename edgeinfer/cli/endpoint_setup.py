@@ -24,6 +24,7 @@ from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
+from edgeinfer.receipts.receipt import load_key
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
 from edgeinfer.server.app import App
@@ -142,6 +143,7 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
+    load_key(host.config.receipts.key)  # refuses a wrong one now
     if folder := pick(options.log_payloads, config.log_payloads):
         endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:

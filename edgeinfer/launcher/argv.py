@@ -13,7 +13,7 @@ LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 SWITCHES = frozenset(
     (
         *("--help", "--json", "--quiet", "--continue", "--plain", "--raw", "--timings"),
-        *("--ollama", "--tools", "-h", "--help-all", "--private"),
+        *("--ollama", "--tools", "-h", "--help-all", "--private", "--receipts"),
     )
 )
 _OF_NO_VERB = ("-h", "--help", "--version")

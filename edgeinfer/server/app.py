@@ -66,6 +66,7 @@ class App:
         finally:
             self._record(context, scope["method"])
             context.body, context.answers = None, []  # the context lies in a cycle with its scope
+            context.receipts.clear()
 
     def _context(self, scope: Scope) -> RequestContext:
         """Give a request its id, its operation and its dialect."""

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import UnknownModelError
+from edgeinfer.receipts.receipt import Receipt, Refusal
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
@@ -63,6 +64,8 @@ class RequestContext:
     body: bytes | None = None
     #: For the payload log: its answers, why it failed, and whether its client left before the end.
     answers: list[Collected] = field(default_factory=list)
+    #: Those of the answers, if the client asked for them or the payload log is on.
+    receipts: list[Receipt | Refusal] = field(default_factory=list)
     problem: Problem | None = None
     client_left: bool = False
     #: Bytes that it holds of `Endpoint.bodies`.

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.generation import Collected
@@ -47,12 +48,14 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
+    has_receipt: bool = False
 
 
 class GenerationTask(NamedTuple):
-    """Submitted generations with their model and renderer."""
+    """Submitted generations with their model, requests and renderer."""
 
     lease: Lease
+    requests: Sequence[GenerateRequest]
     generations: list[Generation]
     renderer: Renderer
 
@@ -86,7 +89,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
-        return GenerationTask(lease, generations, spec.renderer(context.model, info))
+        return GenerationTask(lease, requests, generations, spec.renderer(context.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
             lease.failed()
@@ -114,6 +117,8 @@ def _may_have_files(body: bytes) -> bool:
 def _prepare(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
+    if request.record_tokens or context.endpoint.payload_log is not None:
+        request = with_record(request)
     return msgspec.structs.replace(
         request,
         messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
@@ -203,6 +208,16 @@ async def _feed(
         queue.put_nowait(outcome)
 
 
+def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:
+    """Add the field `receipt`, of several answers `receipts`, to the last JSON object of an answer.
+
+    Every API has one object in a line, and ends by one, or by `[DONE]` after it.
+    """
+    field = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
+    end = data.rindex(b"}")
+    return b"%b,%b%b" % (data[:end], msgspec.json.encode(field)[1:-1], data[end:])
+
+
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -220,7 +235,8 @@ async def answer(
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    spec = GenerationSpec(body.keep_alive, requests, renderer)
+    has_receipt = getattr(body, "receipt", False)  # `body` has `GenerationFields`, whatever its API
+    spec = GenerationSpec(body.keep_alive, requests, renderer, has_receipt)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:
@@ -297,6 +313,18 @@ class _GenerationResponse(Response):
             for generation in self.task.generations:
                 generation.tap(None)  # otherwise a cycle holds the request until the collector runs
 
+    def _add_receipts(self, data: bytes) -> bytes:
+        """Make the receipts of the answers, and add them to the last JSON object if the client asks."""
+        assert self.task is not None
+        info, key = self.task.lease.engine.info, load_key(self.endpoint.host.config.receipts.key)
+        pairs = enumerate(zip(self.task.requests, self.context.answers, strict=True))
+        self.context.receipts = receipts = [
+            make_receipt(request, answer.finish, info, index=index, key=key)
+            for index, (request, answer) in pairs
+            if request.record_tokens
+        ]
+        return with_receipts(data, receipts) if self._spec.has_receipt else data
+
     def _check_cancelled(self, event: Event) -> None:
         """Raise Problem 503 for a generation that the endpoint itself cancelled."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
@@ -341,7 +369,7 @@ class _WholeResponse(_GenerationResponse):
         except EngineClosedError:
             task.lease.failed()
             raise
-        return task.renderer.whole(answers)
+        return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: Collected, event: Event) -> bool:
         """Take an event on the engine's thread: the event loop wakes for the last one only."""
@@ -393,7 +421,7 @@ class _StreamResponse(_GenerationResponse):
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                         self._use_short_cut(task)
-            return held + renderer.closing()
+            return self._add_receipts(held + renderer.closing())
         except asyncio.CancelledError:
             if self.client_left:
                 return b""
@@ -409,7 +437,7 @@ class _StreamResponse(_GenerationResponse):
                 self._short_cut.close()
 
     def _collect_for_log(self, index: int, event: Event) -> None:
-        if self.endpoint.payload_log is not None:
+        if self.endpoint.payload_log is not None or isinstance(event, Finished):
             self.context.answers[index].add(event)
 
     def _use_short_cut(self, task: GenerationTask) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from binascii import a2b_base64
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform import disk
 
 if TYPE_CHECKING:
+    from edgeinfer.receipts.receipt import Receipt, Refusal
     from edgeinfer.runtime.generation import Collected
     from edgeinfer.server.context import RequestContext
     from edgeinfer.server.endpoint import Endpoint
@@ -41,8 +43,9 @@ _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 #: Keys of base64 without a type.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
-#: (event without request and answers, body, answers)
-_Exchange = tuple[dict[str, Any], bytes, "list[Collected]"]
+_Answers = list[tuple["Collected", "Receipt | Refusal | None"]]
+#: (event without request and answers, body, answers with their receipts)
+_Exchange = tuple[dict[str, Any], bytes, _Answers]
 
 
 class PayloadLog:
@@ -83,7 +86,8 @@ class PayloadLog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="payload-log", daemon=True)
             self._thread.start()
-        self._queue.put((_event(context, method), body, context.answers))
+        answers = list(zip_longest(context.answers, context.receipts))  # one that failed has none
+        self._queue.put((_event(context, method), body, answers))
 
     def close(self) -> None:
         """Write what waits, but not long for a file system that hangs."""
@@ -204,21 +208,21 @@ def _event(context: RequestContext, method: str) -> dict[str, Any]:
     }
 
 
-def _line(event: dict[str, Any], body: bytes, answers: list[Collected]) -> bytes:
+def _line(event: dict[str, Any], body: bytes, answers: _Answers) -> bytes:
     try:
         request = _without_media(msgspec.json.decode(body or b"null"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         request = _omit("not JSON", body)
-    event["data"] |= {"request": request, "answers": [_describe(answer) for answer in answers]}
+    event["data"] |= {"request": request, "answers": [_describe(*pair) for pair in answers]}
     return msgspec.json.encode(event) + b"\n"
 
 
-def _describe(answer: Collected) -> dict[str, Any]:
+def _describe(answer: Collected, receipt: Receipt | Refusal | None) -> dict[str, Any]:
     calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
     shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
     if (finish := answer.last_event) is not None:
         shown |= {"finish_reason": finish.reason, "usage": finish.usage, "timings": finish.timings}
-    return shown
+    return shown | {"receipt": receipt}
 
 
 def _without_media(value: Any, kind: str = "") -> Any:

@@ -47,6 +47,7 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
     e.InvalidRequestError: (400, "invalid_value", None),
     e.ContextLengthError: (400, "context_length_exceeded", None),
     e.UnsupportedConstraintError: (400, "unsupported_schema", None),
+    e.ReceiptError: (400, "invalid_receipt", None),
     e.InvalidGgufError: (422, "model_unavailable", None),
     e.ModelLoadError: (422, "model_unavailable", None),
     e.QueueFullError: (503, "queue_full", 1),

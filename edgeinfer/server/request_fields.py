@@ -136,6 +136,7 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
         "cache_salt": body.cache_salt or "",
         "conversation": body.prompt_cache_key or "",
         "deadline_s": body.deadline_s,
+        "record_tokens": body.receipt,
     }
 
 

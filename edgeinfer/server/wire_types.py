@@ -91,6 +91,10 @@ Deadline = Annotated[
 ]
 
 
+_RECEIPT_MEANS = "Whether the answer carries a `receipt`, which POST /v1/verify checks."
+WithReceipt = Annotated[bool, Meta(description=_RECEIPT_MEANS)]
+
+
 class LoraChoice(Wire, frozen=True, kw_only=True):
     """An adapter of the model with its scale."""
 
@@ -116,6 +120,7 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True):
     prompt_cache_key: PromptCacheKey | None = None
     deadline_s: Deadline | None = None
     lora: LoraChoices | None = None
+    receipt: WithReceipt = False
 
 
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):

@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "answers, one a line; finished lines are skipped, so a run can be resumed"
     parser.add_argument("output", metavar="OUT.jsonl", help=help)
     add_option(parser, "--model MODEL", "model of requests without one (default: the configured one)")
+    add_option(parser, "--receipts", "add the receipt of each answer, for `edgeinfer verify OUT.jsonl`")
     add_quiet(parser)
     add_load_options(parser)
     add_launch_options(parser)
@@ -100,7 +101,12 @@ def run(options: argparse.Namespace, host: Host) -> BatchResult:
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
         raise UsageError(f"{options.output} is both input and output", hint="name another output file")
-    return answer(options, host, read_input(Path(options.input)), Path(options.output))
+    lines = read_input(Path(options.input))
+    if options.receipts:
+        for line in lines:
+            if line.url != "/v1/embeddings":
+                line.body["receipt"] = True
+    return answer(options, host, lines, Path(options.output))
 
 
 def answer(

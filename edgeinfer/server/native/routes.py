@@ -14,6 +14,8 @@ from edgeinfer import __version__
 from edgeinfer.agents.prompt_normalization import predict_prefix
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.receipts.receipt import parse_json, to_receipt
+from edgeinfer.receipts.verify import Verification, verify
 from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
@@ -97,6 +99,14 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     ]
     usage = PromptUsage(prompt_tokens=tokens, total_tokens=tokens)
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
+
+
+@ROUTES.post("/v1/verify")
+async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> Verification:
+    """Check the receipt of an answer."""
+    receipt = to_receipt(parse_json(context.body or b"")["receipt"])  # no key may stand in it twice
+    model = ModelFields(model=body.model or receipt.model, keep_alive=body.keep_alive)
+    return await with_engine(context, model, lambda engine: verify(receipt, engine))
 
 
 def _piece(raw: bytes) -> str | list[int]:

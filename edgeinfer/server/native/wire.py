@@ -90,6 +90,12 @@ class RerankReply(Reply, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
 
 
+class VerifyRequest(ModelFields, frozen=True, kw_only=True):
+    """POST /v1/verify. `model` None: the one that the receipt names."""
+
+    receipt: JsonObject
+
+
 class InferQuery(GenerationFields, frozen=True, kw_only=True):
     """GET /infer, and POST /infer with a query. A longer prompt belongs into a body."""
 
