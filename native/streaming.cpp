@@ -69,7 +69,7 @@ struct Weight;
 struct Slice : Load {  // an expert
     Weight *of;
     double key = -INFINITY;  // log2 of its uses, halved each kHalf tokens: greater keys stay greater
-    int64_t group = -1, graph = -1;
+    int64_t group = -1;      // in which it was wanted last
     size_t place;  // in Stream::cached
 };
 struct Weight : Load {
@@ -78,14 +78,11 @@ struct Weight : Load {
     size_t bytes;  // of an expert, if it has some
     Kind kind;
     int losses = 0;
+    size_t in_ring = 0;  // bytes, with those that are skipped before it
     const ggml_tensor *ids = nullptr;
     std::vector<Slice> slices;
     int64_t low() const { return round_down(offset); }
     size_t slot_bytes() const { return round_up(bytes) + kPage; }
-};
-struct Item : Load {  // of the ring
-    Weight *of;
-    size_t taken;
 };
 
 std::atomic<bool> g_is_damaged;
@@ -104,9 +101,9 @@ struct Stream {
     std::unordered_map<const void *, Weight> weights;
     std::vector<Weight *> recorded, order;  // weights of the graph that is planned, and of the one that is computed
     bool is_computing = true, is_dirty = true;
-    int64_t graph = 0, faults = 0, to_stream;
+    int64_t faults = 0, to_stream;
 
-    std::vector<Item> items;  // item i of the endless sequence is items[i % n]; the ring holds [tail, head)
+    std::vector<Weight *> streamed;  // weight i of the endless sequence is streamed[i % n]; the ring holds [tail, head)
     uint8_t *ring = nullptr;
     size_t ring_bytes, in_ring = 0, write_at = 0;
     int64_t head = 0, tail = 0;
@@ -116,11 +113,10 @@ struct Stream {
     std::map<size_t, std::vector<uint8_t *>> free_slots;  // by their size; pages are in memory only while they hold a slice
     std::vector<Slice *> cached;
     Weight *present = nullptr;  // whose experts are multiplied, from `cursor` on not asked for
-    std::vector<bool> wanted;
-    std::vector<int> reached;  // the expert each thread is at
-    int cursor = 0;
-    const ggml_tensor *ids = nullptr;
-    int64_t group = 0, tokens = 0, ids_graph = 0;
+    std::vector<int> uses, reached;  // by expert, and the expert that each thread is at
+    size_t cursor = 0;
+    const ggml_tensor *ids = nullptr;  // which experts: the same for all weights of a layer, which are a group
+    int64_t group = 0, tokens = 0;
 
     double waited_s = 0;
     int64_t bytes_read = 0, moved = 0;
@@ -142,7 +138,8 @@ struct Stream {
     }
     static int populate(const Read &r) {
         for (size_t at = 0; at < r.bytes; at += kAhead) readahead(r.file->buffered, r.offset + at, std::min(kAhead, r.bytes - at));
-        return madvise(r.file->base + r.offset, r.bytes, kPopulateRead) && errno != EINVAL ? errno : 0;
+        const bool is_read = !madvise(r.file->base + r.offset, r.bytes, kPopulateRead) || (errno != EFAULT && errno != EHWPOISON);
+        return is_read ? 0 : EIO;
     }
     void read() {
         std::unique_lock<std::mutex> lock(mutex);
@@ -192,7 +189,7 @@ struct Stream {
         }
         if (w->kind == kMapped) return;
         if (is_computing) recorded.clear(), is_computing = false;
-        w->ids = op->src[2];
+        w->ids = w->kind == kExperts ? op->src[2] : nullptr;
         recorded.push_back(w);
     }
     Weight &add(const ggml_tensor *op, File *file, bool is_accepted) {
@@ -224,29 +221,28 @@ struct Stream {
     uint8_t *allocate(size_t bytes) {
         void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) return nullptr;
-        madvise(p, bytes, MADV_HUGEPAGE), madvise(p, bytes, MADV_DONTFORK);
+        madvise(p, bytes, MADV_DONTFORK);  // and no huge pages: a gigabyte of them took 10 s of compaction
         areas.push_back({p, bytes});
         return (uint8_t *)p;
     }
 
     void begin_graph(std::unique_lock<std::mutex> &lock) {
-        is_computing = true, graph++;
+        is_computing = true, ids = nullptr;
         stream_what_is_lost();
         if (recorded != order) order = recorded, is_dirty = true;
         if (!is_dirty) return;
         is_dirty = false;
-        choose();
+        empty_ring(lock), choose();
         for (Weight *w : order)
             if (w->kind <= kPinned && !w->at && !w->parts) ask(background, *w, w->offset, nullptr, *w);
         while (in_slots > slot_room && let_go_of_one(false, 0)) {}
-        empty_ring(lock);
         for (Weight *w : order)
-            if (w->kind == kStreamed) items.push_back({{}, w, 0});
+            if (w->kind == kStreamed && std::find(streamed.begin(), streamed.end(), w) == streamed.end()) streamed.push_back(w);
         fill();
     }
     void empty_ring(std::unique_lock<std::mutex> &lock) {
-        wait(lock, [&] { return std::all_of(items.begin(), items.end(), [](const Item &i) { return !i.parts; }); });
-        head = tail = 0, in_ring = write_at = 0, items.clear();
+        wait(lock, [&] { return std::none_of(streamed.begin(), streamed.end(), [](const Weight *w) { return w->parts; }); });
+        head = tail = 0, in_ring = write_at = 0, streamed.clear();
     }
     // Spreads what is streamed over the graph, so that reading never pauses.
     void choose() {
@@ -293,27 +289,26 @@ struct Stream {
     // ---- the ring
 
     void fill() {
-        const int64_t n = items.size();
+        const int64_t n = streamed.size();
         for (; head - tail < n; head++) {
-            Item &item = items[head % n];
-            const size_t bytes = round_up(item.of->offset + item.of->bytes) - item.of->low();
+            Weight &w = *streamed[head % n];
+            const size_t bytes = round_up(w.offset + w.bytes) - w.low();
             if (head == tail) write_at = in_ring = 0;  // else a weight that is larger than the rest of the ring would wait for ever
             const size_t skipped = write_at + bytes > ring_bytes ? ring_bytes - write_at : 0;
             if (in_ring + skipped + bytes > ring_bytes) return;
             if (skipped) write_at = 0;
-            item.taken = skipped + bytes, in_ring += item.taken;
-            ask(urgent, *item.of, item.of->offset, ring + write_at, item);
+            w.in_ring = skipped + bytes, in_ring += w.in_ring;
+            ask(urgent, w, w.offset, ring + write_at, w);
             write_at += bytes;
         }
     }
     // Frees what lies before the weight. One that is not next (of another graph, after an abort) is come to by skipping.
     void go_to(const Weight *w, std::unique_lock<std::mutex> &lock) {
-        const int64_t n = items.size();
-        for (; items[tail % n].of != w; tail++, head = std::max(head, tail)) {
-            if (tail >= head) continue;
-            Item &old = items[tail % n];
+        for (; streamed[tail % streamed.size()] != w; tail++, head = std::max(head, tail)) {
+            if (tail == head) continue;
+            const Weight &old = *streamed[tail % streamed.size()];
             wait(lock, [&] { return !old.parts; });
-            in_ring -= old.taken;
+            in_ring -= old.in_ring;
         }
         fill();
     }
@@ -345,7 +340,7 @@ struct Stream {
         cached.pop_back();
     }
     // Has an expert in a slot, or on its way to one; false while there is no room.
-    bool keep(Slice &s, bool is_urgent) {
+    bool keep(Slice &s, int n_uses, bool is_urgent) {
         const Weight &w = *s.of;
         const size_t bytes = w.slot_bytes();
         if (!s.at) {
@@ -356,39 +351,28 @@ struct Stream {
             in_slots += bytes, s.place = cached.size(), cached.push_back(&s);
             ask(urgent, w, w.offset + (&s - w.slices.data()) * w.bytes, slot, s);
         }
+        const double now = tokens / kHalf;
+        if (s.group != group) s.key = std::log2(n_uses + std::exp2(s.key - now)) + now;
         s.group = group;
         return true;
     }
     // Asks for the experts of the present product in their order, as far as there is room; threads that go on make some.
     void keep_wanted() {
-        for (; cursor < (int)wanted.size(); cursor++)
-            if (wanted[cursor] && !keep(present->slices[cursor], true)) return;
-    }
-    void count_uses(Weight &w, const int32_t *firsts) {
-        const double now = tokens / kHalf;
-        for (size_t e = 0; e < w.slices.size(); e++) {
-            Slice &s = w.slices[e];
-            if (!wanted[e] || s.graph == graph) continue;
-            s.graph = graph;
-            s.key = std::log2(firsts[e + 1] - firsts[e] + std::exp2(s.key - now)) + now;
-        }
+        for (; cursor < uses.size(); cursor++)
+            if (uses[cursor] && !keep(present->slices[cursor], uses[cursor], true)) return;
     }
     void begin_experts(Weight &w, const ggml_tensor *op, const int32_t *firsts, int n_threads) {
-        if (graph != ids_graph) tokens += op->src[2]->ne[1];
-        group += graph != ids_graph || ids != op->src[2];
-        ids_graph = graph, ids = op->src[2], present = &w, cursor = 0;
-        reached.assign(n_threads, 0), wanted.assign(w.slices.size(), false);
-        for (size_t e = 0; e < wanted.size(); e++) wanted[e] = firsts[e + 1] > firsts[e];
-        count_uses(w, firsts), keep_wanted();
+        const size_t n = w.slices.size();
+        if (!ids) tokens += op->src[2]->ne[1];
+        group += ids != op->src[2], ids = op->src[2];
+        present = &w, cursor = 0, reached.assign(n_threads, 0), uses.resize(n);
+        for (size_t e = 0; e < n; e++) uses[e] = firsts[e + 1] - firsts[e];
+        keep_wanted();
         // the same experts of the layer's other weights, so that the disk always has many reads to do
-        if (12 * w.slot_bytes() * std::count(wanted.begin(), wanted.end(), true) > slot_room) return;
-        for (auto later = std::find(order.begin(), order.end(), &w); later != order.end(); ++later) {
-            Weight &x = **later;
-            if (x.kind != kExperts || x.ids != ids || x.slices.size() != wanted.size()) continue;
-            count_uses(x, firsts);
-            for (size_t e = 0; e < wanted.size(); e++)
-                if (wanted[e]) keep(x.slices[e], false);
-        }
+        if (12 * w.slot_bytes() * (n - std::count(uses.begin(), uses.end(), 0)) > slot_room) return;
+        for (auto later = std::find(order.begin(), order.end(), &w); later != order.end(); ++later)
+            for (size_t e = 0; e < n && (*later)->ids == ids && (*later)->slices.size() == n; e++)
+                if (uses[e]) keep((*later)->slices[e], uses[e], false);
     }
 
     // ---- products
@@ -404,10 +388,8 @@ struct Stream {
     const uint8_t *weight(const ggml_tensor *op) {
         std::unique_lock<std::mutex> lock(mutex);
         Weight *w = find(op->src[0]->data);
-        if (!w) return (const uint8_t *)op->src[0]->data;
-        const Load &load = w->kind == kStreamed ? items[tail % items.size()] : *(Load *)w;
-        wait(lock, [&] { return !load.parts; });
-        return w->kind == kStreamed ? load.at : (const uint8_t *)op->src[0]->data;
+        if (w) wait(lock, [&] { return !w->parts; });
+        return w && w->kind == kStreamed ? w->at : (const uint8_t *)op->src[0]->data;
     }
     const uint8_t *expert(const ggml_tensor *op, int thread, int e) {
         std::unique_lock<std::mutex> lock(mutex);

@@ -308,7 +308,7 @@ class LlamaEngine:
         Weights that do not fit into the memory of now are streamed again.
         """
         self._preparer.entropy = entropy
-        if self._loaded.plan.streaming is not None:
+        if self._loaded.plan.from_disk:
             plan = make_plan(self._loaded.shape, self._options, read_machine())
             self._loaded.start_streaming(self._files, plan.streaming)
         if n_threads:

@@ -18,24 +18,38 @@ from edgeinfer.models.quantizing import QuantizeOptions, run_quantizer
 MIB = 1 << 20
 _V1 = Path("/sys/fs/cgroup/memory")
 _V2 = Path("/sys/fs/cgroup")
-#: Joins the group in argv[1], then answers a prompt and says how.
+#: Joins the group in argv[1], then answers a prompt and says how; with a new limit in argv[5], again
+#: once it has been lowered, in the file argv[6], and fewer weights are in memory.
 PROGRAM = """
-import json, os, sys
+import json, os, resource, sys
+from pathlib import Path
 if sys.argv[1]:
     open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 options = LoadOptions(n_ctx=int(sys.argv[3]), n_parallel=1, n_threads=2)
-engine = load_engine(ModelFiles(name="x", paths=(sys.argv[2],)), options)
 def read():
     lines = open("/proc/self/io").read().split()
     return int(lines[lines.index("read_bytes:") + 1])
-before = read()
+def held():
+    return engine.metrics().pinned_bytes + engine.metrics().expert_slot_bytes
 request = GenerateRequest(prompt=sys.argv[4], sampling=Sampling(temperature=0), max_tokens=4, ignore_eos=True)
-text = "".join(getattr(event, "text", "") for event in engine.submit(request))
-info = engine.info
-print(json.dumps({"text": text, "warnings": info.warnings, "n_ctx": info.n_ctx, "read": read() - before}))
+def answer():
+    return "".join(getattr(event, "text", "") for event in engine.submit(request))
+start = read()
+engine = load_engine(ModelFiles(name="x", paths=(sys.argv[2],)), options)
+before, faults = read(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+said = {"loaded": before - start, "text": answer(), "held": held(), "read": read() - before}
+said["faults"] = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
+if len(sys.argv) > 5:
+    limit = int(sys.argv[5])
+    while held() == said["held"] and limit > 300 << 20:
+        limit -= 4 << 20
+        (Path(sys.argv[1]) / sys.argv[6]).write_text(str(limit))
+        answer()
+    said |= {"again": answer(), "less": held()}
+print(json.dumps(said | {"warnings": engine.info.warnings, "n_ctx": engine.info.n_ctx}))
 engine.close()
 """
 Answer = Callable[..., dict[str, Any]]
@@ -63,13 +77,17 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
     folder.rmdir()
 
 
-def answer(group: str, model: Path, n_ctx: int = 512, prompt: str = "The river") -> dict[str, Any]:
+def answer(
+    group: str, model: Path, n_ctx: int = 512, prompt: str = "The river", later_limit: int = 0
+) -> dict[str, Any]:
     """Answer in a process that starts with nothing of the model in the page cache."""
     fd = os.open(model, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    said = run_python(PROGRAM, group, model, n_ctx, prompt, timeout=300)
+    name = next((n for n in ("memory.limit_in_bytes", "memory.max") if (Path(group) / n).exists()), "")
+    more = [later_limit, name] if later_limit else []
+    said = run_python(PROGRAM, group, model, n_ctx, prompt, *more, timeout=300)
     result: dict[str, Any] = json.loads(said.splitlines()[-1])
     return result
 
@@ -89,6 +107,19 @@ def test_a_model_larger_than_memory_answers_with_a_warning(
     assert "a token" in warning
     assert not roomy["warnings"]
     assert short["read"] > 2 * (model.stat().st_size - 420 * MIB)  # again for every token
+    assert short["loaded"] < model.stat().st_size - 200 * MIB  # which is not read to be dropped again
+
+
+def test_what_is_in_memory_follows_a_limit_that_changes(
+    group: Callable[[int], str], smollm2: Path, tmp_path: Path
+) -> None:
+    model, kind = tmp_path / "f32.gguf", file_type("F32")
+    run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
+    prompt = "A long prompt of many rows. " * 20
+    short = answer(group(640 * MIB), model, prompt=prompt, later_limit=560 * MIB)
+    assert short["again"] == short["text"] == answer("", model, prompt=prompt)["text"] != ""
+    assert short["less"] < short["held"]
+    assert short["faults"] < 2000  # of 130,000 pages
 
 
 def test_of_a_mixture_only_the_experts_that_are_used_are_read(

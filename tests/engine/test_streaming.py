@@ -244,7 +244,9 @@ def test_a_parked_engine_holds_neither_files_nor_threads_nor_memory_for_it(
     with streamed(model, None) as engine:
         expected = answer(engine, ask()).text
     with closing(load(model)) as engine:
-        engine._loaded.plan = msgspec.structs.replace(engine._loaded.plan, streaming=plan)
+        engine._loaded.plan = msgspec.structs.replace(
+            engine._loaded.plan, from_disk=True, streaming=plan
+        )
         answer(engine, ask())
         engine.park()
         threads, files = len(os.listdir("/proc/self/task")), numbers_of(model)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 #: madvise(2).
+NORMAL = 0
 DONTNEED = 4
 HUGEPAGE = 14
 POPULATE_WRITE = 23

@@ -145,7 +145,8 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
     except BaseException:
         free_model(model)
         raise
-    loaded.start_streaming(files, plan.streaming)
+    if plan.from_disk:
+        loaded.start_streaming(files, plan.streaming)
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from edgeinfer.errors import DecodeError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.mappings import areas
+from edgeinfer.runtime.llama.mappings import NORMAL, Range, advise, areas
 from edgeinfer.runtime.memory_plan import StreamingPlan
 
 _log = logging.getLogger("edgeinfer.engine")
@@ -111,31 +111,27 @@ def statistics() -> StreamingStatistics:
 def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | None:
     """Stream the weights in these mapped files from the next step on.
 
-    Returns None, and the kernel reads them by page faults, without a plan, without our kernels, or if a
-    file is mapped no more or cannot be opened.
+    Returns None, and the kernel reads them by page faults, without a plan or our kernels, if another
+    model is streamed, or if a file cannot be opened.
     """
     global _active
+    files = [os.path.realpath(path) for path in paths]
+    mapped = {area.path: area for area in areas() if area.path in files}
+    bases = [mapped[file].low - mapped[file].offset for file in files if file in mapped]
     level = libllama.build_info().kernels
-    if plan is None or not level or _active is not None:
+    if plan is None or not level or _active is not None or len(bases) < len(files):
+        advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
         return None
-    kernels = libllama.own_library(f"kernels-{level}")
-    mapped = {area.path: area.low - area.offset for area in areas() if area.permissions.endswith("s")}
-    try:
-        bases = [mapped[os.path.realpath(path)] for path in paths]
-    except KeyError as error:
-        _log.warning("weights are read by page faults, which is slower: %s is not mapped", error)
-        return None
-    names = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
-    size = ctypes.c_int64
+    kernels, size = libllama.own_library(f"kernels-{level}"), ctypes.c_int64
+    kernels.edgeinfer_stream_aim.argtypes = [size, size]
     code = kernels.edgeinfer_stream_start(
         len(paths),
-        names,
+        (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths)),
         (ctypes.c_void_p * len(bases))(*bases),
-        *(size(plan.ring_bytes), size(plan.expert_bytes), size(plan.streamed_bytes)),
+        *map(size, (plan.ring_bytes, plan.expert_bytes, plan.streamed_bytes)),
     )
     if code:
         _log.warning("weights are read by page faults, which is slower: %s", os.strerror(code))
         return None
-    kernels.edgeinfer_stream_aim.argtypes = [size, size]
     _active = Streaming(kernels, paths, plan)
     return _active

@@ -29,6 +29,8 @@ class ChunkSizer:
         self._invariant_rows = batch_invariance.rows
         #: The length (tokens) of a long prompt's chunks while no sequence decodes.
         self.idle_chunk_tokens = IDLE_CHUNK_TOKENS
+        #: The least length (tokens) of a chunk while others decode.
+        self.least_tokens = _CHUNK_MIN
         #: The recent cost (s) of a token of prefill.
         self.s_per_token = s_per_token
         #: That of long prompts, which attend to more; None before the first.
@@ -49,7 +51,7 @@ class ChunkSizer:
         budget = room
         if n_decoding:
             within = int(_CHUNK_S / (self._long_s or self.s_per_token))
-            budget = min(room, max(_CHUNK_MIN, within))
+            budget = min(room, max(self.least_tokens, within))
         elif longest > SHORT_TOKENS:
             budget = min(room, self.idle_chunk_tokens)
         exact = self._invariant_rows - n_decoding

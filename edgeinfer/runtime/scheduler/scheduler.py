@@ -66,6 +66,8 @@ class Scheduler:
         costs = StepCurve(logits_share=share, shared_share=_STREAMED_SHARE if is_streamed else 0.0)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunks = ChunkSizer(self._batch_invariance, s_per_token)
+        if streaming is not None:  # each step reads the same weights, however many rows share them
+            chunks.idle_chunk_tokens, chunks.least_tokens = batch.capacity, IDLE_CHUNK_TOKENS
         self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
         self.executor = Executor(
