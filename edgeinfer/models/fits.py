@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from edgeinfer.config.config_file import load_config
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.models.store import list_pulled
@@ -18,12 +19,14 @@ from edgeinfer.platform.machine import (
     Machine,
     Memory,
     MemoryRate,
+    has_gpu,
     memory_threads,
     read_memory,
     read_memory_rate,
     read_rate,
 )
 from edgeinfer.platform.paths import DEFAULT_MODEL
+from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import LoadOptions
@@ -39,6 +42,9 @@ _ANSWER_TOKENS = 200
 #: Of the rate at which memory is read, what decoding reaches; and bytes of weights per second that one
 #: thread multiplies (measured on two threads of a zen4 EPYC: 15 to 21 GB/s together).
 _SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
+#: Bytes of weights per second that a discrete GPU is taken to read, since none says how many: those of
+#: 2019 and later reach it. And the share of its memory that a model may take.
+_CARD_BYTES_PER_S, _CARD_SHARE = 150e9, 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
 #: Chat models that are offered on a first run, the best first.
 _OFFERED = """
@@ -103,24 +109,42 @@ class Estimator:
         self.catalog = load_catalog()
         self.rate = memory_rate()
         self.memory = read_memory()
+        self.card_bytes = card_bytes()
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
         """Estimate a model whose file has `size_bytes`."""
         share = active_share(self.catalog.get(name), name, parameters)
-        return fit(size_bytes, purpose, share, self.rate, self.memory)
+        return fit(
+            size_bytes, purpose, share, self.rate, memory=self.memory, card_bytes=self.card_bytes
+        )
 
     def fit_of(self, model: Model) -> Fit:
         """Estimate a model of the catalogue as `pull` stores it."""
         return self.fit(model.name, model.stored_bytes, model.purpose, model.parameters)
 
 
-def fit(size_bytes: int, purpose: str, active_share: float, rate: MemoryRate, memory: Memory) -> Fit:
-    """Estimate a model of `size_bytes`, of which each token reads `active_share`."""
-    reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
-    speed = round(reachable / (size_bytes * active_share), 1)
+def fit(
+    size_bytes: int,
+    purpose: str,
+    active_share: float,
+    rate: MemoryRate,
+    *,
+    memory: Memory,
+    card_bytes: int = 0,
+) -> Fit:
+    """Estimate a model of `size_bytes`, of which each token reads `active_share`.
+
+    `card_bytes` is the memory of discrete GPUs, on which all of it may be.
+    """
     needed = needed_bytes(size_bytes)
+    is_on_card = needed <= _CARD_SHARE * card_bytes
+    reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
+    if is_on_card:
+        reachable = max(reachable, _SHARE * _CARD_BYTES_PER_S)
+    speed = round(reachable / (size_bytes * active_share), 1)
     group: Group = "comfortable" if speed >= READABLE_TOKENS_PER_S else "slow"
     why = f"{_ANSWER_TOKENS} tokens in {format_duration(max(1, _ANSWER_TOKENS / max(speed, 0.1)))}"
+    why += ", on the GPU" if is_on_card else ""
     if purpose in ("embedding", "reranker"):
         group, why = "embedding", ""
     shortage = ""
@@ -154,6 +178,18 @@ def disk_rate() -> float:
     files = [path for model in list_pulled() for path in model.paths]
     large_files = [path for path in files if size_or_zero(path) >= _LEAST_FILE_BYTES]
     return read_rate(max(large_files, key=size_or_zero)) if large_files else 0.0
+
+
+@cache
+def card_bytes() -> int:
+    """Return the memory (bytes) of the discrete GPUs that a launch would use; asking takes 0.2 s."""
+    config = load_config()
+    request = OffloadRequest(layers=config.load.gpu_layers, devices=config.gpu.devices)
+    if not (has_gpu() and request.opens_backends()):
+        return 0
+    answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
+    devices = next((chosen for answer in answers if (chosen := request.choose(answer.devices))), ())
+    return sum(device.total_bytes for device in devices if device.kind == "gpu")
 
 
 @cache

@@ -5,10 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from edgeinfer.cli.verbs import show
+from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama import backends
-from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, OffloadRequest
-from edgeinfer.runtime.memory_plan import make_offload
+from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
+from edgeinfer.runtime.memory_plan import Offload, make_offload
 
 from .test_memory_plan import DENSE, plan_of
 
@@ -130,3 +132,28 @@ def test_no_layer_of_a_laptop_with_a_card_goes_to_the_integrated_device() -> Non
     offload = make_offload(DENSE, plan_of(DENSE), rooms, "auto")
     assert offload.n_layers > 0
     assert offload.devices == ("Vulkan0",)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "devices", "is_slow"),
+    [
+        ((128, 128), ("CUDA0",), False),
+        ((160, 160), ("CUDA0",), True),
+        ((160, 160), ("Vulkan0",), False),
+        ((48, 48), (), False),
+    ],
+)
+def test_heads_that_cuda_has_no_attention_for_are_named(
+    lengths: tuple[int, ...], devices: tuple[str, ...], is_slow: bool
+) -> None:
+    shape = msgspec.structs.replace(DENSE, head_lengths=lengths)
+    offload = Offload(n_layers=len(devices), n_all=33, reason="", devices=devices)
+    assert (f"heads of {lengths[0]}" in show.attention_note(shape, offload)) == is_slow
+    assert show.attention_note(shape, None) == ""
+
+
+def test_show_says_why_no_layer_is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = MissingBackend(name="vulkan", reason="no Vulkan driver has a device here")
+    monkeypatch.setattr(show, "survey", lambda: (missing,))
+    offload = show._planned_devices(DENSE, plan_of(DENSE), "all", GpuConfig())
+    assert str(offload) == "none: vulkan: no Vulkan driver has a device here"

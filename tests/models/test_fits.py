@@ -8,6 +8,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
+from edgeinfer.runtime.llama.backends import BackendFile, Device, LoadedBackend
 
 GB = 10**9
 
@@ -16,11 +17,14 @@ GB = 10**9
 def machine(monkeypatch):
     """Make this machine one of given memory and threads."""
 
-    def make(available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False) -> None:
+    def make(
+        available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False, card_bytes: int = 0
+    ) -> None:
         memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes, reason="")
         rate = MemoryRate(bytes_per_s, threads, busy)
         monkeypatch.setattr(fits, "read_memory", lambda: memory)
         monkeypatch.setattr(fits, "memory_rate", lambda: rate)
+        monkeypatch.setattr(fits, "card_bytes", lambda: card_bytes)
 
     return make
 
@@ -85,8 +89,8 @@ def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(
     assert assumed == slow  # of a disk that was not measured
     assert fast["qwen3-30b-a3b-instruct-2507"] > 2 * slow["qwen3-30b-a3b-instruct-2507"]
     memory = Memory(total_bytes=12 * GB, available_bytes=12 * GB, reason="")
-    mixture = fits.fit(16 * GB, "chat", 0.1, MemoryRate(40e9, 2, False), memory)
-    dense = fits.fit(16 * GB, "chat", 1.0, MemoryRate(40e9, 2, False), memory)
+    mixture = fits.fit(16 * GB, "chat", 0.1, MemoryRate(40e9, 2, False), memory=memory)
+    dense = fits.fit(16 * GB, "chat", 1.0, MemoryRate(40e9, 2, False), memory=memory)
     assert mixture.tokens_per_s > 5 * dense.tokens_per_s > 0
 
 
@@ -149,3 +153,33 @@ def test_first_run_offers_models_that_suit_the_machine(
 def test_offered_models_are_chat_models_of_the_catalogue() -> None:
     catalog = load_catalog()
     assert {catalog.models[name].purpose for name in fits._OFFERED} == {"chat"}
+
+
+def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fits) -> None:
+    machine(32 * GB, 20e9, 4)
+    without = {model["name"]: model["fit"] for model in list_fits()}
+    assert "phi-4" not in {choice.name for choice in fits.first_run_choices()}
+    machine(32 * GB, 20e9, 4, card_bytes=12 * GB)
+    on_card = {model["name"]: model["fit"] for model in list_fits()}
+    assert on_card["phi-4"]["tokens_per_s"] > 5 * without["phi-4"]["tokens_per_s"]
+    assert on_card["phi-4"]["why"].endswith(", on the GPU")
+    too_large = [name for name, fit in on_card.items() if fit["needed_bytes"] > 12 * GB]
+    assert too_large
+    assert [on_card[name] for name in too_large] == [without[name] for name in too_large]
+    assert fits.first_run_choices()[0].name == "phi-4" or fits.first_run_choices()[1].name == "phi-4"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [(("gpu",), 8), (("gpu", "integrated"), 8), (("integrated",), 0), (("software",), 0)],
+)
+def test_card_is_a_discrete_gpu_that_a_launch_would_use(monkeypatch, kinds, expected) -> None:
+    file = BackendFile(name="vulkan", path="", added=False)
+    devices = tuple(
+        Device(name=f"Vulkan{i}", description="", kind=kind, backend="vulkan", total_bytes=8 * GB)
+        for i, kind in enumerate(kinds)
+    )
+    monkeypatch.setattr(fits, "has_gpu", lambda: True)
+    monkeypatch.setattr("edgeinfer.platform.machine.has_gpu", lambda: True)
+    monkeypatch.setattr(fits, "survey", lambda: (LoadedBackend(file=file, devices=devices),))
+    assert fits.card_bytes.__wrapped__() == expected * GB

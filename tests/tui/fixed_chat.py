@@ -46,7 +46,7 @@ def make_choice(name, title, parameters, context, size, **state):
         licence="Apache-2.0",
         context_length=context,
         size_bytes=size,
-        fit=fit(size, "chat", 1.0, MemoryRate(40e9, 2, busy=False), MEMORY),
+        fit=fit(size, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=MEMORY),
         **state,
     )
 

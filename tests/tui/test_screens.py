@@ -251,9 +251,9 @@ def test_model_is_judged_by_memory_and_speed(group, verdict):
 
 
 def test_memory_that_other_programs_take_is_a_note_and_changes_no_figure():
-    judged = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), MEMORY)
+    judged = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=MEMORY)
     busy = Memory(total_bytes=MEMORY.total_bytes, available_bytes=10**8, reason="")
-    short = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), busy)
+    short = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=busy)
     assert msgspec.structs.replace(short, shortage="") == judged
     free, full = (msgspec.structs.replace(SHELF[1], fit=judged) for judged in (judged, short))
     assert model_picker.detail(full).startswith(model_picker.detail(free).partition("\nEnter")[0])

@@ -24,7 +24,7 @@ from edgeinfer.models.fits import header_plan
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
-from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
+from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Offload, Plan, disk_warning, make_offload
 from edgeinfer.runtime.model_shape import Buffers, Shape
 from edgeinfer.runtime.requests import Sampling, default_sampling
@@ -52,17 +52,34 @@ def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuCon
     request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
-    answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
-    devices = next((chosen for answer in answers if (chosen := request.choose(answer.devices))), ())
-    if not devices:
+    answers = survey()
+    loaded = (answer for answer in answers if isinstance(answer, LoadedBackend))
+    devices = next((chosen for answer in loaded if (chosen := request.choose(answer.devices))), ())
+    if devices:
+        return make_offload(shape, plan, tuple(map(request.room, devices)), layers)
+    reasons = [f"{a.name}: {a.reason}" for a in answers if isinstance(a, MissingBackend)]
+    if not reasons:
         return None
-    return make_offload(shape, plan, tuple(map(request.room, devices)), layers)
+    return Offload(n_layers=0, n_all=shape.n_layer + 1, reason="; ".join(reasons))
+
+
+#: Lengths of heads that llama.cpp's CUDA backend has attention for.
+_CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
+
+
+def attention_note(shape: Shape, devices: Offload | None) -> str:
+    """Explain why CUDA will be slow with the attention of this model; "" if it will not."""
+    lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
+    if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
+        return ""
+    return f"CUDA has no attention for heads of {lengths[0]}: the CPU computes it, which is slow"
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """Memory (bytes) for the context that the engine would choose (or `--ctx`), and why.
 
-    `from_disk`: the weights do not fit; `warning` estimates the speed. `devices` is None without GPUs.
+    `from_disk`: the weights do not fit; `warning` estimates the speed. `devices` is None without GPUs;
+    `attention` says why they are slow with this model's attention.
     """
 
     estimate: Buffers
@@ -74,6 +91,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     from_disk: bool = False
     warning: str = ""
+    attention: str = ""
     devices: Offload | None = None
 
 
@@ -259,8 +277,8 @@ def _describe(
     memory = _memory(headers, options, host) if headers else None
     pulled = ref.pulled if ref is not None else None
     notes = _notes(ref) if ref is not None and pulled else ()
-    if memory is not None and memory.warning:
-        notes += (memory.warning,)
+    if memory is not None:
+        notes += tuple(filter(None, (memory.warning, memory.attention)))
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,
@@ -333,6 +351,7 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
     machine = read_machine()
     load_options = requesting.load_options(options, host.config.load)
     shape, plan = header_plan(headers, load_options, machine)
+    devices = _planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu)
     warning = ""
     if plan.from_disk and not plan.refusal:
         warning = disk_warning(shape, machine, plan, read_rate(headers[-1].path))
@@ -346,5 +365,6 @@ def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: H
         fits=plan.fits,
         from_disk=plan.from_disk and not plan.refusal,
         warning=warning,
-        devices=_planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu),
+        attention=attention_note(shape, devices),
+        devices=devices,
     )

@@ -7,13 +7,16 @@ closes it, so that CRIU refuses the process: a process to be parked or baked mus
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import platform
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from glob import glob
+from pathlib import Path
 
 import msgspec
 
@@ -33,7 +36,7 @@ _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 #: Prefixes of the descriptions of software devices: Mesa's and Google's.
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
-_NVIDIA = "install NVIDIA's driver, 580 or newer"
+_NVIDIA = "install NVIDIA's driver, 580 or newer; with an older one Vulkan works"
 #: The library that a failure names → the missing part and the command that helps.
 _MISSING = {
     "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
@@ -88,10 +91,20 @@ def load(name: str) -> LoadedBackend | MissingBackend:
         if misfit:
             fix = backends.adding() if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
+        if file.added and not _is_as_described(file):
+            reason = f"its SHA-256 is not the one that {backends.facts_path(Path(file.path)).name} has"
+            return MissingBackend(name=name, reason=reason, fix="fetch both files again")
         try:
             return _load(file)
         except DecodeError as error:
             return MissingBackend(name=name, reason=error.message)
+
+
+def _is_as_described(file: BackendFile) -> bool:
+    if file.facts is None or not file.facts.sha256:
+        return True
+    with open(file.path, "rb") as library:
+        return hashlib.file_digest(library, "sha256").hexdigest() == file.facts.sha256
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
@@ -181,6 +194,10 @@ def _no_device(name: str, lines: list[str]) -> MissingBackend:
 #: The variable that names the library to the CUDA backend.
 VARIABLE = "EDGEINFER_CUBLAS"
 LIBRARY = "libcublas.so.13"
+#: The shipped file sees no package of Python's.
+_CUBLAS_FIX = "install NVIDIA's package" + (
+    "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
+)
 _SYSTEM = (
     "/usr/local/cuda/lib64",
     "/usr/local/cuda-13/lib64",
@@ -196,7 +213,7 @@ def find_cublas(backend: str) -> str:
     if library is None:
         return (
             f"cuBLAS 13 is not here ({LIBRARY}): models with F16, BF16 or F32 weights may stop at it; "
-            "pip install nvidia-cublas, or NVIDIA's package"
+            + _CUBLAS_FIX
         )
     os.environ[VARIABLE] = library
     return ""

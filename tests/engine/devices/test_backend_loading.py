@@ -1,5 +1,6 @@
 """Backend libraries loaded for real, each in a process of its own, on Mesa's software device."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import backend_loading
 import msgspec
 libllama.lib()
+if sys.argv[1] == "cuda":  # one that lies with the program is not looked at
+    backend_loading.backends.shipped_dir = lambda: backend_loading.Path("/nowhere")
 mapped = lambda: [w for w in ("libggml-", "libvulkan") if w in open("/proc/self/maps").read().replace("libggml-base", "").replace("libggml-cpu", "")]
 before = mapped()
 first, second = backend_loading.load(sys.argv[1]), backend_loading.load(sys.argv[1])
@@ -83,7 +86,9 @@ def library(folder: Path, name: str, needs: str, code: str) -> Path:
 
 @pytest.mark.needs("vulkan")
 def test_cuda_is_absent_without_the_driver() -> None:
-    library(backends.added_dir(), "cuda", "libcuda.so.1", "void *ggml_backend_init(void) { return 0; }")
+    # by a name that no machine has, also one with the driver
+    needs, code = "libcuda.so.1.absent", "void *ggml_backend_init(void) { return 0; }"
+    library(backends.added_dir(), "cuda", needs, code)
     answer = load("cuda")["answer"]
     assert answer["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
     assert answer["absent"]
@@ -95,7 +100,6 @@ def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path
     backends.added_dir().mkdir(parents=True)
     for path in (CUDA, backends.facts_path(CUDA)):
         (backends.added_dir() / path.name).symlink_to(path)
-    assert load("cuda")["answer"]["reason"] == "there is no NVIDIA driver (libcuda.so.1)"
     stub = "".join(f"void cu{name}(void) {{}}\n" for name in DRIVER)
     driver = ["gcc", "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", "-"]
     subprocess.run(driver, input=stub.encode(), check=True)
@@ -116,6 +120,21 @@ def test_a_library_of_another_build_is_never_opened() -> None:
     assert "ggml 0.1.0" in found["answer"]["reason"]
     assert not found["answer"]["absent"]
     assert found["after"] == []
+
+
+@pytest.mark.needs("vulkan")
+def test_library_with_another_digest_than_its_description_is_never_opened() -> None:
+    out = library(backends.added_dir(), "cuda", "libc.so.6", "int f;")
+    facts = msgspec.json.decode(backends.facts_path(out).read_bytes(), type=LibraryFacts)
+    facts = msgspec.structs.replace(facts, sha256="0" * 64)
+    backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    found = load("cuda")
+    assert found["answer"]["reason"] == "its SHA-256 is not the one that libggml-cuda.json has"
+    assert found["after"] == []
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    facts = msgspec.structs.replace(facts, sha256=digest)
+    backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
+    assert "SHA-256" not in load("cuda")["answer"]["reason"]
 
 
 @pytest.mark.needs("vulkan")
