@@ -66,7 +66,7 @@ template <int kC, class T> INLINE void add_block(const T *b, int rank, const flo
     Floats sums[kC]{};
     for (int r = 0; r < rank; r++) {
         const Floats v = load(b + r * kLanes);
-        UNROLL for (int c = 0; c < kC; c++) sums[c] = fma(v, (Floats)broadcast((const int8_t *)&t[c * rank + r]), sums[c]);  // all() adds 0
+        UNROLL for (int c = 0; c < kC; c++) sums[c] = fma(v, all(t[c * rank + r]), sums[c]);
     }
     UNROLL for (int c = 0; c < kC; c++)
         if (lanes == kLanes) store(to[c], load(to[c]) + sums[c]);

@@ -21,6 +21,7 @@ namespace {
 
 constexpr int kRows = 2 * kLanes;  // of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
+constexpr bool kTakesSpans = kSpansAhead > 0;
 
 // from of_rows() of row 0, 1, 2 and 3 to a dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
@@ -77,16 +78,17 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
 // What kernels need to know of a format. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates. kTakesSpans: one column is faster with spans as lanes.
+// where the dot instruction saturates. kMostBySpan: so many columns are faster with spans as lanes.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32 && (kLanes < 16 || !min);
-    static constexpr bool kTakesSpans = kSpansAhead > 0;
+    static constexpr int kMostBySpan = kTakesSpans ? 1 : 0;
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // weights that are converted to floats and multiplied as such
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
-    static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false, kTakesSpans = false;
+    static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false;
+    static constexpr int kMostBySpan = 0;
     using Kernels = FloatShape;
 };
 struct Block {
@@ -102,7 +104,6 @@ INLINE void fifth_bits(Dwords high, Block &b) {
 
 struct Q4_0 : Shape<32, false, 15> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = 8;
-    static constexpr bool kTakesSpans = false;  // transposing takes longer than memory
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[2][4];
         Floats d[2];
@@ -167,14 +168,14 @@ INLINE void iq4_values(Block &b) {
 }
 struct IQ4_NL : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
-    static constexpr bool kTakesSpans = false;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Q4_0::read<kOrder>(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
     }
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
-    static constexpr bool kTakesRows = kLanes < 16, kTakesSpans = false;
+    static constexpr bool kTakesRows = kLanes < 16;
+    static constexpr int kMostBySpan = 0;  // transposing takes longer than memory
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
@@ -195,7 +196,7 @@ struct MXFP4 : Shape<32, false, 24> {
     }
 };
 struct Q4_K : Shape<32, true, 15> {
-    static constexpr int kGroup = 256, kBytes = 144, kZero = 0;
+    static constexpr int kGroup = 256, kBytes = 144, kZero = 0, kMostBySpan = kTakesSpans ? 2 : 0;
     // 6 bits each: scales and minima of the blocks 0 to 3 and 4 to 7
     static INLINE void scales(const Dwords *x, Dwords *s, Dwords *m) {
         s[0] = x[0] & 0x3f3f3f3f, m[0] = x[1] & 0x3f3f3f3f;
@@ -225,11 +226,11 @@ struct Q4_K : Shape<32, true, 15> {
     }
 };
 struct Q5_K : Shape<32, true, 31> {
-    static constexpr int kGroup = 256, kBytes = 176, kZero = 0;
+    static constexpr int kGroup = 256, kBytes = 176, kZero = 0, kMostBySpan = kTakesSpans ? 2 : 0;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<kOrder, true>(p, stride, f); }
 };
 struct Q6_K : Shape<16, false, 63> {
-    static constexpr int kGroup = 256, kBytes = 210, kZero = 32;
+    static constexpr int kGroup = 256, kBytes = 210, kZero = 32, kMostBySpan = kTakesSpans ? 2 : 0;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
@@ -277,7 +278,6 @@ struct Q3_K : Shape<16, false, 7> {
 };
 struct Q2_K : Shape<16, true, 3> {
     static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
-    static constexpr bool kTakesSpans = false;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
@@ -295,7 +295,7 @@ struct Q2_K : Shape<16, true, 3> {
     }
 };
 struct IQ4_XS : Shape<32, false, kMostByte> {
-    static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle;
+    static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle, kMostBySpan = kTakesSpans ? 2 : 0;
     template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
@@ -352,7 +352,8 @@ struct BF16 : FloatShape {
 // BF16 where the processor multiplies pairs of them (AVX512_BF16): activations are rounded to BF16, as llama.cpp's are
 struct PairShape {
     static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 256;
-    static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false, kTakesSpans = false;
+    static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false;
+    static constexpr int kMostBySpan = 0;
     using Kernels = PairShape;
 };
 struct BF16Pairs : PairShape {
@@ -472,6 +473,7 @@ template <class T, int kC> struct Position {
     const int8_t *x;
     const Extra *e;
     int half = 0;
+    INLINE const uint32_t *at(int c, int j) const { return (const uint32_t *)(x + c * 32 + j * 4); }
     INLINE Dwords dword(int c, int j) const { return broadcast(x + c * 32 + j * 4); }
     INLINE Integers start(int c) const { return all(e[c].start); }
     INLINE Floats scale(int c) const { return all(e[c].scale); }
@@ -496,26 +498,35 @@ template <class T, int kC> struct SpanPosition {
     INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
-// Prefetches a part of the next rows, to the L2 cache: to L1, decode has half the bandwidth, and a group at a time is too many
-// at once.
+// Prefetches a part of the next rows: to the L1 cache for a few columns, which wait for memory; to L2 where a slab has L1.
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    return p + bytes;
+}
+template <class T> INLINE const uint8_t *prefetch_to_l1(const uint8_t *p, int bytes) {
+    // The compiler spreads unrolled prefetches over the code of a whole group, which costs Q6_K a third of its rate on AVX-512.
+    constexpr bool kIsLoop = kLanes == 16 && T::kGroup == kSpan;
+    if constexpr (kIsLoop) {
+#pragma GCC unroll 1
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    } else {
+        UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    }
     return p + bytes;
 }
 
 template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T::kSub);  // bytes of a block of kLanes rows
 
-// f(block) for k weights of kLanes rows. Groups of more than three cache lines (Q6_K) are prefetched to L1 one group early:
-// reads from L2 wait behind the prefetches from memory, which cost Q6_K a third of its rate at one to eight columns.
-// Returns what to prefetch after that.
-template <class T, Order kOrder, class F>
+// f(block) for k weights of kLanes rows. For a slab, groups of more than three cache lines (Q6_K) are prefetched to L1 one group
+// early: reads from L2 wait behind the prefetches from memory. Returns what to prefetch after that.
+template <class T, Order kOrder, bool kIsFew, class F>
 INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
     constexpr int kBlocks = T::kGroup / T::kSub;
     for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
         int block = 0;
         T::template read<kOrder>(w, stride, [&](Block &b) __attribute__((always_inline)) {
-            ahead = prefetch(ahead, share);
-            if constexpr (T::kBytes > 192) {
+            ahead = kIsFew ? prefetch_to_l1<T>(ahead, share) : prefetch(ahead, share);
+            if constexpr (T::kBytes > 192 && !kIsFew) {
                 for (int row = block * kLanes / kBlocks; row < (block + 1) * kLanes / kBlocks; row++)
                     for (int at = 0; at < T::kBytes + 63; at += 64)
                         __builtin_prefetch(w + row * stride + T::kBytes + std::min(at, T::kBytes - 1));
@@ -536,7 +547,7 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
     Floats totals[kC]{};
     for (int i = 0; i < k; i += span, w += span / T::kGroup * T::kBytes) {
         Floats sums[1][kC]{};
-        ahead = each_block<T, kOrder>(w, stride, std::min(span, k - i), ahead, share_of<T>, [&](Block &b) __attribute__((always_inline)) {
+        ahead = each_block<T, kOrder, true>(w, stride, std::min(span, k - i), ahead, share_of<T>, [&](Block &b) __attribute__((always_inline)) {
             if constexpr (kC > 1 && !T::kFloat) arrange<T::kVectors>(b.w);
             multiply<typename T::Kernels, kOrder>({b.w}, {b.d}, {b.m}, at, sums);
             at.step();
@@ -585,7 +596,7 @@ template <class T> struct alignas(64) Unpacked {
     Floats d, m[T::kMin ? 1 : 0];
 };
 template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead, int share) {
-    each_block<T, Order::kDwords>(w, stride, k, ahead, share, [&](Block &b) __attribute__((always_inline)) {
+    each_block<T, Order::kDwords, false>(w, stride, k, ahead, share, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (!T::kFloat) arrange<T::kVectors>(b.w);
         UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
         to->d = b.d;
@@ -655,9 +666,8 @@ template <class T> struct Operation {
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
         k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
         n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
-        if (!T::kTakesSpans || k % kSpan || w->nb[1] != (size_t)k / T::kGroup * T::kBytes) return;
-        // Two columns gain with K types, while their activations, which each span loads, stay in L1.
-        const int most = T::kGroup == kSpan && k <= 5120 ? 2 : 1;
+        if (!T::kMostBySpan || k % kSpan || w->nb[1] != (size_t)k / T::kGroup * T::kBytes) return;
+        const int most = k <= 5120 ? T::kMostBySpan : 1;  // while their activations, which each span loads, stay in L1
         if (n > (ids ? 64 : most)) return;  // any expert may get so few; of many columns few do, and each would take more memory
         most_by_span = most, pitch = k / kSpan + kLanes;
         if (pitch % 64 == 0) pitch += 16;  // multiples of 256 bytes share few sets of L1
@@ -794,9 +804,9 @@ template <class T> struct Operation {
 
     void compute_by_span(const Product &p, int row, int skipped, const uint8_t *from, const uint8_t *ahead, uint8_t *own) const {
         alignas(64) float out[2 * kLanes];
-        if constexpr (T::kTakesSpans) {
+        if constexpr (T::kMostBySpan > 0) {
             if (p.layout.n == 1) few_by_span<T, 1>(from, k / kSpan, p.spans<T, 1>(), out, (float *)own, ahead);
-            else if constexpr (T::kGroup == kSpan) few_by_span<T, 2>(from, k / kSpan, p.spans<T, 2>(), out, (float *)own, ahead);
+            else if constexpr (T::kMostBySpan > 1) few_by_span<T, 2>(from, k / kSpan, p.spans<T, 2>(), out, (float *)own, ahead);
         }
         for (int c = 0; c < p.layout.n; c++) put(p, c, row, skipped, out + c * kLanes, kLanes);
     }
