@@ -23,6 +23,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -104,19 +105,19 @@ def text(n: int) -> list[int]:
 
 
 @contextmanager
-def place_of(options: argparse.Namespace) -> Iterator[Path]:
+def model_folder(options: argparse.Namespace) -> Iterator[Path]:
     """Yield the folder of the models: a mounted one, or that of the image, mounted meanwhile."""
     if options.mounted:
         yield options.mounted
         return
-    with image(options.work, options.models) as place:
-        yield place
+    with image(options.work, options.models) as mount:
+        yield mount
 
 
 @contextmanager
 def image(folder: Path, models: Sequence[str]) -> Iterator[Path]:
     """Mount `folder`/larger.img with `models`, made where they are missing; yield the mount."""
-    path, place = folder / "larger.img", folder / "larger"
+    path, mount = folder / "larger.img", folder / "larger"
     is_new = not path.exists()
     if is_new:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,16 +126,16 @@ def image(folder: Path, models: Sequence[str]) -> Iterator[Path]:
         subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(path)], check=True)
     loop = ["losetup", "--find", "--show", "--direct-io=on", str(path)]
     device = subprocess.run(loop, check=True, capture_output=True, text=True).stdout.strip()
-    place.mkdir(exist_ok=True)
+    mount.mkdir(exist_ok=True)
     try:
-        subprocess.run(["mount", device, str(place)], check=True)
-        number = device_of(place)
+        subprocess.run(["mount", device, str(mount)], check=True)
+        number = device_of(mount)
         Path(f"/sys/class/bdi/{number}/read_ahead_kb").write_text(str(READ_AHEAD_KB))
         for name in models:
-            make_model(name, place)
-        yield place
+            make_model(name, mount)
+        yield mount
     finally:
-        subprocess.run(["umount", str(place)], check=False)
+        subprocess.run(["umount", str(mount)], check=False)
         subprocess.run(["losetup", "--detach", device], check=False)
 
 
@@ -144,9 +145,9 @@ def device_of(path: Path) -> str:
     return f"{os.major(device)}:{os.minor(device)}"
 
 
-def make_model(name: str, place: Path) -> None:
+def make_model(name: str, mount: Path) -> None:
     """Make a model unless it is there whole."""
-    out = place / f"{name}.gguf"
+    out = mount / f"{name}.gguf"
     if not out.exists():
         program = Path(__file__).with_name("random_gguf.py")
         command = [
@@ -281,13 +282,13 @@ def sides_of(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def run_all(options: argparse.Namespace) -> None:
     """Measure all cases, the sides in turn, and append each run to the results."""
-    with tempfile.TemporaryDirectory() as work, place_of(options) as place:
+    with tempfile.TemporaryDirectory() as work, model_folder(options) as mount:
         home = Path(work)
         (home / "config").mkdir()
         (home / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
         for _, case in itertools.product(range(options.rounds), options.cases):
             for name, command in sides_of(options).items():
-                model = place / f"{case.model}.gguf"
+                model = mount / f"{case.model}.gguf"
                 drop([model])
                 held = int(case.disk * 1e9)
                 limit = int(case.share * model.stat().st_size)
@@ -358,6 +359,7 @@ def main() -> None:
             raise SystemExit(
                 "error: losetup and mkfs.ext4 are missing: apt install util-linux e2fsprogs"
             )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers, groups and mounts end with it
         options.results.parent.mkdir(parents=True, exist_ok=True)
         options.results.touch()
         run_all(options)

@@ -260,15 +260,15 @@ def _larger_than_memory() -> list[Finding]:
 
     config: Config = load_config()
     machine = read_machine()
-    parts = [part for part in resolve(config.default_model).parts if part.is_file()]
-    if not parts:
+    paths = [path for path in resolve(config.default_model).parts if path.is_file()]
+    if not paths:
         return []
     options = requesting.load_options(argparse.Namespace(), config.load)
-    shape, plan = header_plan([gguf.check(part) for part in parts], options, machine)
+    shape, plan = header_plan([gguf.check(path) for path in paths], options, machine)
     if not plan.from_disk:
         return []
-    warning = disk_warning(shape, machine, plan, read_rate(parts[-1]))
-    read_ahead = read_ahead_bytes(parts[-1])
+    warning = disk_warning(shape, machine, plan, read_rate(paths[-1]))
+    read_ahead = read_ahead_bytes(paths[-1])
     text = f"{config.default_model}: {warning}; read-ahead of its disk {read_ahead // 1024} KB"
     fix = "a smaller model or quantization fits: edgeinfer list --fits"
     if read_ahead > _MOST_READ_AHEAD:
