@@ -235,6 +235,13 @@ def read_by(pid: int) -> int:
     return n_bytes
 
 
+def wait_idle(pid: int) -> None:
+    """Wait until a server reads nothing: edgeinfer checks its prefix cache once, in steps after the first answers."""
+    n_bytes = -1
+    while n_bytes != (n_bytes := read_by(pid)):
+        time.sleep(1)
+
+
 def measure(side: Side, case: Case, options: argparse.Namespace, disk_rate: float) -> Run:
     """Start a side, and measure the prompt and steps, for at most so many seconds."""
     tokens = text(options.prefill + options.warm + options.steps)
@@ -245,6 +252,7 @@ def measure(side: Side, case: Case, options: argparse.Namespace, disk_rate: floa
         prefill_s = time.perf_counter() - began
         for n in range(options.warm):
             sampled.append(complete(side.port, tokens[: options.prefill + n + 1]))
+        wait_idle(side.pid)
         read, began = read_by(side.pid), time.perf_counter()
         n_steps = 0
         for n in range(options.steps):
