@@ -2,6 +2,7 @@
 
 Texts continue pieces of this repository's docs. Each way of computing them is compared with the first, unbatched, text by
 text. Perplexity is of the same docs, in windows, with the in-tree kernels and with llama.cpp's own (not repacked).
+`--variants haswell,zen4` compares texts, greedy and sampled with penalties and a schema, between CPU variants instead.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import subprocess
 import sys
 import tempfile
@@ -20,13 +22,13 @@ from common import NAMES, ROOT, add_out, model_path, write_figure
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.llama import libedgeinfer
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 from edgeinfer.runtime.llama.helpers import perplexity
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 
 _AT_ONCE = 32
 _WINDOW_TOKENS = 2048
@@ -120,6 +122,75 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
     return rows
 
 
+#: What sampled texts of `--variants` must be.
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "year": {"type": "integer"},
+        "words": {"type": "array", "items": {"type": "string"}, "minItems": 8},
+    },
+    "required": ["title", "year", "words"],
+}
+
+
+def texts_of(variant: str, name: str, n: int, n_tokens: int) -> None:
+    """Print greedy texts and as many sampled ones, computed in this process with one of ggml's CPU variants."""
+    with tempfile.TemporaryDirectory() as folder:
+        for found in libllama.variant_dirs():
+            for library in found.glob(f"libggml-cpu-{variant}.so"):
+                (Path(folder) / library.name).symlink_to(library)
+        libllama.variant_dirs = lambda: [Path(folder)]
+        files = ModelFiles(name=name, paths=(str(model_path(name)),))
+        with closing(load_engine(files, LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE))) as engine:
+            outcomes = {}
+            for kind in ("greedy", "sampled"):
+                outcome = Outcome()
+                for first in range(0, n, _AT_ONCE):
+                    running = [
+                        engine.submit(variant_request(kind, prompt, seed, n_tokens))
+                        for seed, prompt in enumerate(prompts(n)[first : first + _AT_ONCE], first)
+                    ]
+                    for generation in running:
+                        outcome.add(iter(generation))
+                outcomes[kind] = outcome.texts
+    print(json.dumps(outcomes))
+
+
+def variant_request(kind: str, prompt: str, seed: int, n_tokens: int) -> GenerateRequest:
+    """Return a request for a greedy text, or for a sampled one with penalties and a schema."""
+    if kind == "greedy":
+        sampling, constraint = Sampling(temperature=0), None
+    else:
+        sampling = Sampling(
+            temperature=0.8, seed=seed, repeat_penalty=1.1, presence_penalty=0.2, dry_multiplier=0.8
+        )
+        constraint = JsonSchema(schema=_SCHEMA)
+    return GenerateRequest(
+        prompt=prompt,
+        sampling=sampling,
+        constraint=constraint,
+        max_tokens=n_tokens,
+        ignore_eos=constraint is None,
+        cache_prompt=False,
+    )
+
+
+def variants_table(name: str, variants: list[str], n: int, n_tokens: int) -> list[str]:
+    """Return the rows of a model: texts of each variant that equal those of the first."""
+    rows: list[str] = []
+    expected: dict[str, list[str]] = {}
+    for variant in variants:
+        command = [sys.executable, __file__, "--texts-of", variant, name, str(n), str(n_tokens)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        texts: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+        expected = expected or texts
+        same = (sum(map(operator.eq, expected[kind], texts[kind])) for kind in texts)
+        rows.append(f"| {name} | {variant} | " + " | ".join(f"{count} of {n}" for count in same) + " |")
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
 def score(model: str, text: str, tokens: str, kernels: str) -> None:
     """Print the perplexity of a text, measured in this process."""
     if kernels == "llama.cpp":
@@ -172,13 +243,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--models", default=",".join(NAMES))
+    parser.add_argument("--variants", help="CPU variants of ggml, separated by commas")
     parser.add_argument("--score", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--texts-of", nargs=4, help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args()
     if options.score:
         score(*options.score)
         return
+    if options.texts_of:
+        variant, name, *numbers = options.texts_of
+        texts_of(variant, name, *map(int, numbers))
+        return
     models = options.models.split(",")
+    if options.variants:
+        rows = [
+            "| model | variant | equal greedy texts | equal sampled texts |",
+            "| --- | --- | --- | --- |",
+        ]
+        for name in models:
+            rows += variants_table(name, options.variants.split(","), options.texts, options.tokens)
+        print(write_figure(options.out, "variants", "\n".join(rows) + "\n"))
+        return
     if options.windows:
         rows = ["| model | llama.cpp's kernels | ours | difference |", "| --- | --- | --- | --- |"]
         rows += [row for name in models for row in perplexity_rows(name, options.windows)]

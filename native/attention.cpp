@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
+#include "functions.h"
 
 namespace {
 
@@ -119,7 +119,7 @@ struct Operation {
     const ggml_tensor *q, *k, *v, *mask, *sinks;
     ggml_tensor *out;
     int key_size, value_size, n_tokens, n_heads, n_cells, group, n_streams;
-    float scale;
+    float scale, bias, cap;
     const int32_t *listed = nullptr;  // the cells that are summed, in order; null: all of them
     int n_summed;
     int n_chunks, lanes, n_units;  // a unit: a chunk of the tokens for one head of the cache
@@ -129,7 +129,8 @@ struct Operation {
         : q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), out((ggml_tensor *)op) {
         key_size = k->ne[0], value_size = v->ne[0], n_tokens = q->ne[1], n_heads = k->ne[2], n_cells = k->ne[1];
         group = q->ne[2] / n_heads, n_streams = q->ne[3], n_summed = n_cells;
-        memcpy(&scale, op->op_params, sizeof scale);
+        scale = load<float>(op->op_params), bias = load<float>(op->op_params + 1), cap = load<float>(op->op_params + 2);
+        if (cap) scale /= cap;
         const int most = std::max(1, kMostLanes / group);
         n_chunks = (n_tokens + most - 1) / most;
         lanes = ((n_tokens + n_chunks - 1) / n_chunks * group + kLanes - 1) / kLanes * kLanes;
@@ -145,10 +146,7 @@ struct Operation {
 
     static bool accepts(const ggml_tensor *op) {
         const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-        float bias, cap;
-        memcpy(&bias, op->op_params + 1, sizeof bias);
-        memcpy(&cap, op->op_params + 2, sizeof cap);
-        return bias == 0 && cap == 0 && q->type == GGML_TYPE_F32 && k->ne[0] % 16 == 0 && k->ne[0] <= kMostHead &&
+        return q->type == GGML_TYPE_F32 && k->ne[0] % 16 == 0 && k->ne[0] <= kMostHead &&
                v->ne[0] % 16 == 0 && v->ne[0] <= kMostHead && v->ne[2] == k->ne[2] && k->ne[3] == q->ne[3] &&
                v->ne[3] == q->ne[3] && q->ne[2] / k->ne[2] <= kMostLanes && (!mask || mask->ne[2] == 1);
     }
@@ -285,10 +283,16 @@ private:
         const int n = count(cell);
         read(o_.k, cell, 0, o_.key_size, keys_, kKeyStride);
         product<kKeyStride>((n + 15) / 16 * 16, o_.key_size, keys_, 1, queries_, scores, o_.lanes, low_, high_, false);
+        if (o_.cap)
+            for (int c = 0; c < n; c++)
+                for (float *x = scores + c * o_.lanes + low_; x < scores + c * o_.lanes + high_; x += kLanes)
+                    store(x, tanh_of(load(x)) * o_.cap);
         if (seen == Seen::some)
             for (int r = low_; r < std::min(high_, n_rows()); r++) {
                 const uint16_t *mask = mask_of(token(r), cell);
-                for (int c = 0; c < n; c++) scores[c * o_.lanes + r] += from_half(mask[c]);
+                const float slope = slope_of(o_.bias, head(r), o_.q->ne[2]);
+                for (int c = 0; c < n; c++)
+                    scores[c * o_.lanes + r] = std::fma(from_half(mask[c]), slope, scores[c * o_.lanes + r]);
             }
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
@@ -329,8 +333,8 @@ private:
             if (o_.sinks) {
                 const float sink = ((const float *)o_.sinks->data)[head(r)], base = base_[r] * 0.69314718f;
                 const float most = std::max(sink, base);
-                scale = std::exp(base - most);
-                sum = sum * scale + std::exp(sink - most);
+                scale = exp_of(base - most);
+                sum = std::fma(sum, scale, exp_of(sink - most));
             }
             scale = sum == 0 ? 0 : scale / sum;
             float *out = (float *)((char *)o_.out->data + head(r) * o_.out->nb[1] + token(r) * o_.out->nb[2] +

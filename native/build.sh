@@ -4,8 +4,9 @@
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
-#   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, cell_order.cpp, matmul.cpp, adapters.cpp, streaming.cpp; LEVEL is v3 for
-#                                     AVX2 (x86-64-v3), v3-vnni with AVX-VNNI, v4 for AVX-512 with VNNI; on arm64 dotprod (ARMv8.2) and i8mm (ARMv8.6)
+#   libedgeinfer-kernels-LEVEL.so.1   kernels.cpp, attention.cpp, cell_order.cpp, matmul.cpp, adapters.cpp, elementwise.cpp,
+#                                     streaming.cpp; LEVEL is v3 for AVX2 (x86-64-v3), v3-vnni with AVX-VNNI, v4 for AVX-512 with
+#                                     VNNI; on arm64 dotprod (ARMv8.2) and i8mm (ARMv8.6)
 #
 # usage: build.sh [here|aarch64 OUT]; `here`: only the level that this machine's processor needs; `aarch64`: every level of
 # arm64, into OUT, with the compiler that CXX names, else the one of scripts/fetch_cross.sh in the build cache
@@ -70,7 +71,7 @@ ggml=(-I"$include" -L"$work" -Wl,--push-state,--no-as-needed -l:libggml-base.so.
 library guard guard.cpp -- -O2
 library cells cells.cpp -- -O2 "${ggml[@]}"
 kernels() {  # LEVEL OPTION...; no -Wall: gcc 12 warns of variables in the intrinsics' headers
-  library "kernels-$1" kernels.cpp attention.cpp cell_order.cpp matmul.cpp adapters.cpp streaming.cpp -- -O3 -pthread "${@:2}" "${ggml[@]}"
+  library "kernels-$1" kernels.cpp attention.cpp cell_order.cpp matmul.cpp adapters.cpp elementwise.cpp streaming.cpp -- -O3 -pthread "${@:2}" "${ggml[@]}"
 }
 compilers=()
 for level in $levels; do

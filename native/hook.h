@@ -43,6 +43,7 @@ extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
 ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for other operations
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
+ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op);
 // The cells that any row of an attention sees, as they were written; null without a KV cache.
 const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);

@@ -12,7 +12,9 @@ constexpr int kRegisters = 32, kSpansAhead = 0;  // not measured on a processor
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 INLINE Integers nearest(Floats x) { return (Integers)vcvtnq_s32_f32((float32x4_t)x); }
+INLINE bool exceed(Floats x, float most) { return vmaxvq_u32((uint32x4_t)(x > most)); }
 INLINE float from_half(uint16_t x) { return load<__fp16>(&x); }
 INLINE Floats from_halves(const void *p) { return (Floats)vcvt_f32_f16(load<float16x4_t>(p)); }
 INLINE Floats from_bf16(const void *p) { return (Floats)vshll_n_u16(load<uint16x4_t>(p), 16); }

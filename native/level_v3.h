@@ -17,7 +17,11 @@ constexpr int kFew = 1, kColumns = 1;  // two columns take no longer with a slab
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm256_cvtps_epi32((__m256)x); }
+INLINE bool exceed(Floats x, float most) {
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(most), _CMP_GT_OQ));
+}
 INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
 INLINE Floats from_halves(const void *p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 INLINE Floats from_bf16(const void *p) {

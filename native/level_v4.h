@@ -13,8 +13,10 @@ constexpr int kSpansAhead = 6144;     // bytes from reads to prefetches where sp
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // b where a is NaN
+INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one is NaN
+INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
+INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // whether one does
 INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
 INLINE Floats from_halves(const void *p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE Floats from_bf16(const void *p) {

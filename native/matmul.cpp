@@ -859,7 +859,7 @@ public:
     static bool takes(const ggml_tensor *w) {
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
-        if (!is_known || w->ne[1] < kLanes || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
+        if (!is_known || w->ne[1] < 16 || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
         return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // not another device's, nor repacked
     }
     static bool accepts(const ggml_tensor *op) {

@@ -78,11 +78,14 @@ OURS = (
     *(Case(sinks=True, rows=rows, mask=mask, group=8) for rows in (2, 40) for mask in ("causal", "holes")),
     Case(head=128, head_v=64, rows=9),
     Case(head=64, head_v=128, rows=9, kind="q8_0"),
+    *(Case(bias=8, rows=rows, heads=heads, mask="holes") for rows in (1, 9) for heads in (2, 3)),
+    *(Case(softcap=softcap, rows=rows) for softcap in (1, 30) for rows in (1, 9)),
+    Case(softcap=5, bias=4, mask="holes", sinks=True),
 )  # fmt: skip
 #: The library of the level, once it is open.
 _kernels: list[ctypes.CDLL] = []
 #: What is left to llama.cpp's.
-LEFT = (Case(bias=8), Case(softcap=30), Case(head=576, head_v=512, group=4, heads=1, cells=64))
+LEFT = (Case(head=576, head_v=512, group=4, heads=1, cells=64),)
 
 
 class Inputs:
@@ -143,14 +146,26 @@ def _mask(case: Case, random: np.random.Generator) -> NDArray[np.float16] | None
     return np.where(seen, added, -np.inf).astype(np.float16)
 
 
+def _slopes(n_heads: int, bias: float) -> NDArray[np.float64]:
+    """Return the factor of each head's mask (ALiBi)."""
+    most, head = 2 ** (n_heads.bit_length() - 1), np.arange(n_heads)
+    exponents = np.where(
+        head < most, bias / most * (head + 1), bias / 2 / most * (2 * (head - most) + 1)
+    )
+    return np.exp2(-exponents) if bias else np.ones(n_heads)
+
+
 def compute_exact(inputs: Inputs) -> NDArray[np.float64]:
     """(streams, rows, heads, head_v) in float64."""
     case = inputs.case
     q = inputs.q.astype(np.float64)
     k, v = (np.repeat(x.astype(np.float64), case.group, axis=2) for x in (inputs.k, inputs.v))
     scores = np.einsum("sthd,snhd->shtn", q, k) * inputs.scale
+    if case.softcap:
+        scores = case.softcap * np.tanh(scores / case.softcap)
     if inputs.mask is not None:
-        scores += inputs.mask[:, None].astype(np.float64)
+        slopes = _slopes(case.heads * case.group, case.bias)[None, :, None, None]
+        scores += slopes * inputs.mask[:, None].astype(np.float64)
     most = scores.max(axis=-1, keepdims=True)
     sinks = None if inputs.sinks is None else inputs.sinks.astype(np.float64)[None, :, None, None]
     if sinks is not None:

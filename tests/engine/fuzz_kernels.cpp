@@ -110,9 +110,14 @@ void barrier(ggml_threadpool *pool) { pthread_barrier_wait((pthread_barrier_t *)
 
 // False if the operation is declined. Planned for more threads than compute it, as ggml may.
 bool compute(ggml_tensor *op, int planned, int n_threads) {
-    auto *traits = ((ggml::cpu::extra_buffer_type *)g_types[0]->context)->get_tensor_traits(op);
+    ggml::cpu::tensor_traits *traits = nullptr;
     size_t size = 0;
-    if (!traits || !traits->work_size(planned, op, size)) return false;
+    for (auto *type : g_types) {
+        traits = ((ggml::cpu::extra_buffer_type *)type->context)->get_tensor_traits(op);
+        if (traits && traits->work_size(planned, op, size)) break;
+        traits = nullptr;
+    }
+    if (!traits) return false;
     std::unique_ptr<uint8_t[]> work(new uint8_t[size]);
     memset(work.get(), 0xa5, size);
     pthread_barrier_t all;
@@ -371,8 +376,13 @@ void attention() {
                 memcpy(mask.at(i, 0, s) + 2 * c, &added[c / 64 % 2 ? 2 : between(0, 3)], 2);
             }
     for (int i = 0; i < heads * group; i++) ((float *)sinks.data)[i] = normal();
-    const float scale = 2 / std::sqrt((float)head);
-    memcpy(out.op_params, &scale, 4);
+    const float scale = 2 / std::sqrt((float)head), bias = once_in(4) ? 8 : 0, cap = once_in(4) ? 20 : 0;
+    for (int i = 0; i < 3; i++) memcpy(out.op_params + i, i == 0 ? &scale : i == 1 ? &bias : &cap, 4);
+    auto slope = [&](int h) {  // of a head (ALiBi)
+        int most = 1;
+        while (2 * most <= heads * group) most *= 2;
+        return bias == 0 ? 1 : std::exp2(h < most ? -bias / most * (h + 1) : -bias / 2 / most * (2 * (h - most) + 1));
+    };
     out.op = GGML_OP_FLASH_ATTN_EXT;
     out.src[0] = &q, out.src[1] = &k, out.src[2] = &v, out.src[3] = is_masked ? &mask : nullptr, out.src[4] = has_sinks ? &sinks : nullptr;
     auto results = [&](int count, int planned, int n_threads, std::vector<Row> &found) {  // of the first stream
@@ -403,7 +413,9 @@ void attention() {
                 const Row key = floats_of(kind, k.at(c, h / group), head);
                 const float added = is_masked ? ggml_fp16_to_fp32(((ggml_fp16_t *)mask.at(i))[c]) : 0;
                 for (int d = 0; d < head; d++) scores[c] += (double)query[d] * key[d];
-                scores[c] = scores[c] * scale + added;
+                scores[c] *= scale;
+                if (cap) scores[c] = cap * std::tanh(scores[c] / cap);
+                scores[c] += added * slope(h);
                 most = std::max(most, scores[c]);
             }
             if (has_sinks) total = std::exp(((float *)sinks.data)[h] - most);
@@ -416,6 +428,86 @@ void attention() {
             for (int d = 0; d < head_v; d++)
                 check(std::abs((total ? wanted[d] / total : 0) - found[i * heads * group + h][d]) < 1e-4, "it is exact");
         }
+}
+
+// an activation of random rows, alone or with a gate; a norm, a softmax, a state-space step
+void elementwise() {
+    const struct { ggml_unary_op kind; double (*exact)(double); } functions[] = {
+        {GGML_UNARY_OP_TANH, [](double x) { return std::tanh(x); }},
+        {GGML_UNARY_OP_ELU, [](double x) { return x > 0 ? x : std::expm1(x); }},
+        {GGML_UNARY_OP_SIGMOID, [](double x) { return 1 / (1 + std::exp(-x)); }},
+        {GGML_UNARY_OP_GELU, [](double x) { return x / 2 * (1 + std::tanh(0.79788456080286536 * x * (1 + 0.044715 * x * x))); }},
+        {GGML_UNARY_OP_GELU_QUICK, [](double x) { return x / (1 + std::exp(-1.702 * x)); }},
+        {GGML_UNARY_OP_GELU_ERF, [](double x) { return x / 2 * std::erfc(-x / std::sqrt(2.0)); }},
+        {GGML_UNARY_OP_SILU, [](double x) { return x / (1 + std::exp(-x)); }},
+        {GGML_UNARY_OP_EXP, [](double x) { return std::exp(x); }},
+        {GGML_UNARY_OP_EXPM1, [](double x) { return std::expm1(x); }},
+        {GGML_UNARY_OP_SOFTPLUS, [](double x) { return x > 30 ? x : std::log1p(std::exp(x)); }},
+    };
+    const struct { ggml_glu_op kind; ggml_unary_op activation; } gates[] = {
+        {GGML_GLU_OP_GEGLU, GGML_UNARY_OP_GELU}, {GGML_GLU_OP_SWIGLU, GGML_UNARY_OP_SILU},
+        {GGML_GLU_OP_GEGLU_ERF, GGML_UNARY_OP_GELU_ERF}, {GGML_GLU_OP_GEGLU_QUICK, GGML_UNARY_OP_GELU_QUICK},
+    };
+    const int n = between(1, 1500), rows = between(1, 9), kind = between(0, 3);
+    const bool is_split = once_in(2);
+    const float size = std::exp2((float)between(-6, 5));
+    Tensor x(GGML_TYPE_F32, {kind == 1 && !is_split ? 2 * n : n, rows}, kind != 1), g(GGML_TYPE_F32, {n, rows});
+    Tensor mask(GGML_TYPE_F16, {n, rows}), sinks(GGML_TYPE_F32, {1}), out(GGML_TYPE_F32, {n, rows}, kind != 1 && kind != 3);
+    for (Tensor *t : {&x, &g, &sinks})
+        for (int i = 0; i < t->ne[1]; i++)
+            for (int j = 0; j < t->ne[0]; j++) ((float *)t->at(i))[j] = normal() * size;
+    for (int i = 0; i < n * rows; i++) ((uint16_t *)mask.data)[i] = i % n && once_in(3) ? 0xfc00 : 0xbe00;  // -inf, -1.5
+    const auto &function = functions[between(0, std::size(functions) - 1)];
+    const auto &gate = gates[between(0, 3)];
+    const float scale = 0.5f, bias = once_in(2) ? 8 : 0, epsilon = 1e-5f;
+    const bool is_swapped = kind == 1 && !is_split && once_in(2), has_sinks = once_in(2);
+    out.src[0] = &x;
+    if (kind == 0) out.op = GGML_OP_UNARY, out.op_params[0] = function.kind;
+    if (kind == 1) out.op = GGML_OP_GLU, out.op_params[0] = gate.kind, out.op_params[1] = is_swapped, out.src[1] = is_split ? &g : nullptr;
+    if (kind == 2) out.op = GGML_OP_NORM, memcpy(out.op_params, &epsilon, 4);
+    if (kind == 3) {
+        out.op = GGML_OP_SOFT_MAX, out.src[1] = &mask, out.src[2] = has_sinks ? &sinks : nullptr;
+        memcpy(out.op_params, &scale, 4), memcpy(out.op_params + 1, &bias, 4);
+    }
+    g_case += std::string(ggml_op_desc(&out)) + " " + std::to_string(n) + " " + std::to_string(rows);
+    auto results = [&](int n_threads) {
+        check(compute(&out, n_threads, n_threads), "it is computed");
+        std::vector<Row> found;
+        for (int i = 0; i < rows; i++) found.push_back(read_row(out.at(i), n));
+        return found;
+    };
+    const std::vector<Row> found = results(1), again = results(3);
+    report(found);
+    for (int i = 0; i < rows; i++) {
+        check(same(found[i], again[i]), "bits do not depend on threads");
+        const float *row = (float *)x.at(i), *gates_of = is_split ? (float *)g.at(i) : row + (is_swapped ? 0 : n);
+        std::vector<double> exact(n);
+        double sum = 0, most = has_sinks && kind == 3 ? ((float *)sinks.data)[0] : -INFINITY;
+        for (int j = 0; j < n; j++) sum += row[j];
+        const double mean = sum / n;
+        sum = 0;
+        for (int j = 0; j < n; j++) {
+            if (kind == 0) exact[j] = function.exact(row[j]);
+            if (kind == 1)
+                for (const auto &f : functions)
+                    if (f.kind == gate.activation) exact[j] = f.exact(row[j + (is_swapped ? n : 0)]) * gates_of[j];
+            if (kind == 2) exact[j] = row[j] - mean, sum += exact[j] * exact[j];
+            if (kind == 3) {
+                exact[j] = row[j] * scale + ggml_fp16_to_fp32(((ggml_fp16_t *)mask.at(i))[j]) * (bias ? std::exp2(-bias) : 1);
+                most = std::max(most, exact[j]);
+            }
+        }
+        if (kind == 3) {
+            sum = has_sinks ? std::exp(((float *)sinks.data)[0] - most) : 0;
+            for (double &v : exact) v = std::exp(v - most), sum += v;
+        }
+        for (int j = 0; j < n; j++) {
+            if (kind == 2) exact[j] /= std::sqrt(sum / n + epsilon);
+            if (kind == 3) exact[j] /= sum;
+            const double slack = kind < 2 ? 4e-6 * std::abs(exact[j]) + 1e-7 * std::abs(row[j]) : kind == 2 ? 4e-5 : 4e-6;
+            check(std::abs(found[i][j] - exact[j]) <= slack + 1e-37, "it is exact");
+        }
+    }
 }
 
 // a state out of cells and into others, in pieces of a file
@@ -471,11 +563,12 @@ void cells() {
 int main(int n_arguments, char **arguments) {
     edgeinfer_kernels(types, barrier);
     edgeinfer_kernels(types, barrier);
-    check(g_types.size() == 1, "a second call does nothing");
+    check(g_types.size() == 2, "a second call does nothing");
     for (int i = 0; i < atoi(arguments[1]); i++) {
         g_random.seed(i);
         g_case = std::to_string(i) + " ";
         if (i % 8 == 0) attention();
+        else if (i % 8 == 4) elementwise();
         else if (i % 16 == 1) cells();
         else if (i % 16 == 9) adapters();
         else {

@@ -15,7 +15,7 @@ from .test_attention import LEVELS, can_run
 
 _SITE = Path(llama_cpp.__file__).parents[1]
 _GGML = _SITE / "llama_cpp/lib"
-_NAMES = "kernels attention cell_order matmul adapters cells version".split()
+_NAMES = "kernels attention cell_order matmul adapters elementwise streaming cells version".split()
 _SOURCES = [ROOT / f"native/{name}.cpp" for name in _NAMES]
 _SANITIZED = "-O0 -g1 -DINLINE=inline -fsanitize=address,undefined -fno-sanitize-recover=all"
 #: Operations of tests/engine/fuzz_kernels.cpp: with sanitizers some ten a second.

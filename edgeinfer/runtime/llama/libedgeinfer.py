@@ -23,7 +23,7 @@ BUILT_FOR = "0.3.36"
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: What is called of each library, by the first word of its name; after `edgeinfer_`.
 _FUNCTIONS = {
-    "kernels": "kernels version cells_written cells_freed "
+    "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
     "stream_start stream_end stream_aim stream_statistics stream_stop",
     "guard": "guard decode reason call call_with",
@@ -135,6 +135,25 @@ def arm_level(hwcap: int, hwcap2: int) -> str:
     if not hwcap & _ASIMDDP:
         return ""
     return "i8mm" if hwcap2 & _I8MM else "dotprod"
+
+
+def dependent_operation() -> str:
+    """Return an operation that this process has computed, and whose bits depend on the processor.
+
+    It is ggml's name of it and the type of its first operand ("MUL_MAT bf16"); "" for none, so that
+    answers are bit-identical with AVX2 and AVX-512. Without in-tree kernels: "every one".
+    """
+    level = level_of(variant_of(cpu_library()))
+    if not level:
+        return "every one"
+    try:
+        kernels = ctypes.CDLL(str(library(f"kernels-{level}")))
+        function = kernels.edgeinfer_dependent_operation
+    except (OSError, AttributeError):
+        return "every one"
+    function.restype, function.argtypes = ctypes.c_char_p, []
+    name: bytes = function()
+    return name.decode()
 
 
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:

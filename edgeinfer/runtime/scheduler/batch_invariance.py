@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.memory_plan import invariant_rows
 
@@ -27,16 +27,13 @@ class BatchInvariance:
 #: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
 #: 256, and 192 cells with 60 rows stay within the first.
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
-#: Suffixes of metadata keys; a model with one uses llama.cpp's attention (decision 095).
-_LEFT_TO_LLAMA = ("attn_logit_softcapping", "max_alibi_bias")
 #: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 
 
 def _is_left_to_llama(loaded: LlamaModel) -> bool:
     """Return whether native/attention.cpp declines this model's attention."""
-    is_odd = any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
-    return is_odd or any(key.endswith(_LEFT_TO_LLAMA) for key in loaded.meta)
+    return any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
 
 
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
@@ -59,4 +56,7 @@ def why_irreproducible(loaded: LlamaModel) -> str:
         return "the model is recurrent: it computes a prompt differently from single tokens"
     if invariance.cells is not None or not invariance.in_order:
         return "llama.cpp's own attention serves this model, whose bits depend on the batch"
+    operation = libedgeinfer.dependent_operation()
+    if operation:
+        return f"llama.cpp computed an operation whose bits depend on the processor ({operation})"
     return ""

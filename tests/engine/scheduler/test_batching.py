@@ -120,8 +120,6 @@ def test_attention_in_use_decides_batch_invariance(
     engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, build = engine._loaded, libllama.build_info()
-    arch = loaded.meta["general.architecture"]
-    capped = replace(loaded, meta=loaded.meta | {f"{arch}.attn_logit_softcapping": "50.0"})
     long = msgspec.structs.replace(loaded.shape, head_lengths=(*loaded.shape.head_lengths, 512))
     latent = replace(loaded, shape=long)
     unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
@@ -130,7 +128,6 @@ def test_attention_in_use_decides_batch_invariance(
     llamas = BatchInvariance(*bounds, in_order=False)
     for attention, model, expected in (
         ("v3", loaded, unbounded),
-        ("v3", capped, llamas),
         ("v3", latent, llamas),
         ("", loaded, llamas),
     ):

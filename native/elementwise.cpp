@@ -1,0 +1,345 @@
+// Operations whose bits depend on the instruction set where ggml computes them: activations, softmax, the norm with a mean,
+// state-space layers, and the products that matmul.cpp leaves. Here each has one arithmetic on every level (functions.h); a sum
+// is of kSums partial sums, each in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
+#include <atomic>
+
+#include "functions.h"
+
+namespace {
+
+constexpr int kPiece = 512;   // elements of a row that a thread takes at a time
+constexpr int kBlock = 1024;  // elements whose sums are floats; sums of blocks are doubles
+
+INLINE Floats load(const float *p) { return load<Floats>(p); }
+// n floats, and zeros; n may be more than there are lanes, or less than 1, and is mostly constant
+INLINE Floats load_some(const float *p, int n) {
+    if (n >= kLanes) return load(p);
+    float some[kLanes]{};
+    if (n > 0) memcpy(some, p, n * sizeof(float));
+    return load(some);
+}
+INLINE void store_some(float *p, Floats x, int n) {
+    if (n >= kLanes) return store(p, x);
+    if (n > 0) memcpy(p, &x, n * sizeof(float));
+}
+INLINE float tree(const Floats (&sums)[kParts]) {
+    typedef float Quarter __attribute__((vector_size(16)));
+    Quarter x[4];
+    memcpy(x, sums, sizeof x);
+    const Quarter four = (x[0] + x[2]) + (x[1] + x[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+// f(the partial sum, the first element, how many there are) for each vector of n elements from `from` on
+template <class F> INLINE void each_vector(int from, int n, F f) {
+    int i = from;
+    for (; i + kSums <= n; i += kSums)
+        UNROLL for (int p = 0; p < kParts; p++) f(p, i + p * kLanes, kLanes);
+    if (i < n)
+        UNROLL for (int p = 0; p < kParts; p++) f(p, i + p * kLanes, n - i - p * kLanes);
+}
+#define EACH_VECTOR [&](int p, int i, int n) __attribute__((always_inline))
+template <bool kSquares> double sum_of(const float *x, int n_all) {
+    double total = 0;
+    for (int from = 0; from < n_all; from += kBlock) {
+        Floats sums[kParts]{};
+        each_vector(from, std::min(n_all, from + kBlock), EACH_VECTOR {
+            const Floats v = load_some(x + i, n);
+            sums[p] = kSquares ? fma(v, v, sums[p]) : sums[p] + v;
+        });
+        total += tree(sums);
+    }
+    return total;
+}
+
+INLINE char *row_of(const ggml_tensor *t, int64_t row) {
+    if (t->nb[2] == t->ne[1] * t->nb[1] && t->nb[3] == t->ne[2] * t->nb[2]) return (char *)t->data + row * t->nb[1];
+    const int64_t i1 = row % t->ne[1], i2 = row / t->ne[1] % t->ne[2], i3 = row / t->ne[1] / t->ne[2];
+    return (char *)t->data + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+}
+bool is_floats(const ggml_tensor *t) { return !t || (t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float)); }
+float parameter(const ggml_tensor *op, int i) { return load<float>(op->op_params + i); }
+// this thread's share of n
+struct Share {
+    int64_t first, end;
+    Share(const ggml_compute_params *p, int64_t n) : first(n * p->ith / p->nth), end(n * (p->ith + 1) / p->nth) {}
+};
+
+// ---- UNARY and GLU: of x, and of g for GLU
+
+typedef Floats (*Function)(Floats x, Floats g, const float *parameters);
+typedef void (*Map)(const float *x, const float *g, float *y, int n, const float *parameters);
+template <Function f> void map(const float *x, const float *g, float *y, int n, const float *parameters) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store(y + i, f(load(x + i), load(g + i), parameters));
+    if (i < n) store_some(y + i, f(load_some(x + i, n - i), load_some(g + i, n - i), parameters), n - i);
+}
+#define FUNCTION(name, result) INLINE Floats name(Floats x, Floats g, const float *p) { return (void)g, (void)p, (result); }
+FUNCTION(tanh, tanh_of(x))
+FUNCTION(elu, x > 0 ? x : expm1_of(x))
+FUNCTION(sigmoid, sigmoid_of(x))
+FUNCTION(gelu, gelu_of(x))
+FUNCTION(gelu_quick, gelu_quick_of(x))
+FUNCTION(gelu_erf, gelu_erf_of(x))
+FUNCTION(silu, silu_of(x))
+FUNCTION(exponential, exp_of(x))
+FUNCTION(exponential_less_one, expm1_of(x))
+FUNCTION(softplus, softplus_of(x))
+FUNCTION(xielu, fma(all(p[3]), x, x > 0 ? x * x * p[2] : (expm1_of(no_more(x, p[4])) - x) * p[1]))
+FUNCTION(geglu, gelu_of(x) * g)
+FUNCTION(geglu_quick, gelu_quick_of(x) * g)
+FUNCTION(geglu_erf, gelu_erf_of(x) * g)
+FUNCTION(swiglu, silu_of(x) * g)
+FUNCTION(swiglu_clamp, silu_of(no_more(x, p[3])) * no_less(no_more(g, p[3]), -p[3]))
+INLINE Floats swiglu_oai(Floats x, Floats g, const float *p) {
+    x = no_more(x, p[3]), g = no_less(no_more(g, p[3]), -p[3]);
+    return x / (exp_of(x * -p[2]) + 1.0f) * (g + 1.0f);
+}
+
+Map map_of(const ggml_tensor *op) {
+#define UNARY(name, function) case GGML_UNARY_OP_##name: return map<function>;
+#define GLU(name, function) case GGML_GLU_OP_##name: return map<function>;
+    if (op->op == GGML_OP_UNARY) {
+        switch (ggml_get_unary_op(op)) {
+            UNARY(TANH, tanh) UNARY(ELU, elu) UNARY(SIGMOID, sigmoid) UNARY(GELU, gelu) UNARY(GELU_QUICK, gelu_quick)
+            UNARY(GELU_ERF, gelu_erf) UNARY(SILU, silu) UNARY(EXP, exponential) UNARY(EXPM1, exponential_less_one)
+            UNARY(SOFTPLUS, softplus) UNARY(XIELU, xielu)
+            default: return nullptr;
+        }
+    }
+    switch (ggml_get_glu_op(op)) {
+        GLU(GEGLU, geglu) GLU(SWIGLU, swiglu) GLU(SWIGLU_OAI, swiglu_oai) GLU(GEGLU_ERF, geglu_erf)
+        GLU(GEGLU_QUICK, geglu_quick) GLU(SWIGLU_CLAMP, swiglu_clamp)
+        default: return nullptr;
+    }
+}
+
+void compute_map(const ggml_compute_params *params, const ggml_tensor *op) {
+    const Map map = map_of(op);
+    const ggml_tensor *x = op->src[0], *g = op->src[1] ? op->src[1] : x;
+    const int64_t n = op->ne[0], pieces = (n + kPiece - 1) / kPiece;
+    const bool has_both = op->op == GGML_OP_GLU && !op->src[1], is_swapped = has_both && op->op_params[1];
+    const Share share(params, pieces * ggml_nrows(op));
+    for (int64_t i = share.first; i < share.end; i++) {
+        const int64_t row = i / pieces, at = i % pieces * kPiece;
+        const float *from = (const float *)row_of(x, row) + at, *gate = (const float *)row_of(g, row) + at;
+        map(from + (is_swapped ? n : 0), gate + (has_both && !is_swapped ? n : 0), (float *)row_of(op, row) + at,
+            std::min<int64_t>(kPiece, n - at), (const float *)op->op_params);
+    }
+}
+
+// ---- rows that are normalized
+
+void scale_row(float *y, int n, float scale) {
+    for (int i = 0; i < n; i++) y[i] *= scale;
+}
+void compute_norm(const ggml_compute_params *params, const ggml_tensor *op) {
+    const int n = op->ne[0];
+    const Share share(params, ggml_nrows(op));
+    for (int64_t row = share.first; row < share.end; row++) {
+        const float *x = (const float *)row_of(op->src[0], row);
+        float *y = (float *)row_of(op, row);
+        const float mean = sum_of<false>(x, n) / n;
+        for (int i = 0; i < n; i++) y[i] = x[i] - mean;
+        const float variance = sum_of<true>(y, n) / n;
+        scale_row(y, n, 1.0f / std::sqrt(variance + parameter(op, 0)));
+    }
+}
+
+void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) {
+    const ggml_tensor *mask = op->src[1];
+    const float *sinks = op->src[2] ? (const float *)op->src[2]->data : nullptr, scale = parameter(op, 0);
+    const int n_all = op->ne[0];
+    const Share share(params, ggml_nrows(op));
+    for (int64_t row = share.first; row < share.end; row++) {
+        const int64_t i1 = row % op->ne[1], head = row / op->ne[1] % op->ne[2], i3 = row / op->ne[1] / op->ne[2];
+        const float slope = slope_of(parameter(op, 1), head, op->ne[2]);
+        const char *added = !mask ? nullptr : (const char *)mask->data + i1 * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + i3 % mask->ne[3] * mask->nb[3];
+        const bool is_half = mask && mask->type == GGML_TYPE_F16;
+        const float *x = (const float *)row_of(op->src[0], row);
+        float *y = (float *)row_of(op, row), most = sinks ? sinks[head] : -INFINITY;
+        Floats largest = all(most);
+        each_vector(0, n_all, EACH_VECTOR {
+            Floats v = load_some(x + i, n) * scale;
+            if (is_half) {
+                uint16_t halves[kLanes]{};
+                if (n > 0) memcpy(halves, added + 2 * i, 2 * std::min(kLanes, n));
+                v = fma(from_halves(halves), all(slope), v);
+            } else if (mask) {
+                v = fma(load_some((const float *)added + i, n), all(slope), v);
+            }
+            store_some(y + i, v, n);
+            if (n >= kLanes) largest = larger(largest, v);
+            else for (int j = i; j < i + n; j++) most = std::max(most, y[j]);
+        });
+        for (int i = 0; i < kLanes; i++) most = std::max(most, largest[i]);
+        each_vector(0, n_all, EACH_VECTOR { store_some(y + i, exp_of(load_some(y + i, n) - most), n); });
+        scale_row(y, n_all, 1.0 / (sum_of<false>(y, n_all) + (sinks ? exp_of(sinks[head] - most) : 0)));
+    }
+}
+
+// ---- state-space layers (Mamba)
+
+void compute_ssm_conv(const ggml_compute_params *params, const ggml_tensor *op) {
+    const ggml_tensor *x = op->src[0], *w = op->src[1];
+    const int taps = w->ne[0];
+    const Share share(params, op->ne[0]);
+    for (int64_t seq = 0; seq < op->ne[2]; seq++)
+        for (int64_t token = 0; token < op->ne[1]; token++)
+            for (int64_t i = share.first; i < share.end; i++) {
+                const float *from = (const float *)((const char *)x->data + i * x->nb[1] + seq * x->nb[2]) + token;
+                const float *weights = (const float *)((const char *)w->data + i * w->nb[1]);
+                float sum = 0;
+                for (int j = 0; j < taps; j++) sum = std::fma(from[j], weights[j], sum);
+                ((float *)((char *)op->data + token * op->nb[1] + seq * op->nb[2]))[i] = sum;
+            }
+}
+
+// Rows of a head's state after a token, and their products with `c`. `decays`: of each element, or one for all (Mamba-2).
+template <bool kIsOne, int kR>
+void next_states(const float *before, float *after, int64_t size, const float *decays, float step, const float *b, const float *c, const float *x, float *y) {
+    Floats sums[kR][kParts]{};
+    each_vector(0, size, EACH_VECTOR {
+        const Floats decay = kIsOne ? all(*decays) : exp_of(load_some(decays + i, n) * step), in = load_some(b + i, n), out = load_some(c + i, n);
+        UNROLL for (int r = 0; r < kR; r++) {
+            const Floats state = fma(load_some(before + r * size + i, n), decay, in * (x[r] * step));
+            sums[r][p] = fma(state, out, sums[r][p]);
+            store_some(after + r * size + i, state, n);
+        }
+    });
+    UNROLL for (int r = 0; r < kR; r++) y[r] = tree(sums[r]);
+}
+
+void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) {
+    const ggml_tensor *s = op->src[0], *x = op->src[1], *dt = op->src[2], *a = op->src[3], *b = op->src[4], *c = op->src[5];
+    const int64_t size = s->ne[0], dim = s->ne[1], n_heads = x->ne[1], group = n_heads / b->ne[1], n_tokens = x->ne[2];
+    const int snapshots = op->op_params[0];
+    float *states = (float *)op->data + ggml_nelements(x);  // after the results
+    const Share heads(params, n_heads);
+    const auto at = [](const ggml_tensor *t, int64_t i2, int64_t i3) { return (const float *)((const char *)t->data + i2 * t->nb[2] + i3 * t->nb[3]); };
+    for (int64_t seq = 0; seq < x->ne[3]; seq++) {
+        const int64_t of_seq = s->nb[3] / sizeof(float);
+        const float *before = (const float *)s->data + ((const int32_t *)op->src[6]->data)[seq] * of_seq;
+        float *after = states + seq * of_seq;
+        for (int64_t token = 0; token < n_tokens; token++, before = after) {
+            const float *steps = (const float *)((const char *)dt->data + token * dt->nb[1] + seq * dt->nb[2]);
+            for (int64_t head = heads.first; head < heads.end; head++) {
+                const bool is_one = a->ne[0] == 1;
+                const auto next = is_one ? next_states<true, 1> : next_states<false, 1>, next_four = is_one ? next_states<true, 4> : next_states<false, 4>;
+                const float step = softplus_of(steps[head]), *decays = (const float *)a->data + (is_one ? head : head * size);
+                const float decay = is_one ? exp_of(step * *decays) : 0;
+                const float *b_row = at(b, token, seq) + head / group * size, *c_row = at(c, token, seq) + head / group * size;
+                for (int64_t row = head * dim, end = row + dim; row < end; row += row + 4 <= end ? 4 : 1)
+                    (row + 4 <= end ? next_four : next)(before + row * size, after + row * size, size, is_one ? &decay : decays, step, b_row, c_row,
+                                                        at(x, token, seq) + row, (float *)op->data + (seq * n_tokens + token) * n_heads * dim + row);
+            }
+            const int64_t slot = n_tokens - 1 - token, of_head = dim * size;
+            if (slot > 0 && slot < snapshots)
+                memcpy(after + slot * x->ne[3] * of_seq + heads.first * of_head, after + heads.first * of_head, (heads.end - heads.first) * of_head * sizeof(float));
+        }
+    }
+}
+
+// ---- MUL_MAT and MUL_MAT_ID of what matmul.cpp leaves: few rows, odd widths, several matrices. Weights become floats.
+
+constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows of weights and columns at a time: sums stay in registers
+
+INLINE Floats load_weights(const float *p, int n) { return load_some(p, n); }
+INLINE Floats load_weights(const uint16_t *p, int n) {
+    if (n >= kLanes) return from_halves(p);
+    uint16_t some[kLanes]{};
+    if (n > 0) memcpy(some, p, n * sizeof *p);
+    return from_halves(some);
+}
+template <int kR, int kC, class W> void dots(const W *w, size_t stride, const float *const *x, float *const *out, int k) {
+    constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts);  // parts
+    Floats sums[kR][kC][kParts]{};
+    UNROLL for (int pass = 0; pass < kParts / kOnce; pass++) each_vector(0, k, EACH_VECTOR {
+        if (p / kOnce != pass) return;
+        Floats v[kC];
+        UNROLL for (int c = 0; c < kC; c++) v[c] = load_some(x[c] + i, n);
+        UNROLL for (int r = 0; r < kR; r++) {
+            const Floats weights = load_weights(w + r * stride + i, n);
+            UNROLL for (int c = 0; c < kC; c++) sums[r][c][p] = fma(weights, v[c], sums[r][c][p]);
+        }
+    });
+    UNROLL for (int r = 0; r < kR; r++)
+        UNROLL for (int c = 0; c < kC; c++) out[c][r] = tree(sums[r][c]);
+}
+
+size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kTall + kSums) * sizeof(float); }  // of a thread
+// n rows of weights and a number of columns, whose addresses are `pitch` bytes apart
+template <class W> void products(const W *w, size_t stride, int n, const char *x, size_t x_pitch, char *to, size_t pitch, int64_t columns, int k) {
+    for (int64_t column = 0, some; column < columns; column += some) {
+        some = n == kTall && columns - column >= kWide ? kWide : 1;
+        const float *in[kWide];
+        float *out[kWide];
+        for (int c = 0; c < some; c++) in[c] = (const float *)(x + (column + c) * x_pitch), out[c] = (float *)(to + (column + c) * pitch);
+        if (some > 1) dots<kTall, kWide>(w, stride, in, out, k);
+        else if (n == kTall) dots<kTall, 1>(w, stride, in, out, k);
+        else for (int r = 0; r < n; r++, out[0]++) dots<1, 1>(w + r * stride, stride, in, out, k);
+    }
+}
+void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
+    const ggml_tensor *w = op->src[0], *x = op->src[1], *ids = op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr;
+    const int64_t k = w->ne[0], tiles = (w->ne[1] + kTall - 1) / kTall, groups = op->ne[2] * (ids ? op->ne[1] : op->ne[3]), columns = ids ? 1 : x->ne[1];
+    float *rows = (float *)((char *)params->wdata + params->ith * dots_size(op));
+    const Share share(params, groups * tiles);
+    for (int64_t i = share.first; i < share.end; i++) {
+        const int64_t group = i / tiles, first = i % tiles * kTall, n = std::min<int64_t>(kTall, w->ne[1] - first);
+        const char *weights = (const char *)w->data + first * w->nb[1], *from = (const char *)x->data;
+        char *to = (char *)op->data + first * sizeof(float);
+        const int64_t major = group / op->ne[ids ? 1 : 2], minor = group % op->ne[ids ? 1 : 2];
+        if (ids) {  // a slot of a token
+            weights += load<int32_t>((const char *)ids->data + minor * ids->nb[0] + major * ids->nb[1]) * w->nb[2];
+            from += minor % x->ne[1] * x->nb[1] + major * x->nb[2], to += minor * op->nb[1] + major * op->nb[2];
+        } else {
+            weights += minor / (x->ne[2] / w->ne[2]) * w->nb[2] + major / (x->ne[3] / w->ne[3]) * w->nb[3];
+            from += minor * x->nb[2] + major * x->nb[3], to += minor * op->nb[2] + major * op->nb[3];
+        }
+        if (w->type == GGML_TYPE_F32) {
+            products((const float *)weights, w->nb[1] / sizeof(float), n, from, x->nb[1], to, op->nb[1], columns, k);
+        } else if (w->type == GGML_TYPE_F16) {
+            products((const uint16_t *)weights, w->nb[1] / sizeof(uint16_t), n, from, x->nb[1], to, op->nb[1], columns, k);
+        } else {
+            for (int r = 0; r < n; r++) ggml_get_type_traits(w->type)->to_float(weights + r * w->nb[1], rows + r * k, k);
+            products(rows, k, n, from, x->nb[1], to, op->nb[1], columns, k);
+        }
+    }
+}
+bool takes_dots(const ggml_tensor *op) {
+    const ggml_tensor *w = op->src[0];
+    if (op->op == GGML_OP_MUL_MAT && op->op_params[1]) return false;  // a hint at another arithmetic
+    if (w->nb[0] != ggml_type_size(w->type) || (w->buffer && !ggml_backend_buffer_is_host(w->buffer))) return false;
+    const bool is_float = w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
+    return is_float || (w->ne[1] < 16 && ggml_get_type_traits(w->type)->to_float);  // more rows would take longer than ggml's
+}
+
+// ---- which
+
+typedef void (*Compute)(const ggml_compute_params *, const ggml_tensor *);
+Compute compute_of(const ggml_tensor *op) {
+    if (!is_floats(op) || !is_floats(op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID ? op->src[1] : op->src[0])) return nullptr;
+    switch (op->op) {
+        case GGML_OP_GLU: return is_floats(op->src[1]) && map_of(op) ? compute_map : nullptr;
+        case GGML_OP_UNARY: return map_of(op) ? compute_map : nullptr;
+        case GGML_OP_NORM: return compute_norm;
+        case GGML_OP_SOFT_MAX: return compute_soft_max;
+        case GGML_OP_SSM_CONV: return compute_ssm_conv;
+        case GGML_OP_SSM_SCAN: return compute_ssm_scan;
+        case GGML_OP_MUL_MAT: case GGML_OP_MUL_MAT_ID: return takes_dots(op) ? compute_dots : nullptr;
+        default: return nullptr;
+    }
+}
+
+class Elementwise : public ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
+        size = compute_of(op) == compute_dots ? n_threads * dots_size(op) : 0;
+        return true;
+    }
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override { return compute_of(op)(params, op), true; }
+};
+Elementwise g_elementwise;
+
+}  // namespace
+
+ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op) { return compute_of(op) ? &g_elementwise : nullptr; }

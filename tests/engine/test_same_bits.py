@@ -1,0 +1,131 @@
+"""Bit-identical on every processor: whole graphs of each family, with the CPU variants and kernels of each level."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from made_families import FAMILIES, make_family
+
+from edgeinfer.runtime.llama import libedgeinfer
+
+from ..conftest import ROOT
+from .test_attention import LEVELS, can_run, run
+
+PROGRAM = ROOT / "tests/made/graph_digests.py"
+#: Level → one of ggml's CPU variants for it, which every processor of that level can run.
+_VARIANTS = {"v3": "haswell", "v3-vnni": "alderlake", "v4": "cascadelake"}
+#: Family → digest of its logits after 44 tokens, on any processor. After a change of bits, write down what the failure
+#: shows, and raise the kernels' revision.
+_DIGESTS = {
+    "Llama": "27d8583ae144",
+    "Mixtral (a mixture of experts)": "1a9b0bcadd78",
+    "Qwen2": "bbe97a8c6597",
+    "Qwen3": "f8cb887fb74c",
+    "Qwen2-VL (M-RoPE)": "58e708654f47",
+    "Falcon": "ee03960c87e4",
+    "MPT": "e02038114715",
+    "BLOOM": "318ac450b917",
+    "GPT-2": "239ea86b9218",
+    "StarCoder": "bee322b55c3a",
+    "StarCoder2": "eb6850b95961",
+    "GPT-NeoX": "e160aa565b12",
+    "Phi-2": "0e85976c678c",
+    "Mamba": "7cfe895f7450",
+    "Jamba (a hybrid)": "e18e222cb12f",
+    "RWKV-6": "288fee2c9855",
+}
+
+Graphs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small model of every family."""
+    folder = tmp_path_factory.mktemp("families")
+    return {name: make_family(folder / f"{i}.gguf", name) for i, name in enumerate(FAMILIES)}
+
+
+def _graphs(level: str, models: dict[str, Path], kernels: str | None = None) -> Graphs:
+    results = json.loads(run(PROGRAM, _VARIANTS[level], kernels or level, *models.values()))
+    return {name: results[str(path)] for name, path in models.items()}
+
+
+def _level_here() -> str:
+    levels = [
+        level
+        for level in LEVELS
+        if can_run(level) and libedgeinfer.library(f"kernels-{level}").exists()
+    ]
+    if not levels:
+        pytest.skip("no kernels for this processor")
+    return levels[-1]
+
+
+@pytest.fixture(scope="module")
+def graphs(models: dict[str, Path]) -> Graphs:
+    return _graphs(_level_here(), models)
+
+
+@pytest.mark.needs("levels")
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_tensor_of_a_family_depends_on_the_level(
+    level: str, models: dict[str, Path], graphs: Graphs
+) -> None:
+    if not can_run(level):
+        pytest.skip(f"this processor has not the instructions of {level}")
+    for family, others in _graphs(level, models).items():
+        for computed, other in zip(graphs[family], others, strict=True):
+            pairs = zip(computed["tensors"], other["tensors"], strict=True)
+            differing = [tensor for tensor, same in pairs if tensor != same]
+            assert not differing, f"{family}: {len(differing)} differ, the first is {differing[0]}"
+
+
+def test_no_family_has_an_operation_that_depends_on_the_processor(graphs: Graphs) -> None:
+    assert {computed["dependent"] for both in graphs.values() for computed in both} == {""}
+
+
+def test_logits_are_those_of_other_processors(graphs: Graphs) -> None:
+    digests = {
+        family: hashlib.sha256(repr([computed["logits"] for computed in both]).encode()).hexdigest()[
+            :12
+        ]
+        for family, both in graphs.items()
+    }
+    assert digests == _DIGESTS
+
+
+def test_logits_are_close_to_llama_cpps(models: dict[str, Path], graphs: Graphs) -> None:
+    for family, others in _graphs(_level_here(), models, "none").items():
+        for computed, other in zip(graphs[family], others, strict=True):
+            expected = np.array(other["logits"])
+            assert np.abs(computed["logits"] - expected).max() < 0.02 * expected.std(), family
+
+
+def test_an_operation_that_depends_on_the_processor_is_named(tmp_path: Path) -> None:
+    """BF16: AVX-512 has an instruction that rounds the activations too."""
+    plain = gguf.GGUFReader(make_family(tmp_path / "f32.gguf", "Llama"))
+    path = tmp_path / "bf16.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, entry in plain.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            is_list = entry.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(
+                key, entry.contents(), entry.types[0], sub_type=entry.types[-1] if is_list else None
+            )
+    for tensor in plain.tensors:
+        rows = tensor.data
+        if tensor.name.endswith("ffn_up.weight"):
+            half = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(tensor.name, half, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(tensor.name, rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (computed, _) = _graphs(_level_here(), {"bf16": path})["bf16"]
+    assert computed["dependent"] == "MUL_MAT bf16"

@@ -1,0 +1,122 @@
+"""Every tensor of a few steps of models, as digests, with one of ggml's CPU variants and the kernels of its level.
+
+A program, because a process has one variant.
+
+usage: graph_digests.py VARIANT LEVEL MODEL...: a JSON object, model → a Computed for each attention; LEVEL "none" for
+llama.cpp's kernels
+"""
+
+import ctypes
+import hashlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llama_cpp as llama
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from matmul_ops import use_level
+
+from edgeinfer.runtime.llama import libedgeinfer, libllama
+
+#: Tokens of the steps: a prompt, two tokens, and some more at once.
+_STEPS = (37, 1, 1, 5)
+
+
+@dataclass
+class Computed:
+    """What one context computed. `dependent` is an operation whose bits depend on the processor.
+
+    `tensors` are name, operation and digest of each contiguous one, and `logits` the last token's.
+    """
+
+    dependent: str = ""
+    tensors: list[list[str]] = field(default_factory=list)
+    logits: list[float] = field(default_factory=list)
+
+
+def _use_variant(variant: str) -> None:
+    (library,) = (
+        path for folder in libllama.variant_dirs() for path in folder.glob(f"libggml-cpu-{variant}.so")
+    )
+    folder = Path(tempfile.mkdtemp())
+    (folder / library.name).symlink_to(library)
+    libllama.variant_dirs = lambda: [folder]
+
+
+def _declare_tensors(base: ctypes.CDLL) -> None:
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    for name, result in {
+        "ggml_get_name": ctypes.c_char_p,
+        "ggml_op_desc": ctypes.c_char_p,
+        "ggml_nbytes": size,
+        "ggml_is_contiguous": ctypes.c_bool,
+    }.items():
+        function = getattr(base, name)
+        function.restype, function.argtypes = result, [pointer]
+    base.ggml_backend_tensor_get.argtypes = [pointer, pointer, size, size]
+
+
+def compute(model: Any, flash_attention: bool) -> Computed:
+    """Compute _STEPS in a new context."""
+    base, computed = libllama.base_library(), Computed()
+    _declare_tensors(base)
+
+    @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
+    def on_tensor(tensor: int, ask: bool, _: object) -> bool:
+        if not ask and base.ggml_is_contiguous(tensor):
+            content = ctypes.create_string_buffer(base.ggml_nbytes(tensor))
+            base.ggml_backend_tensor_get(tensor, content, 0, len(content))
+            digest = hashlib.sha256(content.raw).hexdigest()[:12]
+            name, operation = base.ggml_get_name(tensor), base.ggml_op_desc(tensor)
+            computed.tensors.append([name.decode(), operation.decode(), digest])
+        return True
+
+    options = llama.llama_context_default_params()
+    options.n_ctx = 512
+    options.n_batch = options.n_ubatch = 128
+    options.n_threads = options.n_threads_batch = 1
+    options.flash_attn_type = int(flash_attention)
+    options.cb_eval = ctypes.cast(on_tensor, type(options.cb_eval))
+    context = llama.llama_init_from_model(model, options)
+    n_tokens = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    first = 0
+    for n in _STEPS:
+        batch = llama.llama_batch_init(n, 0, 1)
+        batch.n_tokens = n
+        for i in range(n):
+            batch.token[i], batch.pos[i] = ((first + i) * 37 + 11) % min(250, n_tokens), first + i
+            batch.n_seq_id[i] = batch.logits[i] = 1
+            batch.seq_id[i][0] = 0
+        assert llama.llama_decode(context, batch) == 0
+        llama.llama_batch_free(batch)
+        first += n
+    logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (n_tokens,))
+    computed.logits = [float(x) for x in logits]
+    llama.llama_free(context)
+    computed.dependent = libedgeinfer.dependent_operation()
+    return computed
+
+
+def main(variant: str, level: str, *models: str) -> None:
+    """Print what every model computes, with ggml's flash attention and without."""
+    _use_variant(variant)
+    use_level(level)
+    parameters = llama.llama_model_default_params()
+    parameters.n_gpu_layers = 0
+    parameters.use_extra_bufts = False
+    results = {}
+    for path in models:
+        model = llama.llama_model_load_from_file(path.encode(), parameters)
+        assert model, libllama.recent_reason()
+        results[path] = [asdict(compute(model, is_flash)) for is_flash in (True, False)]
+        llama.llama_model_free(model)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
