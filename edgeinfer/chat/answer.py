@@ -9,9 +9,13 @@ import msgspec
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
+from edgeinfer.platform.ed25519 import SigningKey
+from edgeinfer.receipts.receipt import Receipt, Refusal, make_receipt
 from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Generation
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.uses import ToolUse, uses_of
 
 
@@ -22,17 +26,19 @@ class Answer:
         self,
         store: ConversationStore,
         turn: Turn,
+        request: GenerateRequest,
         generation: Generation,
-        n_ctx: int,
+        info: EngineInfo,
         on_end: Callable[[Turn], None],
     ) -> None:
         self.turn = turn
+        self.request = request
         self.generation = generation
         self.done: Turn | None = None
         self.cache_report: CacheReport | None = None
         self.store_error: StoreError | None = None
         self._store = store
-        self._n_ctx = n_ctx
+        self._info = info
         self._on_end = on_end
         self._calls: tuple[ToolUse, ...] = ()
         self._all = Collected(turn.content, turn.reasoning)
@@ -52,6 +58,13 @@ class Answer:
     def progress(self) -> Progress | None:
         """Return the progress of prefill, once reported."""
         return self._all.progress
+
+    def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
+        """Make the receipt of what was generated, signed by `key` if there is one."""
+        finished = self._all.last_event
+        if finished is None:
+            return Refusal(refused="the answer has not ended, or it failed")
+        return make_receipt(self.request, finished, self._info, key=key)
 
     def add(self, event: Event) -> None:
         """Add one event of the generation; `Finished` ends the answer."""
@@ -100,7 +113,7 @@ class Answer:
             reasoning_tokens=finished.usage.reasoning_tokens,
             ttft_ms=finished.timings.ttft_ms,
             tokens_per_s=finished.timings.decode_tokens_per_s(finished.usage.completion_tokens),
-            n_ctx=self._n_ctx,
+            n_ctx=self._info.n_ctx,
             seconds=finished.timings.total_ms / 1000,
             saved_s=finished.timings.saved_ms / 1000,
         )

@@ -18,6 +18,7 @@ from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import UsageError
+from edgeinfer.receipts.receipt import Refusal, load_key
 from edgeinfer.runtime.options import parse_adapters
 
 if TYPE_CHECKING:
@@ -307,6 +308,17 @@ class Commander:
         text = formats.to_json(conversation, self.session.all_turns()) if as_json else ""
         written = formats.write(path, text or formats.to_markdown(conversation, self.session.path))
         self.front.show_text(f"Written to {written}")
+
+    def _receipt(self, argument: str) -> None:
+        answer = self.session.answer
+        if answer is None:
+            raise UsageError("no answer was generated since this chat began", hint="`/regen` makes one")
+        receipt = answer.receipt(load_key(config_file.load_config().receipts.key))
+        if isinstance(receipt, Refusal):
+            raise UsageError(f"no receipt: {receipt.refused}", hint="docs/guides/receipts.md says why")
+        path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
+        text = msgspec.json.encode(receipt).decode()
+        self.front.show_text(f"Written to {formats.write(path, text)}; `edgeinfer verify` checks it.")
 
     # answers and branches
 

@@ -68,6 +68,7 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ("delete", "delete this conversation; `/undo` brings it back"),
     ("undo", "bring back what was deleted last"),
     ("export [PATH.md|PATH.json]", "write this conversation to a file", "path"),
+    ("receipt [PATH.json]", "write the last answer's receipt, for `edgeinfer verify`", "path"),
     ("regen|regenerate|retry", "answer once more; the answers so far are kept"),
     ("next", "show the next alternative"),
     ("prev", "show the previous alternative"),

@@ -30,6 +30,7 @@ from edgeinfer.chat.history.values import (
 )
 from edgeinfer.chat.requests import PromptContext, rounds_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
+from edgeinfer.receipts.receipt import with_record
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
@@ -274,13 +275,14 @@ class ChatSession:
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
-            generation = engine.submit(self.prompt.request(self.path, continue_final=True))
+            request = with_record(self.prompt.request(self.path, continue_final=True))
+            generation = engine.submit(request)
             self.store.reopen(head.id)
         except BaseException:
             lease.release()
             raise
         reopened = msgspec.structs.replace(head, status="streaming", error="")
-        return self._run(engine, reopened, generation, lease)
+        return self._run(engine, reopened, request, generation, lease)
 
     @property
     def calls(self) -> Turn | None:
@@ -336,13 +338,13 @@ class ChatSession:
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
-            turn, generation = self._submit(engine, question_id)
+            turn, request, generation = self._submit(engine, question_id)
         except BaseException:
             lease.release()
             raise
-        return self._run(engine, turn, generation, lease)
+        return self._run(engine, turn, request, generation, lease)
 
-    def _submit(self, engine: Engine, question_id: int) -> tuple[Turn, Generation]:
+    def _submit(self, engine: Engine, question_id: int) -> tuple[Turn, GenerateRequest, Generation]:
         blank = Turn(
             conversation_id=self.conversation.id,
             parent_id=question_id,
@@ -351,7 +353,8 @@ class ChatSession:
             status="streaming",
         )
         try:
-            generation = engine.submit(self.prompt.request(branch_to(self._turns, question_id)))
+            request = with_record(self.prompt.request(branch_to(self._turns, question_id)))
+            generation = engine.submit(request)
         except EdgeInferError as error:
             failed = msgspec.structs.replace(blank, status="failed", error=error.message)
             self._append(self.store.add(failed))
@@ -361,16 +364,18 @@ class ChatSession:
         except EdgeInferError:
             generation.cancel()
             raise
-        return stored, generation
+        return stored, request, generation
 
-    def _run(self, engine: Engine, turn: Turn, generation: Generation, lease: Lease) -> Answer:
+    def _run(
+        self, engine: Engine, turn: Turn, request: GenerateRequest, generation: Generation, lease: Lease
+    ) -> Answer:
         self._turns[turn.id] = turn
 
         def on_end(done: Turn) -> None:
             lease.release()
             self._replace(done)
 
-        self.answer = Answer(self.store, turn, generation, engine.info.n_ctx, on_end)
+        self.answer = Answer(self.store, turn, request, generation, engine.info, on_end)
         return self.answer
 
     def _replace(self, turn: Turn) -> None:

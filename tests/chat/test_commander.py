@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -12,6 +13,10 @@ from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.receipts import receipt as receipts
+from edgeinfer.receipts.verify import verify
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 
 class Remembering:
@@ -170,6 +175,33 @@ def test_conversations(commander, front, tmp_path, monkeypatch):
             commander.run(f"/{wrong.replace('_', ' ')}")
     assert "My title" in sessions_text(commander.session, "title")
     assert "No conversation" in sessions_text(commander.session, "zebra")
+
+
+@pytest.mark.model
+def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = ModelFiles(name="smollm2", paths=(str(smollm2),), sha256="ab" * 32)
+    with closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=2))) as engine:
+        front.session = ChatSession(lambda: store, "smollm2", engine)
+        commander = Commander(front.session, front, ChatConfig())
+        with pytest.raises(UsageError):
+            commander.run("/receipt")
+        front.session.set(sampling={"temperature": 0.9})
+        ask(commander, "Name a ship.")
+        commander.run("/receipt")
+        commander.run("/regen")
+        commander.run("/receipt again.json")
+        verdicts = [
+            verify(receipts.parse((tmp_path / name).read_bytes()), engine)
+            for name in ("name-a-ship.receipt.json", "again.json")
+        ]
+    assert [result.verdict for result in verdicts] == ["verified"] * 2
+
+
+def test_an_answer_without_receipt_says_why(commander):
+    ask(commander)
+    with pytest.raises(UsageError, match="recorded no tokens"):
+        commander.run("/receipt")
 
 
 def test_room(commander, front):
