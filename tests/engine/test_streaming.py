@@ -53,6 +53,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return make_family(tmp_path_factory.mktemp("large") / f"{request.param}.gguf", "large")
 
 
+@pytest.fixture(autouse=True)
+def keep_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no plan follow the memory that this machine has free."""
+    monkeypatch.setattr(streaming, "_MEMORY_S", 1e9)
+
+
 def plan_for(model: Path) -> StreamingPlan:
     """A plan that streams half of the weights, or has room for a third of the experts."""
     if model.stem.startswith("mixture"):
@@ -263,10 +269,7 @@ def test_a_parked_engine_holds_neither_files_nor_threads_nor_memory_for_it(
         assert own_memory() < memory + 4 * MIB
 
 
-def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "_MEMORY_S", 1e9)  # this test says how much is free
+def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(model: Path) -> None:
     plan = plan_for(model)
     with streamed(model, plan) as engine:
         expected = answer(engine, ask()).text
@@ -286,6 +289,7 @@ def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(
         engine.between_steps(lambda: active._follow(1 << 40))
         assert answer(engine, ask()).text == expected
         again = streaming.statistics()
-        assert again.pinned_bytes == full.pinned_bytes
         if plan.expert_bytes:
             assert active._now == plan
+        else:
+            assert again.streamed_bytes == 0

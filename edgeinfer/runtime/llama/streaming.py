@@ -24,8 +24,8 @@ _log = logging.getLogger("edgeinfer.engine")
 _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is read.
 _MEMORY_S = 1.0
-#: Free memory (bytes) below which weights leave it, and the least change for which plans are changed.
-_LEAST_FREE_BYTES, _STEP_BYTES = 48 << 20, 16 << 20
+#: Free memory (bytes) below which weights leave it, and above which others enter it; the least change.
+_LEAST_FREE_BYTES, _AMPLE_FREE_BYTES, _STEP_BYTES = 48 << 20, 112 << 20, 16 << 20
 
 
 class StreamingStatistics(NamedTuple):
@@ -65,20 +65,22 @@ class Streaming:
             self._follow(read_memory().available_bytes)
 
     def _follow(self, available_bytes: int) -> None:
-        """Hold fewer weights if memory is short, and as many as planned once there is room again."""
-        now, plan = self._now, self._plan
-        held = self.statistics()
+        """Hold fewer weights while memory is short, and more while it is ample.
+
+        Pinned weights may take what the context does not use yet: they are page cache. Slots may not.
+        """
+        now, held = self._now, self.statistics()
         to_fill = max(0, now.expert_bytes - held.expert_slot_bytes)
-        free = available_bytes - held.pinned_bytes - to_fill - _LEAST_FREE_BYTES
-        lent = plan.expert_bytes - now.expert_bytes + now.streamed_bytes - plan.streamed_bytes
-        change = free if free < 0 else min(free // 2, lent)
-        if abs(change) < _STEP_BYTES:
-            return
-        if plan.expert_bytes:
-            self._now = replace(now, expert_bytes=max(0, now.expert_bytes + change))
-        else:
-            self._now = replace(now, streamed_bytes=now.streamed_bytes - change)
-        self._kernels.edgeinfer_stream_aim(self._now.streamed_bytes, self._now.expert_bytes)
+        free = available_bytes - held.pinned_bytes - to_fill
+        change = min(0, free - _LEAST_FREE_BYTES) or max(0, free - _AMPLE_FREE_BYTES)
+        streamed, experts = now.streamed_bytes, now.expert_bytes
+        if self._plan.expert_bytes:
+            experts = min(self._plan.expert_bytes, max(0, experts + change))
+        elif change:
+            streamed = max(0, held.streamed_bytes - change)
+        if abs(streamed - now.streamed_bytes) + abs(experts - now.expert_bytes) >= _STEP_BYTES:
+            self._now = replace(now, streamed_bytes=streamed, expert_bytes=experts)
+            self._kernels.edgeinfer_stream_aim(streamed, experts)
 
     def statistics(self) -> StreamingStatistics:
         numbers = (ctypes.c_double * len(StreamingStatistics._fields))()
