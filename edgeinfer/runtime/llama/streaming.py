@@ -25,7 +25,8 @@ _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to sin
 #: Interval (s) at which free memory is read.
 _MEMORY_S = 1.0
 #: Free memory (bytes) below which weights leave it, and above which others enter it; the least change.
-_LEAST_FREE_BYTES, _AMPLE_FREE_BYTES, _STEP_BYTES = 48 << 20, 112 << 20, 16 << 20
+_LEAST_FREE_BYTES, _AMPLE_FREE_BYTES = 48 << 20, 112 << 20
+_STEP_BYTES = 16 << 20
 
 
 class StreamingStatistics(NamedTuple):
