@@ -120,6 +120,10 @@ bench-gpu: full  ## first token, reading and writing: the CPU against each GPU a
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
+gpu-kit:         ## dist/gpu-kit.tar.gz: checks and figure of layers on the GPU of another machine, without a network there
+	@scripts/setup.sh gpu
+	scripts/gpu/pack.sh
+
 bench-serve: full  ## the endpoint compared with llama-server, 1 to 32 clients, both models; 10 minutes
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_serve.py $(ARGS)

@@ -284,6 +284,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, homes: Iterator[Path]) -
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("EDGEINFER_HOME", str(home / "edgeinfer"))
+    monkeypatch.setenv("GGML_VK_VISIBLE_DEVICES", "")  # tests with a device name it
 
 
 def _real(name: str) -> Path:
