@@ -6,6 +6,9 @@ are medians of tokens a second over `--rounds`, with the share of drafts that we
 answered under a schema, and after other requests of the same kind, whose answers `auto` finds; none of
 what is measured is written there.
 
+`--draft-models` drafts with a model: the large one costs what a 4B does and says what SmolLM2 says (its
+feed-forward widened by rows that add zero), the small one is SmolLM2 itself, in Q4_1 and in Q2_K.
+
 The 4B shape has random weights, so its rows are replays: the steps that `auto` takes over the real models' answers,
 each at the time that a step of so many rows takes with the shape.
 """
@@ -13,11 +16,15 @@ each at the time that a step of so many rows takes with the shape.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
+import random_gguf
 from common import ROOT, add_out, model_path, write_figure
 
 from edgeinfer.bench import markdown
@@ -99,6 +106,9 @@ def prompts(task: str) -> tuple[list[str], JsonSchema | None]:
     if task == "JSON":
         asked = "As a JSON array of objects with name, city and years:\n"
         return [f"name, city, years\n{_table(i)}\n\n{asked}" for i in range(8)], JsonSchema(RECORDS)
+    if task == "code":
+        asked = '# Python\n\ndef is_in_{0}(word: str) -> bool:\n    """Return whether `word` is in {0}."""\n'
+        return [asked.format(path) for path in PATHS], None
     if task == "chat":
         asked = "What should one see in {} in two days, and why?"
         return [f"Question: {asked.format(city)}\n\nAnswer:" for city in CITIES], None
@@ -149,11 +159,16 @@ def ask(
 
 
 def measure(
-    engine: LlamaEngine, name: str, n_streams: int, rounds: int, n_tokens: int
+    engine: LlamaEngine,
+    name: str,
+    n_streams: int,
+    rounds: int,
+    n_tokens: int,
+    tasks: tuple[str, ...] = TASKS,
 ) -> tuple[list[list[str]], dict[str, list[tuple[str, str]]]]:
     """A row for each task, and the measured prompts with their answers."""
     rows, said = [], {}
-    for task in TASKS if n_streams <= 8 else ("chat", "summary"):
+    for task in tasks if n_streams <= 8 else ("chat", "summary"):
         asked = requests(task, n_tokens)
         measured = asked[_BEFORE:] if n_streams == 1 else [asked[i % 8] for i in range(n_streams)]
         groups = [[r] for r in measured] if n_streams == 1 else [measured]
@@ -251,6 +266,32 @@ def replay(
     return rows
 
 
+#: Of the widened SmolLM2: 2.4 GB a token, as a 4B in Q4_K_M.
+_WIDE = 73_728
+
+
+def measure_draft_models(folder: Path, rounds: int, n_tokens: int) -> list[list[str]]:
+    """A row for each draft model and task, one stream, without past answers."""
+    small, large = model_path("smollm2"), folder / f"smollm2-{_WIDE}.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not large.exists():
+        random_gguf.widen(small, large, _WIDE)
+    smallest = folder / "smollm2-q2_k.gguf"
+    if not smallest.exists():
+        job = {"source": str(small), "target": str(smallest), "ftype": 10}
+        quantizer = [sys.executable, "-m", "edgeinfer.runtime.llama.helpers.quantizer"]
+        subprocess.run([*quantizer, json.dumps(job)], check=True, stdout=subprocess.DEVNULL)
+    rows = []
+    for draft, name in ((small, "Q4_1"), (smallest, "Q2_K")):
+        files = ModelFiles(name="widened", paths=(str(large),), draft=name, draft_paths=(str(draft),))
+        engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=1, draft=name))
+        engine.warm_up()
+        label = f"SmolLM2 widened to {large.stat().st_size / 1e9:.1f} GB, drafts of {name}"
+        rows += measure(engine, label, 1, rounds, n_tokens, ("chat", "code", "JSON", "edit"))[0]
+        engine.close()
+    return rows
+
+
 def curve_of(path: Path) -> StepCurve:
     """Measure the steps of a model."""
     engine = load_engine(
@@ -271,11 +312,14 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--models", default="smollm2,gemma3")
     parser.add_argument("--shape", default="4b-q4_k_m", help="a shape of random weights; empty: none")
+    parser.add_argument("--draft-models", action="store_true", help="also draft with a model")
     add_out(parser)
     options = parser.parse_args()
     rows = []
+    if options.draft_models:
+        rows += measure_draft_models(ROOT / "bench-out/models", options.rounds, options.tokens)
     curve = curve_of(model_path(options.shape)) if options.shape else None
-    for model in options.models.split(","):
+    for model in filter(None, options.models.split(",")):
         name = {"smollm2": "SmolLM2 135M Q4_1", "gemma3": "Gemma 3 270M Q4_K_M"}[model]
         said: dict[str, list[tuple[str, str]]] = {}
         for n_streams in map(int, options.streams.split(",")):

@@ -120,14 +120,16 @@ class Host:
 
         return resolve(model)
 
-    def files(self, model: str | ModelRef, progress: LoadProgress | None = None) -> ModelFiles:
-        """Find the files of a model, a name or a GGUF's path.
+    def files(
+        self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
+    ) -> ModelFiles:
+        """Find the files of a model and of its `draft` model, each a name or a GGUF's path.
 
         The first use of another program's file hashes it, which is reported to `progress`, or on
         stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
-        return ref.files(progress or _slow_stages_on_stderr())
+        return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:
         """Return the model that `text` names, or None if it is, say, a prompt. Raises CatalogError."""
@@ -140,7 +142,7 @@ class Host:
     ) -> Engine:
         """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
-        return self._load(self.files(model, progress), options, progress)
+        return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
     def _load(
         self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None

@@ -29,9 +29,10 @@ class LoadOption:
 
     #: Whether values that are typed one after the other are joined with commas.
     many = False
-    #: Of options that name files: config.toml has no key for them, and a launch without one refuses a
-    #: snapshot that has it.
+    #: Of options that name files: a launch without one refuses a snapshot that has it.
     exact = False
+    #: Whether config.toml has a key for it.
+    is_configured = True
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LoadOption:
         self.default = default
         self.help = help
         self.flag = f"--{name}" if name and is_typed else ""
-        self.key = "" if self.exact else name
+        self.key = name if self.is_configured else ""
         self.choices = choices
         self.low = low
         self.high = high
@@ -82,6 +83,7 @@ class AdaptersOption(LoadOption):
 
     many = True
     exact = True
+    is_configured = False
 
     def parse(self, text: str) -> Value:
         if text == NO_ADAPTERS:
@@ -95,8 +97,18 @@ class AdaptersOption(LoadOption):
         return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
 
 
-#: Wanted instead of the adapters that the catalogue names.
-NO_ADAPTERS = "none"
+class ModelOption(LoadOption):
+    """A model's name, the absolute path of its file, or one of `choices`."""
+
+    exact = True
+
+    def parse(self, text: str) -> Value:
+        is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
+        return os.path.abspath(os.path.expanduser(text)) if is_path else text
+
+
+#: Wanted instead of the adapters, or the draft model, that the catalogue names.
+NO_ADAPTERS = NO_DRAFT = "none"
 
 
 def _adapter(entry: str) -> tuple[str, float]:
@@ -194,6 +206,14 @@ LORA = AdaptersOption(
     metavar="ADAPTER|FILE[:SCALE]",
 )
 
+DRAFT = ModelOption(
+    "draft",
+    "",
+    "a smaller model of the same vocabulary that drafts tokens; `none`: ignore models.toml's",
+    name="draft",
+    metavar="MODEL",
+)
+
 LOAD_OPTIONS = (
     N_CTX,
     N_PARALLEL,
@@ -204,6 +224,7 @@ LOAD_OPTIONS = (
     GPU_LAYERS,
     CONTENT_TOKENS,
     LORA,
+    DRAFT,
 )
 
 

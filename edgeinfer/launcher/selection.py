@@ -157,5 +157,5 @@ def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferErro
     missing = "yet"
     if others:
         assignments = ", ".join(f"{name}={value}" for name, value in options.items())
-        missing = f"with {assignments}" if assignments else "without adapters"
+        missing = f"with {assignments}" if assignments else "without adapters or a draft model"
     return SnapshotMissingError(f"{model} has no snapshot {missing}")

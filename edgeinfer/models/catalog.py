@@ -129,6 +129,9 @@ class Model(_Table, frozen=True, kw_only=True):
     lora: Annotated[
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
+    draft: Annotated[
+        str, key_doc("A smaller model of the same vocabulary, which drafts tokens if it was pulled.")
+    ] = ""
     projector: Annotated[
         str, key_doc("The GGUF file that encodes pictures: a path, or a source pulled with the model.")
     ] = ""

@@ -110,13 +110,27 @@ class Estimator:
         self.rate = memory_rate()
         self.memory = read_memory()
         self.card_bytes = card_bytes()
+        self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
-        """Estimate a model whose file has `size_bytes`."""
-        share = active_share(self.catalog.get(name), name, parameters)
-        return fit(
-            size_bytes, purpose, share, self.rate, memory=self.memory, card_bytes=self.card_bytes
-        )
+        """Estimate a model whose file has `size_bytes`, with its draft model if both fit."""
+        model = self.catalog.get(name)
+        share = active_share(model, name, parameters)
+
+        def estimate(draft_bytes: int) -> Fit:
+            return fit(
+                size_bytes,
+                purpose,
+                share,
+                self.rate,
+                memory=self.memory,
+                card_bytes=self.card_bytes,
+                draft_bytes=draft_bytes,
+            )
+
+        alone = estimate(0)
+        both = estimate(self.pulled_bytes.get(model.draft, 0) if model else 0)
+        return alone if both.shortage or both.group == "too big" else both
 
     def fit_of(self, model: Model) -> Fit:
         """Estimate a model of the catalogue as `pull` stores it."""
@@ -131,12 +145,14 @@ def fit(
     *,
     memory: Memory,
     card_bytes: int = 0,
+    draft_bytes: int = 0,
 ) -> Fit:
     """Estimate a model of `size_bytes`, of which each token reads `active_share`.
 
-    `card_bytes` is the memory of discrete GPUs, on which all of it may be.
+    `card_bytes` is the memory of discrete GPUs, on which all of it may be; `draft_bytes` are those of
+    its draft model.
     """
-    needed = needed_bytes(size_bytes)
+    needed = needed_bytes(size_bytes + draft_bytes)
     is_on_card = needed <= _CARD_SHARE * card_bytes
     reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
     if is_on_card:
@@ -264,8 +280,14 @@ def header_shape(headers: Sequence[GgufHeader]) -> Shape:
 
 
 def header_plan(
-    headers: Sequence[GgufHeader], options: LoadOptions, machine: Machine
+    headers: Sequence[GgufHeader],
+    options: LoadOptions,
+    machine: Machine,
+    draft: Sequence[GgufHeader] = (),
 ) -> tuple[Shape, Plan]:
-    """Return the shape and the plan by which `runtime.llama.model` would load these files."""
+    """Return the shape and the plan by which `runtime.llama.model` would load these files, and those
+    of `draft`.
+    """
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
-    return make_exact_plan(header_shape(headers), options, machine, lambda: sizes)
+    draft_shape = header_shape(draft) if draft else None
+    return make_exact_plan(header_shape(headers), options, machine, lambda: sizes, draft_shape)

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from edgeinfer.config.load_options import LORA
+from edgeinfer.config.load_options import LORA, NO_DRAFT
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
@@ -52,14 +52,26 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             return [Path(path) for path in self.external.paths]
         return list(self.pulled.paths) if self.pulled is not None else []
 
-    def files(self, progress: stores.Progress | None = None) -> ModelFiles:
-        """Verify the files of the model.
+    def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
+        """Verify the files of the model, and of its draft model: `draft`, or the catalogue's if here.
 
         `progress` hears how far an external store's file is hashed, which is done once. Raises
         UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
         InvalidGgufError if a path is no GGUF or a pulled file was changed since, ChecksumError if an
         external file differs from the digest in its name.
         """
+        files = self._own_files(progress)
+        named = self.entry.draft if self.entry is not None and not draft else draft
+        if named in ("", NO_DRAFT):
+            return files
+        model = resolve(named)
+        if model.kind == "absent" and not draft:
+            no_draft = f"{named} is not on this machine: `edgeinfer pull {named}`"
+            return msgspec.structs.replace(files, no_draft=no_draft)
+        paths = model._own_files(progress).paths
+        return msgspec.structs.replace(files, draft=named, draft_paths=paths)
+
+    def _own_files(self, progress: stores.Progress | None) -> ModelFiles:
         if self.kind == "file":
             return _files_of_path(Path(self.name))
         if self.external is not None:

@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -54,6 +54,11 @@ class Processors:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Processors):
     memory: Memory
+
+    def without(self, n_bytes: int) -> Machine:
+        """Return the machine with `n_bytes` of its memory taken."""
+        available_bytes = max(0, self.memory.available_bytes - n_bytes)
+        return replace(self, memory=replace(self.memory, available_bytes=available_bytes))
 
 
 @dataclass(frozen=True, slots=True)

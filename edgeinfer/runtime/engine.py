@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any
 
@@ -31,6 +32,7 @@ from edgeinfer.runtime.requests import (
     default_sampling,
     preparing,
 )
+from edgeinfer.runtime.sampling.draft_model import DraftModel, attach
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 from edgeinfer.runtime.scheduler.observer import RequestObserver
@@ -43,19 +45,29 @@ def load_engine(
     files: ModelFiles, options: LoadOptions, progress: Progress | None = None
 ) -> LlamaEngine:
     """Load a model into this process. Raises ModelLoadError, OutOfMemoryError."""
-    loaded = load_model(files, options, progress)
-    try:
-        return LlamaEngine(files, options, loaded)
-    except BaseException:
-        loaded.free()
-        raise
+    with ExitStack() as on_error:
+        draft = DraftModel(files) if files.draft_paths else None
+        if draft is not None:
+            on_error.callback(draft.free)
+        loaded = load_model(files, options, progress, draft.shape if draft else None)
+        on_error.callback(loaded.free)
+        engine = LlamaEngine(files, options, loaded, draft)
+        on_error.pop_all()
+        return engine
 
 
 class LlamaEngine:
     """The `Engine` over llama.cpp. Any thread may call it; the first work starts its decode thread."""
 
-    def __init__(self, files: ModelFiles, options: LoadOptions, loaded: LlamaModel) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        options: LoadOptions,
+        loaded: LlamaModel,
+        draft: DraftModel | None = None,
+    ) -> None:
         self._loaded = loaded
+        self._draft = attach(draft, files, options, loaded)
         self._active = loaded.active_context()
         self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
         self._chat_format = load_chat_format(template_facts(files, options, loaded))
@@ -73,6 +85,7 @@ class LlamaEngine:
             max_draft=MAX_DRAFT,
             can_shift=self._info.can_shift,
             n_ctx_train=loaded.n_ctx_train,
+            draft_model=self._draft,
         )
         self._vision, self._preparer.no_vision = open_vision(files, loaded)
         self._preparer.vision = self._vision
@@ -301,6 +314,8 @@ class LlamaEngine:
         self._scheduler.kv.drop_idle()
         self._embedder.close()
         self._loaded.stop_streaming()
+        if self._draft is not None:
+            self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Decode after a restore with `n_threads` (0: as before) and new seeds.
@@ -309,7 +324,8 @@ class LlamaEngine:
         """
         self._preparer.entropy = entropy
         if self._loaded.plan.from_disk:
-            plan = make_plan(self._loaded.shape, self._options, read_machine())
+            draft = self._draft.shape if self._draft is not None else None
+            plan = make_plan(self._loaded.shape, self._options, read_machine(), draft)
             self._loaded.start_streaming(self._files, plan.streaming)
         if n_threads:
             self._set_threads(n_threads)
@@ -318,6 +334,8 @@ class LlamaEngine:
         self._loaded.n_threads = n_threads
         self._active.set_threads(n_threads)
         self._embedder.set_threads(n_threads)
+        if self._draft is not None:
+            self._draft.active.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the decode thread while nothing computes, and return its result."""
@@ -339,6 +357,8 @@ class LlamaEngine:
         self._prefix_cache.close()
         self._embedder.close()
         self._lora.close()
+        if self._draft is not None:
+            self._draft.free()
         self._loaded.free()
 
 

@@ -148,6 +148,10 @@ def invariant_rows(n_batch: int, file_type: int) -> int:
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 15
+#: Tokens that a draft model computes at once, so that no other stream stalls, and its sequence
+#: ids beyond the running ones: texts that a next request may go on with.
+DRAFT_BATCH = 128
+DRAFT_SPARE_SEQUENCES = 8
 #: Rows with logits of a step, for each request: they take a vocabulary of floats each.
 _OUTPUTS_PER_REQUEST = 8
 #: Sequence ids beyond the running ones: 16 for idle conversations, and one that the states of KV blocks
@@ -210,7 +214,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     for a requested context. A device's context may have down to `least_cells`. `from_disk`: the weights
     do not stay in memory; then `streaming` says which do, or is None where memory is too small for it:
     the kernel reads all of them by page faults. `refusal` is why the model cannot be loaded, "" if it
-    can.
+    can. `has_draft`: the buffers are those of a draft model too.
     """
 
     n_threads: Chosen
@@ -227,15 +231,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     from_disk: bool = False
     streaming: StreamingPlan | None = None
     refusal: str = ""
+    has_draft: bool = False
 
     @property
     def fits(self) -> bool:
         return not self.refusal and not self.from_disk
 
 
-def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
-    """Work out the context for `options`."""
+def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None = None) -> Plan:
+    """Work out the context for `options`, and room for a draft model of shape `draft`.
+
+    One that the options do not name is left out if the model fits, or is streamed, only without it.
+    """
+    plan = _make_plan(shape, options, machine, draft)
+    if draft is None or options.draft or plan.fits:
+        return plan
+    alone = _make_plan(shape, options, machine, None)
+    return plan if plan.streaming is not None and not alone.fits else alone
+
+
+def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None) -> Plan:
     n_threads = choose_threads(options.n_threads, machine)
+    draft_bytes = 0
+    if draft is not None:
+        shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
+        draft_bytes = draft.weights_bytes + _draft_compute_bytes(draft, options)
+        machine = machine.without(draft_bytes)
     free, from_disk = _free_bytes(shape, options, machine)
     kv_type = choose_kv_type(options, shape, free)
     per_token = shape.kv_bytes_per_token(kv_type.value)
@@ -263,6 +284,12 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
+    if draft is not None:
+        buffers = msgspec.structs.replace(
+            buffers,
+            weights_bytes=buffers.weights_bytes + draft.weights_bytes,
+            compute_bytes=buffers.compute_bytes + draft_bytes - draft.weights_bytes,
+        )
     return Plan(
         n_threads=n_threads,
         n_parallel=n_parallel,
@@ -278,17 +305,22 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
         from_disk=from_disk,
         streaming=streaming,
         refusal=refusal,
+        has_draft=draft is not None,
     )
 
 
 def make_exact_plan(
-    shape: Shape, options: LoadOptions, machine: Machine, tensor_sizes: Callable[[], Mapping[str, int]]
+    shape: Shape,
+    options: LoadOptions,
+    machine: Machine,
+    tensor_sizes: Callable[[], Mapping[str, int]],
+    draft: Shape | None = None,
 ) -> tuple[Shape, Plan]:
     """Make a plan; if the weights do not fit, by the sizes (bytes) of tensors. Return its shape too."""
-    plan = make_plan(shape, options, machine)
+    plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
-        plan = make_plan(shape, options, machine)
+        plan = make_plan(shape, options, machine, draft)
     return shape, plan
 
 
@@ -309,6 +341,13 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
     if pinned < shape.embedding_bytes:
         return None
     return StreamingPlan(pinned, ring, 0, dense_bytes - pinned)
+
+
+def _draft_compute_bytes(draft: Shape, options: LoadOptions) -> int:
+    n_ctx = options.n_ctx or min(draft.n_ctx_train, 1 << 15)
+    n_seq_max = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
+    limits = {"n_seq_max": n_seq_max, "n_ubatch": DRAFT_BATCH, "n_outputs": n_seq_max}
+    return make_buffers(draft, n_ctx, "f16", **limits).compute_bytes
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:

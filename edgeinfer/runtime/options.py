@@ -16,7 +16,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and the catalogue's settings for it.
 
     `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
-    own. `lora` applies if `LoadOptions.lora` is empty.
+    own. `lora` applies if `LoadOptions.lora` is empty. `draft` names the draft model of `draft_paths`,
+    or says in `no_draft` why the catalogue's is left out.
     `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
     """
 
@@ -29,6 +30,9 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     system_prompt: str = ""
     lora: str = ""
     projector: str = ""
+    draft: str = ""
+    draft_paths: tuple[str, ...] = ()
+    no_draft: str = ""
 
 
 #: Alpha of an adapter at most: usual ones are some hundreds.
@@ -60,6 +64,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: int | str = table.GPU_LAYERS.default
     special_tokens_in_content: str = table.CONTENT_TOKENS.default
     lora: str = table.LORA.default
+    draft: str = table.DRAFT.default
     max_queue: int = 4096
     is_counted: bool = True
 
@@ -71,8 +76,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
-        """Return these options without the adapters of one model."""
-        return msgspec.structs.replace(self, lora="")
+        """Return these options without the adapters and the draft model of one model."""
+        draft = self.draft if self.draft == table.NO_DRAFT else ""
+        return msgspec.structs.replace(self, lora="", draft=draft)
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:

@@ -118,7 +118,7 @@ def adapters_text(adapters: Sequence[Adapter]) -> str:
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    return (*files.paths, *unmapped_files(files, options))
+    return (*files.paths, *files.draft_paths, *unmapped_files(files, options))
 
 
 def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:

@@ -405,3 +405,25 @@ def test_copies_of_a_quantized_cache_are_planned() -> None:
         for kind in ("f16", "q8_0")
     ]
     assert sizes[1] - sizes[0] == 40_960 * (1024 + 1024) * 2
+
+
+def test_draft_model_takes_its_part_of_the_plan() -> None:
+    roomy = machine(24 * GIB)
+    alone = make_plan(DENSE, LoadOptions(n_ctx=8192), roomy)
+    both = make_plan(DENSE, LoadOptions(n_ctx=8192), roomy, TINY)
+    more = make_plan(TINY, LoadOptions(n_ctx=8192), roomy).buffers
+    assert both.has_draft
+    assert both.buffers.weights_bytes == alone.buffers.weights_bytes + more.weights_bytes
+    assert both.buffers.kv_bytes == pytest.approx(alone.buffers.kv_bytes + more.kv_bytes, rel=0.01)
+    assert both.buffers.compute_bytes > alone.buffers.compute_bytes
+
+
+def test_draft_model_of_the_catalogue_is_left_out_where_memory_is_short() -> None:
+    large = msgspec.structs.replace(TINY, weights_bytes=4 * GIB)
+    small_machine = machine(8 * GIB)
+    plan = make_plan(DENSE, LoadOptions(), small_machine, large)
+    assert plan == make_plan(DENSE, LoadOptions(), small_machine)
+    assert plan.fits
+    asked = make_plan(DENSE, LoadOptions(draft="large"), small_machine, large)
+    assert asked.has_draft
+    assert asked.from_disk

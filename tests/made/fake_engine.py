@@ -252,7 +252,9 @@ class FakeHost(Host):
         super().__init__(config=Config(default_model="fake"))
         self._load_fake = load
 
-    def files(self, model: str | ModelRef, progress: LoadProgress | None = None) -> ModelFiles:
+    def files(
+        self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
+    ) -> ModelFiles:
         return ModelFiles(name=model if isinstance(model, str) else model.text, paths=())
 
     def engine(

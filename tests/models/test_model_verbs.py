@@ -9,8 +9,10 @@ from made_gguf import entry, gguf_bytes, model_entries, text
 from msgspec.structs import replace
 
 from edgeinfer.cli.main import main
+from edgeinfer.errors import ModelNotPulledError
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress_on, progress_text
+from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -48,6 +50,29 @@ def test_pull_list_show_rm(local: Path, capsys, as_json) -> None:
     removed = as_json("rm", "mine", "--yes")["removed"]
     assert removed[0]["name"] == "mine"
     assert as_json("list", "--pulled")["models"] == []
+
+
+def test_missing_draft_model_is_named_and_one_that_is_here_counted(local: Path, as_json) -> None:
+    catalogue = paths.private_dir(paths.config_dir()) / "models.toml"
+    catalogue.write_text('[models.mine]\ntitle = "Mine"\nsources = ["file:/x.gguf"]\ndraft = "small"\n')
+    pulled = as_json("pull", str(local), "--name", "mine")
+    missing = "small is not on this machine: `edgeinfer pull small`"
+    assert pulled["no_draft"] == missing
+    alone, fit = as_json("show", "mine"), as_json("list", "--fits", "--pulled")["models"][0]["fit"]
+    assert alone["draft"] == "small"
+    assert alone["notes"] == [f"no draft model: {missing}"]
+    assert resolve("mine").files(draft="none") == replace(resolve("mine").files(), no_draft="")
+    as_json("pull", str(local), "--name", "small")
+    both = as_json("show", "mine")
+    assert both["notes"] == []
+    for key in ("weights_bytes", "kv_per_1000_bytes"):
+        assert both["memory"]["estimate"][key] == 2 * alone["memory"]["estimate"][key]
+    by_name = {m["name"]: m["fit"] for m in as_json("list", "--fits", "--pulled")["models"]}
+    assert by_name["mine"]["needed_bytes"] > fit["needed_bytes"] == by_name["small"]["needed_bytes"]
+    files = resolve("mine").files()
+    assert (files.draft, files.draft_paths) == ("small", resolve("small").files().paths)
+    with pytest.raises(ModelNotPulledError):
+        resolve("mine").files(draft="qwen3-0.6b")
 
 
 def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_json) -> None:

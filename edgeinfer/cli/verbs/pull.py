@@ -47,6 +47,7 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
     licence: str
     source: str
     was_here: bool
+    no_draft: str = ""
 
     def human(self) -> str:
         state = "was already here" if self.was_here else "is here"
@@ -54,7 +55,8 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
         licence = f"; licence {self.licence}" if self.licence else ""
         facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
         command = _TRIES.get(self.purpose, _TRIES["chat"]).format(self.name)
-        return f"{self.name} {state}: {facts}\ntry it: {command}"
+        faster = f"\nfaster with its draft model: {self.no_draft}" if self.no_draft else ""
+        return f"{self.name} {state}: {facts}{faster}\ntry it: {command}"
 
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
@@ -144,6 +146,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
         licence=entry.licence if entry else "",
         source=record.source,
         was_here=not fetched,
+        no_draft=resolve(record.name).files().no_draft,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -111,6 +112,7 @@ class ShowResult(Result, frozen=True, kw_only=True):
     pulled_at: str = ""
     requantized_from: str = ""
     chat_template: str = ""
+    draft: str = ""
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
     sampling: dict[str, float] = msgspec.field(default_factory=dict)
@@ -148,6 +150,7 @@ def _about(shown: ShowResult) -> Rows:
         ),
         ("here", f"from {origin}" if origin and not shown.pulled_at else ""),
         ("made from", shown.requantized_from),
+        ("draft model", shown.draft),
         ("system prompt", shown.system_prompt),
         ("stop strings", " ".join(map(repr, shown.stop))),
         ("sampling", ", ".join(f"{key} {value:g}" for key, value in shown.sampling.items())),
@@ -274,9 +277,9 @@ def _describe(
     headers = [gguf.check(path) for path in parts]
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
-    memory = _memory(headers, options, host) if headers else None
     pulled = ref.pulled if ref is not None else None
-    notes = _notes(ref) if ref is not None and pulled else ()
+    draft, notes = _check(ref) if ref is not None and pulled else ((), ())
+    memory = _memory(headers, options, host, draft) if headers else None
     if memory is not None:
         notes += tuple(filter(None, (memory.warning, memory.attention)))
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
@@ -294,6 +297,7 @@ def _describe(
         pulled_at=pulled.pulled_at if pulled else "",
         requantized_from=pulled.requantized_from if pulled else "",
         chat_template=entry.chat_template or (first.chat_template if first else ""),
+        draft=entry.draft,
         system_prompt=entry.system_prompt,
         stop=entry.stop,
         sampling=_sampling(entry, sum(header.n_params for header in headers)),
@@ -312,12 +316,13 @@ def _sampling(entry: Model, n_params: int) -> dict[str, float]:
     return {name: values[name] for name in BY_FIELD if values[name] != defaults[name]}
 
 
-def _notes(ref: ModelRef) -> tuple[str, ...]:
+def _check(ref: ModelRef) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paths of the draft model, and what is to say of the model's own files."""
     try:
-        ref.files()
+        files = ref.files()
     except EdgeInferError as error:
-        return (error.message,)
-    return ()
+        return (), (error.message,)
+    return files.draft_paths, (f"no draft model: {files.no_draft}",) if files.no_draft else ()
 
 
 def _files(pulled: PulledModel | None, parts: list[Path]) -> tuple[ExternalFile, ...]:
@@ -347,10 +352,13 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
     )
 
 
-def _memory(headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host) -> MemoryShown:
+def _memory(
+    headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host, draft: Sequence[str]
+) -> MemoryShown:
     machine = read_machine()
     load_options = requesting.load_options(options, host.config.load)
-    shape, plan = header_plan(headers, load_options, machine)
+    draft_headers = [gguf.check(Path(path)) for path in draft]
+    shape, plan = header_plan(headers, load_options, machine, draft_headers)
     devices = _planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu)
     warning = ""
     if plan.from_disk and not plan.refusal:

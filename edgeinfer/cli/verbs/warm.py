@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     load_options = requesting.load_options(options, host.config.load)
-    files = host.files(ref)
+    files = host.files(ref, draft=load_options.draft)
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
             raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")

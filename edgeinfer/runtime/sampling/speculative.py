@@ -3,7 +3,7 @@
 A draft token is only kept if it is the token the sampler picks from the model's own logits, so the text
 is the same with and without; only the time differs.
 
-Drafts come from the text itself and from past answers.
+Drafts come from the text itself, from past answers, and from a draft model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
+from operator import mul
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -127,31 +129,47 @@ class DraftBudget:
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
         self._row_cost, self._rows = curve.cost, rows
         self._cost, self._expected = curve.cost(n_sequences), float(n_sequences)
-        is_measured = curve.seconds(n_sequences, rows) is not None
-        self._least_chance: float | None = None if is_measured else math.inf
+        step_s = curve.seconds(n_sequences, rows)
+        #: Time (s) of a step of one row; 0 before one was measured.
+        self.row_s = step_s / curve.cost(rows) if step_s else 0.0
+        self._least_chance: float | None = None if step_s else math.inf
 
-    def take(self, chances: Sequence[float]) -> int:
-        """Return how many draft tokens of one sequence give the most tokens a second, and add them.
+    @property
+    def rate(self) -> float:
+        """Return the tokens expected in the time of a step of one row."""
+        return self._expected / self._cost
 
-        `chances`: each one's to be right if those before it are.
+    def best(
+        self, chances: Sequence[float], *, draft_cost: float = 0.0, n_drafted: int = 0
+    ) -> tuple[int, float]:
+        """Return how many draft tokens of one sequence give the highest `rate`, and that.
+
+        `chances`: each one's to be right if those before it are. All but the first `n_drafted` are
+        still to be drafted, for `draft_cost` steps of one row each.
         """
-        best, best_rate = 0, 0.0
-        best_gain = best_cost = gain = 0.0
-        chance, before = 1.0, self._row_cost(self._rows)
+        best, best_rate = 0, self.rate
+        gain, chance = 0.0, 1.0
+        before = self._row_cost(self._rows)
         for n, rate in enumerate(chances, 1):
             chance *= rate
             gain += chance
-            cost = self._row_cost(self._rows + n) - before
+            cost = self._row_cost(self._rows + n) - before + max(0, n - n_drafted) * draft_cost
             total = (self._expected + gain) / (self._cost + cost)
             if total > best_rate and gain * self._cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
-                best_gain, best_cost = gain, cost
-        if best:
-            self._rows += best
-            self._expected += best_gain
-            self._cost += best_cost
+        return best, best_rate
+
+    def take(self, chances: Sequence[float], spent_s: float = 0.0) -> int:
+        """Add the `best` number of draft tokens, which took `spent_s` to draft, and return it."""
+        n, _ = self.best(chances)
+        if spent_s:
+            self._cost += spent_s / self.row_s
+        if n:
+            self._cost += self._row_cost(self._rows + n) - self._row_cost(self._rows)
+            self._rows += n
+            self._expected += sum(accumulate(chances[:n], mul))
             self._least_chance = None
-        return best
+        return n
 
     def least_chance(self, n: int) -> float:
         """Return the chance of a first draft token from which up to `n` would pay if those after it
@@ -173,14 +191,21 @@ _LEAST_WEIGHT = 0.04
 
 
 class Acceptance:
-    """A running rate of draft tokens that were right, each after only right ones."""
+    """A running rate of draft tokens that were right, each after only right ones.
 
-    def __init__(self, start: float) -> None:
-        self.rate, self._n = start, _START_TOKENS
+    `start` is what is assumed before any was verified, and counts as `n_tokens`.
+    """
+
+    def __init__(self, start: float, n_tokens: int = _START_TOKENS) -> None:
+        self.rate, self._n = start, n_tokens
 
     def note(self, *, is_right: bool) -> None:
         self._n += 1
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
+
+    def recover(self, start: float, share: float) -> None:
+        """Go back `share` of the way to what was assumed."""
+        self.rate += share * (start - self.rate)
 
 
 class SuffixDrafter:
@@ -287,20 +312,53 @@ class SuffixDrafter:
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 
 
+class ModelDraft(NamedTuple):
+    """Tokens of a draft model with the chance of each to be right, and the time (s) that they took."""
+
+    tokens: list[int]
+    chances: list[float]
+    seconds: float
+
+
+class ModelDrafter(Protocol):
+    """One sequence's use of a draft model."""
+
+    def draft(
+        self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
+    ) -> ModelDraft:
+        """Draft up to `limit` tokens if `budget` may come to a higher rate than `least_rate`."""
+
+    def record(self, sampled: Sequence[int]) -> None:
+        """Compare the latest draft with the tokens that were sampled."""
+
+    def close(self) -> None:
+        """Free what the sequence has in the draft model. Idempotent."""
+
+
 class Drafting:
-    """One sequence's speculation. `is_forced`: draft at any price, as the request says."""
+    """One sequence's speculation. `is_forced`: from the text, at any price, as the request says."""
 
     def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit
         self._is_forced = is_forced
+        #: What drafts besides, if anything.
+        self.model: ModelDrafter | None = None
         self._predicted: list[int] = []
         self._predicted_from = 0
         self.drafted = self.accepted = 0
+        #: Time (s) that a draft model took for the step being planned.
+        self.model_s = 0.0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
         """Draft from past answers too; None releases them."""
         if self._drafter is not None:
             self._drafter.answers = answers
+
+    def close(self) -> None:
+        """Release past answers and the draft model. Idempotent."""
+        self.use_answers(None)
+        if self.model is not None:
+            self.model.close()
 
     def propose(
         self,
@@ -312,30 +370,40 @@ class Drafting:
         """Return the draft tokens of this step, at most `room`, of which `valid` says how many may come
         next.
         """
-        self._predicted = []
+        self._predicted, self._predicted_from = [], len(tokens)
+        self.model_s = 0.0
         drafter, limit = self._drafter, min(self._limit, room)
         if drafter is None or limit <= 0:
             return []
         least_chance = 0.0 if self._is_forced else budget.least_chance(self._limit)
         if least_chance > 1.0:
             return []
-        self._predicted_from = len(tokens)
         predicted = drafter.draft(tokens, limit, least_chance)
         self._predicted = predicted[: valid(predicted)]
-        if not self._is_forced:
-            chances = [drafter.acceptance(i).rate for i in range(len(self._predicted))]
-            limit = budget.take(chances)
-        return self._predicted[:limit]
+        if self._is_forced:
+            return self._predicted[:limit]
+        chances = [drafter.acceptance(i).rate for i in range(len(self._predicted))]
+        if self.model is None:
+            return self._predicted[: budget.take(chances)]
+        _, rate = budget.best(chances)
+        draft = self.model.draft(tokens, limit, budget, rate)
+        self.model_s = draft.seconds
+        model_chances = draft.chances[: valid(draft.tokens)]
+        if budget.best(model_chances)[1] > rate:
+            return draft.tokens[: budget.take(model_chances, draft.seconds)]
+        return self._predicted[: budget.take(chances, draft.seconds)]
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Compare the prediction with the sampled `tokens`, and count the rows that were drafted."""
+        """Compare the predictions with the sampled `tokens`, and count the rows that were drafted."""
         self.drafted += drafted
         self.accepted += accepted
-        pairs = zip(self._predicted, tokens[self._predicted_from :], strict=False)
-        for i, (predicted, sampled) in enumerate(pairs):
+        sampled = tokens[self._predicted_from :]
+        if self.model is not None:
+            self.model.record(sampled)
+        for i, (predicted, token) in enumerate(zip(self._predicted, sampled, strict=False)):
             assert self._drafter is not None
-            self._drafter.acceptance(i).note(is_right=predicted == sampled)
-            if predicted != sampled:
+            self._drafter.acceptance(i).note(is_right=predicted == token)
+            if predicted != token:
                 break
 
 

@@ -27,6 +27,7 @@ from edgeinfer.runtime.requests import (
     preparing,
     random_bytes,
 )
+from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 from edgeinfer.runtime.sampling.speculative import Drafting, ReplayDrafting, SuffixDrafter
@@ -53,6 +54,7 @@ class Preparer:
     entropy: bytes = b""
     vision: Vision | None = None
     no_vision: str = ""
+    draft_model: DraftModel | None = None
 
     def sequence(self, request: GenerateRequest) -> Sequence:
         """Make a sequence ready to be queued. Raises InvalidRequestError and its kin."""
@@ -76,7 +78,7 @@ class Preparer:
         s = request.sampling
         fresh = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = fresh if s.seed is None else s.seed
-        return Sequence(
+        seq = Sequence(
             request=request,
             tokens=PromptTokens(tokens),
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
@@ -90,6 +92,12 @@ class Preparer:
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
+        is_drafted = request.speculative == "auto" and request.replay is None
+        if self.draft_model is not None and is_drafted:
+            seq.drafting.model = RequestDrafter(
+                self.draft_model, request, seq.sampler, matcher=matcher, banned=seq.banned
+            )
+        return seq
 
     def _tokens(
         self, request: GenerateRequest, prepared: Prepared | None, spans: list[Span]

@@ -115,7 +115,9 @@ class Scheduler:
             return
         self.counters.steps_total += 1  # before a client that has its answer can ask
         self._output_processor.process(entries)
-        self.counters.python_seconds_total += time.perf_counter() - began - decode_s
+        draft_s = sum(entry.seq.drafting.model_s for entry in entries if not entry.is_prefill)
+        self.counters.decode_seconds_total += draft_s
+        self.counters.python_seconds_total += time.perf_counter() - began - decode_s - draft_s
         self.prefixes.write_blocks(is_idle=False)
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:

@@ -266,7 +266,7 @@ class Sequence:
             observer.on_end(last, self.output.n_broken_calls)
         self.stream.put(last)
         self.sampler.close()
-        self.drafting.use_answers(None)
+        self.drafting.close()
         self.pictures.close()
 
     def usage(self) -> Usage:

@@ -256,7 +256,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
     try:
         ref = host.resolve(model)
         name = ref.name
-        files = host.files(ref)
+        files = host.files(ref, draft=options.draft)
         inputs = SnapshotInputs(model=name, files=files, options=options, system=files.system_prompt)
         if why_not := reason_not_to(host.config, inputs):
             return f"{name}: not built: {why_not}"

@@ -129,7 +129,7 @@ class AppHost(Host):
     def _load_and_describe(
         self, ref: ModelRef, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
-        files = self.files(ref, progress)
+        files = self.files(ref, progress, draft=options.draft)
         name = ref.name
         inputs = SnapshotInputs(
             model=name,

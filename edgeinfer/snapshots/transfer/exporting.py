@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.config.load_options import LORA, NO_ADAPTERS
+from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.reference import resolve
@@ -88,7 +88,8 @@ def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescriptio
         paths.append(Path(adapter.path))
         _refuse_nameless(adapter)
         files.append(_file("adapter", adapter.name, Path(adapter.path), scale=adapter.scale))
-    _refuse_others(manifest, paths)
+    draft = resolve(manifest.model).files(draft=manifest.requested.get(DRAFT.field, "")).draft_paths
+    _refuse_others(manifest, [*paths, *map(Path, draft)])
     description = SnapshotDescription(
         name=manifest.name,
         model=manifest.model,

@@ -57,11 +57,12 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     if description.adapters:  # their paths here are part of the options, and so of the name
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
-    options = {field: known[field].parse(text) for field, text in requested.items() if field in known}
+    parsed = {field: known[field].parse(text) for field, text in requested.items() if field in known}
+    options = msgspec.convert(parsed, LoadOptions)
     inputs = SnapshotInputs(
         model=model,
-        files=host.files(model),
-        options=msgspec.convert(options, LoadOptions),
+        files=host.files(model, draft=options.draft),
+        options=options,
         system=description.system,
         given_name=given_name,
     )

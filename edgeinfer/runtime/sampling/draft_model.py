@@ -1,0 +1,280 @@
+"""A draft model: a small model of the same vocabulary, whose tokens the large one verifies.
+
+It has a context of its own, whose cells hold the same texts. It computes what it lacks of a text only
+when a draft may pay, so a text that it drafts nothing of costs nothing. Only the decode thread uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
+from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.llama.model import LlamaModel, model_shape, open_context, read_meta
+from edgeinfer.runtime.llama.sampler import Sampler
+from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.llama.weights import free_model, open_model
+from edgeinfer.runtime.memory_plan import DRAFT_BATCH, DRAFT_SPARE_SEQUENCES
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.runtime.prompt_tokens import PromptTokens
+from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sampling.grammar import TokenMatcher
+from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, ModelDraft
+
+#: Bounds of the draft model's own probability of a token, by which acceptance is learned, and the
+#: acceptance that is assumed between them.
+_PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
+_START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+#: Acceptance that is assumed of a token before it is drafted. It counts as so many verified ones in a
+#: request: few, so that wrong drafts end soon.
+_MEAN_START = 0.7
+_MEAN_TOKENS = 3
+#: The share of the way back to what is assumed, by each step without a draft and by each request: a
+#: draft model that was wrong is tried again. Trials that fail cost under 1 % of the time.
+_STEP_RECOVERY = 0.0003
+_REQUEST_RECOVERY = 0.1
+#: A text is computed for the draft model if the rest of the answer, assumed to have at least so many
+#: tokens and as many as it has now, repays that. Each token of it takes this share of a draft token.
+_LEAST_ANSWER_TOKENS = 64
+_PREFILL_SHARE = 0.25
+#: Weight of one measurement in the mean cost of a draft token.
+_WEIGHT = 0.1
+#: llama.cpp pads vocabularies: so many unused tokens at the end may differ.
+_MAX_PADDING = 512
+_NOTHING = ModelDraft([], [], 0.0)
+
+
+class DraftModel:
+    """A draft model's weights, and from `open` on its context. Raises ModelLoadError.
+
+    `cost` is what a draft token takes, in steps of one row of the large model; `least_cost` is that of
+    reading its weights.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._model = open_model(files.draft_paths)
+        self.vocab = Vocab(self._model)
+        self.shape = model_shape(self._model, read_meta(self._model))
+        self.rates = [Acceptance(rate) for rate in _START]
+        self.mean = Acceptance(_MEAN_START)
+
+    def misfit(self, loaded: LlamaModel) -> str:
+        """Describe why it cannot draft for `loaded`, or return ""."""
+        mine, others = self.vocab, loaded.vocab
+        n = min(mine.n_vocab, others.n_vocab)
+        if not loaded.plan.has_draft:
+            return "there is no memory for it"
+        if self.shape.is_recurrent:
+            return "its state cannot be taken back to an earlier token"
+        is_padded = max(mine.n_vocab, others.n_vocab) - n <= _MAX_PADDING
+        if is_padded and all(mine.raw_text(token) == others.raw_text(token) for token in range(n)):
+            return ""
+        return f"its vocabulary is another one (it has {mine.n_vocab:,} tokens, not {others.n_vocab:,})"
+
+    def open(self, loaded: LlamaModel, options: LoadOptions) -> None:
+        """Make a context for drafts of `loaded`. Raises ModelLoadError, OutOfMemoryError."""
+        self.n_vocab = min(loaded.vocab.n_vocab, self.vocab.n_vocab)
+        n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
+        kv_type = loaded.choices["kv_type"].value if self.shape.can_quantize_kv else "f16"
+        self.active = open_context(
+            self._model,
+            msgspec.structs.replace(options, kv_type=kv_type),
+            n_cells=loaded.n_cells,
+            n_batch=DRAFT_BATCH,
+            n_seq_max=n_sequences,
+            n_threads=loaded.n_threads,
+            n_outputs=n_sequences,
+        )
+        self._batch = Batch.of(self.active, max_outputs=1)
+        window = int(libllama.L.llama_model_n_swa(self._model))
+        n_cells = self.active.n_cells
+        self.kv = KvCache(self.active, n_cells=n_cells, n_seq_max=n_sequences, window=window)
+        weights_bytes = loaded.shape.weights_bytes_per_token
+        self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
+
+    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
+        """Compute `tokens` after a sequence, the last `outputs` with logits; False without room."""
+        if not self.kv.make_room(len(tokens)):
+            return False
+        self._batch.clear()
+        self._batch.add(tokens, len(cached_seq.tokens), cached_seq.seq_id, outputs=outputs)
+        if self._batch.decode(self.active):
+            self.kv.remove_unrecorded_cells(cached_seq)
+            return False
+        self.kv.extend(cached_seq, tokens)
+        return True
+
+    def note_cost(self, cost: float) -> None:
+        """Record what one draft token took. One disturbed measurement must not end drafts."""
+        self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
+
+    def park(self) -> None:
+        """Forget every text, and return the memory of the cells. Only while idle."""
+        self.kv.drop_idle()
+        self.active.cells.give_back()
+
+    def free(self) -> None:
+        """Free context and weights. Idempotent."""
+        if self._model:
+            if hasattr(self, "active"):
+                self.active.free()
+            free_model(self._model)
+            self._model = None
+
+
+def attach(
+    draft: DraftModel | None, files: ModelFiles, options: LoadOptions, loaded: LlamaModel
+) -> DraftModel | None:
+    """Make `draft` draft for `loaded`, and note in its choices which model drafts.
+
+    One that only the catalogue names is freed if it does not fit; a warning says so. Raises
+    ModelLoadError, OutOfMemoryError.
+    """
+    problem = draft.misfit(loaded) if draft is not None else files.no_draft or "none is named"
+    if draft is None or problem:
+        loaded.choices["draft"] = Chosen("none", problem)
+        if draft is not None:
+            problem = f"{files.draft} cannot draft for {files.name}: {problem}"
+            if options.draft:
+                hint = "take a smaller model of the same family, or none: --draft none"
+                raise ModelLoadError(problem, hint=hint)
+            draft.free()
+            loaded.warnings += (problem,)
+        return None
+    draft.open(loaded, options)
+    source = "as asked" if options.draft else "models.toml names it"
+    loaded.choices["draft"] = Chosen(files.draft, source)
+    return draft
+
+
+class RequestDrafter:
+    """One request's use of a draft model; `banned` tokens are never sampled."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        request: GenerateRequest,
+        sampler: Sampler,
+        *,
+        matcher: TokenMatcher | None,
+        banned: npt.NDArray[np.int64] | None,
+    ) -> None:
+        self._model, self._request = model, request
+        self._sampler = sampler
+        self._matcher, self._banned = matcher, banned
+        model.mean.recover(_MEAN_START, _REQUEST_RECOVERY)
+        self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
+        self._cached: CachedSequence | None = None
+        self._n_prompt = 0
+        self._drafted: list[int] = []
+        self._rates: list[Acceptance] = []
+
+    def draft(
+        self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
+    ) -> ModelDraft:
+        """Draft up to `limit` tokens if `budget` may come to a higher rate than `least_rate`."""
+        self._drafted = []
+        self._n_prompt = self._n_prompt or len(tokens)
+        if not budget.row_s:
+            return _NOTHING
+        model = self._model
+        n, rate = budget.best([self._mean.rate] * limit, draft_cost=model.cost)
+        if not n or rate <= least_rate:
+            self._mean.recover(_MEAN_START, _STEP_RECOVERY)
+            model.cost += _STEP_RECOVERY * (model.least_cost - model.cost)
+            return _NOTHING
+        began = time.perf_counter()
+        n_done, n_most = len(tokens) - self._n_prompt, self._request.max_tokens
+        n_left = max(_LEAST_ANSWER_TOKENS, n_done)
+        n_left = n_left if n_most is None else min(n_left, n_most - n_done)
+        pending = self._catch_up(tokens, n_left * (1.0 / budget.rate - 1.0 / rate))
+        chances = self._draft(pending, limit, budget) if pending else []
+        return ModelDraft(self._drafted, chances, time.perf_counter() - began)
+
+    def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
+        """Return the last tokens, which are left to compute; none if the text is not caught up with,
+        which may take `worth` steps of one row.
+        """
+        model, request = self._model, self._request
+        if self._cached is None:
+            if min(tokens) < 0:  # pictures
+                return []
+            salt, reuse = request.cache_salt, request.cache_prompt
+            self._cached = model.kv.claim(PromptTokens(tokens), (), salt, reuse=reuse)
+            if self._cached is None:
+                return []
+        n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
+        model.kv.truncate(self._cached, n)
+        pending = list(tokens[n:])
+        cost = model.cost * max(1.0, len(pending) * _PREFILL_SHARE)
+        if max(pending) >= model.n_vocab or cost > worth:
+            return []
+        if len(pending) <= DRAFT_BATCH:
+            return pending
+        model.compute(self._cached, pending[:DRAFT_BATCH], outputs=0)
+        return []
+
+    def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> list[float]:
+        """Draft after the text that ends with `pending`, and return the chances of the tokens."""
+        model, chances = self._model, []
+        sampler = self._sampler.copy()
+        matcher = self._matcher.copy() if self._matcher is not None else None
+        self._rates = []
+        while True:
+            began = time.perf_counter()
+            assert self._cached is not None
+            if not model.compute(self._cached, pending, outputs=1):
+                break
+            try:
+                token, probability = self._pick(sampler, matcher)
+            except InvalidRequestError:  # a limit of the constraint's parser, which may not be reached
+                break
+            if len(pending) <= 2:
+                model.note_cost((time.perf_counter() - began) / budget.row_s)
+            if token >= model.n_vocab or (matcher is not None and not matcher.accept(token)):
+                break
+            self._drafted.append(token)
+            self._rates.append(model.rates[bisect_right(_PROBABILITIES, probability)])
+            chances.append(self._rates[-1].rate)
+            expected = [*chances, *[self._mean.rate] * (limit - len(chances))]
+            n, _ = budget.best(expected, draft_cost=model.cost, n_drafted=len(chances))
+            if n <= len(chances) or model.vocab.is_eos(token):
+                break
+            pending = [token]
+        sampler.close()
+        return chances
+
+    def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
+        """Sample as the request will; the token and its probability at temperature 1."""
+        model = self._model
+        logits: npt.NDArray[np.float32] = model.active.rows(1, model.vocab.n_vocab)[0]
+        if self._banned is not None:
+            logits[self._banned] = -np.inf
+        if matcher is not None:
+            matcher.mask_into(logits)
+        token = sampler.sample(model.active.context, -1, logits)
+        with np.errstate(over="ignore"):
+            return token, float(1.0 / np.exp(logits - logits[token]).sum())
+
+    def record(self, sampled: Sequence[int]) -> None:
+        """Compare the latest draft with the tokens that were sampled."""
+        drafts, self._drafted = self._drafted, []
+        for draft, token, rate in zip(drafts, sampled, self._rates, strict=False):
+            for learned in (rate, self._mean, self._model.mean):
+                learned.note(is_right=draft == token)
+            if draft != token:
+                return
+
+    def close(self) -> None:
+        """Leave its text to later requests. Idempotent."""
+        if self._cached is not None:
+            self._model.kv.release(self._cached, keep=self._request.cache_prompt)
+            self._cached = None
