@@ -295,7 +295,7 @@ class Side:
         body = content | {"max_tokens": n, "temperature": 0} | fields
         return await ask(self.target, self._path, body)
 
-    async def measured(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
+    async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
         """Ask all at once; the answers, and the joules of the meantime."""
         if self._meter:
             self._meter.used()
@@ -314,7 +314,7 @@ class Side:
                 samples[f"tg{plan.tg}{depth_suffix}"] = decode
             if plan.pp:
                 self.last_prompt = self.prompt(plan.pp, behind=behind)
-                [answer], joules = await self.measured((self.last_prompt, 1))
+                [answer], joules = await self.measure((self.last_prompt, 1))
                 cached = answer.cached_tokens
                 if depth and cached is None:
                     self.notes.add(f"{self.name} does not tell cached tokens: @d counts all as cached")
@@ -334,7 +334,7 @@ class Side:
         return Sample(answer.ttft_s * 1000, "ms")
 
     async def _decode(self, prompts: Sequence[str], n: int) -> Sample:
-        answers, joules = await self.measured(*((prompt, n + 1) for prompt in prompts))
+        answers, joules = await self.measure(*((prompt, n + 1) for prompt in prompts))
         n_tokens = sum(answer.completion_tokens - 1 for answer in answers)
         if n_tokens < n * len(prompts):
             self.notes.add(f"{self.name}: answers ended before {n} tokens (it may not know ignore_eos)")

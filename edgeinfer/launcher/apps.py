@@ -114,7 +114,7 @@ class Apps:
         return app
 
     def cold(
-        self, request: LaunchRequest, fds: list[int], why: EdgeInferError, hint: str = ""
+        self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
         """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
         link, app_link = _socket.socketpair()
@@ -124,7 +124,7 @@ class Apps:
         child = supervise.start(command, link_fd, dict(os.environ))
         app_link.close()
         request.how, request.snapshot = "cold", ""
-        request.reason, request.hint = why.message, hint
+        request.reason, request.hint = error.message, hint
         app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
         self.close_carried(app)
         return app

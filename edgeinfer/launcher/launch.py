@@ -115,24 +115,24 @@ class Launcher:
         elif self.argv[0] == "chat" and self._terminal.is_ours():
             os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
 
-    def _handle_failure(self, app: LaunchedApp, why: str) -> None:
+    def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
         """Start cold with the same request after CRIU failed to restore an accepted snapshot."""
         self._apps.forget(app)
         if app.request.how == "cold":
-            self._finish(app, f"exit {exit.UNEXPECTED}", why)
+            self._finish(app, f"exit {exit.UNEXPECTED}", reason)
             return
         if self._apps.choice.resume == "always" and app.role == "verb":
             hint = "build it again: `edgeinfer warm`"
-            exit.fail(EdgeInferError(f"the snapshot could not be resumed: {why}", hint=hint))
-        error = EdgeInferError(f"CRIU could not restore the snapshot: {why[:300]}")
-        again = self._apps.cold(app.request, app.fds, error, hint_for(error))
+            exit.fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
+        error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
+        cold_app = self._apps.cold(app.request, app.fds, error, hint_for(error))
         if app is self._main:
-            self._main = again
+            self._main = cold_app
 
-    def _handle_end(self, app: LaunchedApp, how: str) -> None:
+    def _handle_end(self, app: LaunchedApp, ending: str) -> None:
         self._apps.forget(app)
         if app is self._main:
-            self._finish(app, how)
+            self._finish(app, ending)
 
     def _read_app(self, app: LaunchedApp) -> None:
         received = messages.receive(app.link)
@@ -156,33 +156,33 @@ class Launcher:
 
     # --- ending
 
-    def _finish(self, app: LaunchedApp, how: str, why: str = "") -> None:
+    def _finish(self, app: LaunchedApp, ending: str, reason: str = "") -> None:
         """Restart the app of `serve` after a crash; otherwise end with the app's status or signal."""
-        event, _, text = how.partition(" ")
+        event, _, text = ending.partition(" ")
         number = int(text)
         crashed = event == "signal" or number == exit.UNEXPECTED
         if crashed:
             self._terminal.put_back()
         if crashed and self._serves and not self._asked_to_end:
-            self._again(app, how)
+            self._restart(app, ending)
             return
         if event == "exit":
             self._leave(number)
             return
         if number not in (*exit.ASKED_TO_END, _signal.SIGPIPE):
-            reason = f" ({why})" if why else ""
-            exit.say(f"\nedgeinfer: the app was killed by signal {number}{reason}")
+            explanation = f" ({reason})" if reason else ""
+            exit.say(f"\nedgeinfer: the app was killed by signal {number}{explanation}")
             self._leave(128 + number)
             return
         self._terminal.dismiss_guard()
         exit.die_of(number)
 
-    def _again(self, app: LaunchedApp, how: str) -> None:
+    def _restart(self, app: LaunchedApp, ending: str) -> None:
         alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
-        ending = f"edgeinfer: the app ended ({how}) after {alive_s:.1f} s"
-        exit.say(f"{ending}; starting it again in {wait_s:g} s")
+        message = f"edgeinfer: the app ended ({ending}) after {alive_s:.1f} s"
+        exit.say(f"{message}; starting it again in {wait_s:g} s")
         self._main = None
         if wait_s:
             time.sleep(wait_s)

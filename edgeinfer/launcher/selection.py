@@ -92,7 +92,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
     Raises SnapshotMissingError if there is none, otherwise the error that refuses the best one.
     """
-    root, others = paths.snapshots_path(), False
+    root, has_others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
     names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
     if names:
@@ -108,7 +108,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             continue
         if format.is_given(manifest.name, manifest.model, manifest.requested):
             continue
-        others = True
+        has_others = True
         if not unmet(options, manifest.requested, manifest.actual):
             exact = manifest.requested == options
             candidates.append((exact, format.generation_of(folder), folder, manifest))
@@ -119,7 +119,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
             refused = refused or error
             continue
         return folder, manifest
-    raise refused or _missing(model, options, others)
+    raise refused or _missing(model, options, has_others)
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
@@ -153,9 +153,9 @@ def _refuse_unsafe(root: str) -> None:
     format.refuse_unsafe_ancestors(root)
 
 
-def _missing(model: str, options: dict[str, str], others: bool) -> EdgeInferError:
+def _missing(model: str, options: dict[str, str], has_others: bool) -> EdgeInferError:
     missing = "yet"
-    if others:
+    if has_others:
         assignments = ", ".join(f"{name}={value}" for name, value in options.items())
         missing = f"with {assignments}" if assignments else "without adapters or a draft model"
     return SnapshotMissingError(f"{model} has no snapshot {missing}")

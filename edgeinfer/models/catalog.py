@@ -253,7 +253,9 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 def _check(model: Model) -> None:
     every_source = (model.projector_source, *chain(*model.parsed_sources()))
-    if any(isinstance(one, places.Url) and one.url.startswith("http:") for one in every_source):
+    if any(
+        isinstance(source, places.Url) and source.url.startswith("http:") for source in every_source
+    ):
         raise UsageError("a source: http: is not encrypted; give the https: address")
     if model.sha256:
         names.digest(model.sha256)
@@ -264,10 +266,10 @@ def _check(model: Model) -> None:
         if count and not _PARAMETERS.fullmatch(count):
             raise UsageError(f'key "{key}": {count!r} is not like "135M" or "7B"')
     try:
-        LORA.parse(",".join(one.option for one in model.lora))
+        LORA.parse(",".join(adapter.option for adapter in model.lora))
     except ValueError as error:
         raise UsageError(f'key "lora": {error}') from error
-    if any(bool(one.path) == bool(one.name) for one in model.lora):
+    if any(bool(adapter.path) == bool(adapter.name) for adapter in model.lora):
         raise UsageError('key "lora": each adapter has a path or a name')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)

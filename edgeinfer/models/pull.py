@@ -85,7 +85,7 @@ def _in_type(todo: PullPlan, type_name: str) -> PullPlan:
 def _named_type(todo: PullPlan) -> str:
     """Return the type in `OWNER/REPO:TYPE`, or ""."""
     parts = chain(*todo.candidates)
-    return next((part.quant for part in parts if isinstance(part, sources.HubQuant)), "")
+    return next((source.quant for source in parts if isinstance(source, sources.HubQuant)), "")
 
 
 def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
@@ -156,54 +156,54 @@ def _verify(
 
     A projector that is none, or does not fit the model, is left out of `fetched` with a note.
     """
-    n_files = sum(not one.is_projector for one in fetched)
+    n_files = sum(not file.is_projector for file in fetched)
     if wanted and (fetched[0].checkpoint or n_files > 1):
         raise UsageError(f"--sha256 is of one file, and {source} has several")
-    for index, one in enumerate(list(fetched)):
-        if one.path.is_dir():
+    for index, file in enumerate(list(fetched)):
+        if file.path.is_dir():
             continue
         # the catalogue's figures are of a single file
-        whole = todo if n_files == 1 and not one.is_projector else None
-        size = one.size_bytes
-        job.begin("verifying", one.file_name, total=size, index=index, n_files=n_files)
+        whole = todo if n_files == 1 and not file.is_projector else None
+        size = file.size_bytes
+        job.begin("verifying", file.file_name, total=size, index=index, n_files=n_files)
         if whole and whole.size_bytes and size != whole.size_bytes:
-            problem = f"{one.file_name} of {source} has {size} bytes, not {whole.size_bytes}"
-            raise ChecksumError(f"{problem}; {_set_aside(one, work)}")
-        one.found_sha256 = sha256_of(one.path, job.at)
-        pin = store.pinned_digest(todo.ref, source, one.file_name) if one.pinned else ""
+            problem = f"{file.file_name} of {source} has {size} bytes, not {whole.size_bytes}"
+            raise ChecksumError(f"{problem}; {_set_aside(file, work)}")
+        file.found_sha256 = sha256_of(file.path, job.at)
+        pin = store.pinned_digest(todo.ref, source, file.file_name) if file.pinned else ""
         promises = (
             (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
-            (one.sha256, "its source"),
+            (file.sha256, "its source"),
             (pin, "its first pull"),
         )
         for expected, origin in promises:
-            if expected and one.found_sha256 != expected:
-                problem = f"{one.file_name} of {source} has SHA-256 {one.found_sha256}"
-                outcome = _set_aside(one, work)
+            if expected and file.found_sha256 != expected:
+                problem = f"{file.file_name} of {source} has SHA-256 {file.found_sha256}"
+                outcome = _set_aside(file, work)
                 raise ChecksumError(f"{problem}, not {expected} as {origin} says; {outcome}")
         try:
-            if one.is_projector:
-                projectors.check_fits(one.path, gguf.read_header(fetched[0].path))
-            elif not one.checkpoint:
-                gguf.check_part(gguf.check(one.path), one.file_name, index, n_files)
+            if file.is_projector:
+                projectors.check_fits(file.path, gguf.read_header(fetched[0].path))
+            elif not file.checkpoint:
+                gguf.check_part(gguf.check(file.path), file.file_name, index, n_files)
         except InvalidGgufError as error:
-            if one.is_projector:
+            if file.is_projector:
                 job.note(f"{source}: without a projector, so no pictures are read: {error.message}")
-                one.path.unlink()
-                fetched.remove(one)
+                file.path.unlink()
+                fetched.remove(file)
                 continue
-            outcome = _set_aside(one, work)
+            outcome = _set_aside(file, work)
             raise InvalidGgufError(f"{source}: {error.message}; {outcome}", hint=error.hint) from error
 
 
-def _set_aside(one: Fetched, work: Path) -> str:
-    if not one.ours:
+def _set_aside(file: Fetched, work: Path) -> str:
+    if not file.ours:
         return "nothing was changed"
-    if not one.pinned:  # of a file of this machine
-        one.path.unlink()
+    if not file.pinned:  # of a file of this machine
+        file.path.unlink()
         return "the copy was dropped"
-    bad = work / (one.file_name + ".bad")
-    one.path.replace(bad)
+    bad = work / (file.file_name + ".bad")
+    file.path.replace(bad)
     return f"it is kept as {bad}"
 
 

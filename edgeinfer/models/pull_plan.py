@@ -96,7 +96,7 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
     """Return the same repositories in another quantization; only Hugging Face has several."""
     parts = chain(*entry.parsed_sources())
-    repos = [part for part in parts if isinstance(part, sources.HubFile | sources.HubQuant)]
+    repos = [source for source in parts if isinstance(source, sources.HubFile | sources.HubQuant)]
     if not repos:
         own = entry.quantization or "their own"
         commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"
@@ -123,10 +123,10 @@ def _stem(source: sources.Source) -> str:
 
 def _named_after(stem: str, catalog: Catalog) -> Reference:
     plain = re.sub(r"[^a-z0-9._-]+", "-", re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower())
-    made = re.sub(r"[-._]{2,}", "-", plain).strip("-._")[:96].strip("-._")
-    problem = "" if made else f"no name can be made from {stem!r}"
-    if made in catalog.models:
-        problem = f"the catalogue has a model called {made!r}"
+    name = re.sub(r"[-._]{2,}", "-", plain).strip("-._")[:96].strip("-._")
+    problem = "" if name else f"no name can be made from {stem!r}"
+    if name in catalog.models:
+        problem = f"the catalogue has a model called {name!r}"
     if problem:
         raise UsageError(problem, hint="give it a name: `--name NAME`")
-    return Reference(names.model_name(made))
+    return Reference(names.model_name(name))

@@ -191,7 +191,7 @@ def publish(
     folder = names.folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
-    files = tuple(_place(one, folder) for one in fetched)
+    files = tuple(_place(file, folder) for file in fetched)
     encoder = None if projector is None else _place(projector, folder)
     sync(folder)
     headers = [gguf.read_header(folder / file.path) for file in files]
@@ -281,13 +281,13 @@ def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
     new = tuple(
         Pin(
             source=source,
-            file_name=one.file_name,
-            sha256=one.found_sha256,
-            size_bytes=one.size_bytes,
+            file_name=file.file_name,
+            sha256=file.found_sha256,
+            size_bytes=file.size_bytes,
             first_pulled_at=now,
         )
-        for one in fetched
-        if one.pinned and (source, one.file_name) not in have
+        for file in fetched
+        if file.pinned and (source, file.file_name) not in have
     )
     if new:
         _write_json(pins_path(ref), Pins(pins=old + new))

@@ -67,7 +67,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(Planned(name, shape, source, transform_of(family, name), exact))
-    return sorted(planned, key=lambda one: _order(one.name))
+    return sorted(planned, key=lambda tensor: _order(tensor.name))
 
 
 def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
@@ -91,7 +91,10 @@ def plain_name(name: str) -> str:
 
 def transform_of(family: Family, name: str) -> Transform | None:
     """Return the family's transform of the GGUF tensor `name`, or None."""
-    return next((how for suffix, how in family.transforms.items() if _has_suffix(name, suffix)), None)
+    return next(
+        (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
+        None,
+    )
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
@@ -187,7 +190,9 @@ class Conversion:
 
     def _n_vocab(self) -> int:
         n_tokens = required_number(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
-        rows = next((one.shape[0] for one in self.planned if one.name == "token_embd.weight"), 0)
+        rows = next(
+            (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
+        )
         if n_tokens != rows:
             problem = f"config.json says {n_tokens} tokens, the embedding has {rows} rows"
             hint = "the model was resized (`resize_token_embeddings`) without its config.json"

@@ -54,19 +54,19 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     DiskFullError, InterruptedByUser. What was fetched is kept for the next time, except when it turns
     out to be of another file.
     """
-    part = folder / (remote.file_name + PART)
+    partial_file = folder / (remote.file_name + PART)
     retry_policy = job.retry_policy
     failures = 0
     timeout = httpx2.Timeout(retry_policy.silence_s, connect=retry_policy.connect_s)
     with http_client.client(remote.origin, timeout) as client:
         while True:
-            had = size_or_zero(part)
+            had = size_or_zero(partial_file)
             try:
-                _try_once(client, remote, part, job)
-                return part
+                _try_once(client, remote, partial_file, job)
+                return partial_file
             except RetryableError as again:
                 job.check()  # a connection that was shut down because of a cancellation
-                n_kept = size_or_zero(part)
+                n_kept = size_or_zero(partial_file)
                 failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
                     outcome = f"gave up after {failures} attempts, {format_bytes(n_kept)} are kept"
@@ -76,17 +76,17 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 job.wait(pause)
 
 
-def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job) -> None:
-    state = _resumable_state(remote, part)
-    start = size_or_zero(part)
+def _try_once(client: httpx2.Client, remote: Remote, partial_file: Path, job: Job) -> None:
+    state = _resumable_state(remote, partial_file)
+    start = size_or_zero(partial_file)
     headers = remote.headers | http_client.range_headers(start, state.validator)
     try:
         with client.stream("GET", remote.url, headers=headers) as response:
             if response.status_code == 416 and start:
-                _after_416(remote, response, part, start)
+                _after_416(remote, response, partial_file, start)
                 return
             http_client.refuse_status(remote.origin, response, remote.login)
-            _receive(remote, response, part, state, job)
+            _receive(remote, response, partial_file, state, job)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         if http_client.is_untrusted(error):
             hint = "behind a company's proxy, set SSL_CERT_FILE to the file of its certificates"
@@ -99,49 +99,49 @@ def _try_once(client: httpx2.Client, remote: Remote, part: Path, job: Job) -> No
         raise DownloadError(f"{remote.origin}: the server redirects for ever") from error
 
 
-def _state_path(part: Path) -> Path:
-    return part.with_name(part.name + ".json")
+def _state_path(partial_file: Path) -> Path:
+    return partial_file.with_name(partial_file.name + ".json")
 
 
-def _resumable_state(remote: Remote, part: Path) -> _PartialState:
+def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
     """Return the record of the partial file, which is removed if it may be of another file."""
     try:
-        state = msgspec.json.decode(_state_path(part).read_bytes(), type=_PartialState)
+        state = msgspec.json.decode(_state_path(partial_file).read_bytes(), type=_PartialState)
     except (FileNotFoundError, msgspec.MsgspecError):  # none, or one of an earlier version
         state = _PartialState(origin="", sha256="")
     same = (state.origin, state.sha256) == (remote.origin, remote.sha256)
     if not same or not (remote.sha256 or state.validator):
-        part.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     return state
 
 
 def _receive(
-    remote: Remote, response: httpx2.Response, part: Path, state: _PartialState, job: Job
+    remote: Remote, response: httpx2.Response, partial_file: Path, state: _PartialState, job: Job
 ) -> None:
-    offset, total = http_client.placement(response, size_or_zero(part))
+    offset, total = http_client.placement(response, size_or_zero(partial_file))
     if remote.size_bytes and total is not None and total != remote.size_bytes:
         problem = f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}"
         raise ChecksumError(f"{problem}; nothing was fetched")
     if total is not None:
-        need_room(part.parent, total - size_or_zero(part), remote.file_name)
+        need_room(partial_file.parent, total - size_or_zero(partial_file), remote.file_name)
     validator = http_client.validator(response)
     if offset and not remote.sha256 and validator != state.validator:
-        part.unlink()
+        partial_file.unlink()
         raise RetryableError("the file on the server may have changed; starting over")
     if offset == 0 and state.validator not in ("", validator):
-        part.unlink(missing_ok=True)  # the server has another file now
+        partial_file.unlink(missing_ok=True)  # the server has another file now
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
-    write_whole(_state_path(part), msgspec.json.encode(new_state))
+    write_whole(_state_path(partial_file), msgspec.json.encode(new_state))
     job.at(offset, total)
     with (
         job.waking(lambda: http_client.hang_up(response)),
-        room_errors(part, FETCHED_IS_KEPT),
-        open(part, "r+b" if part.exists() else "w+b", buffering=0) as file,
+        room_errors(partial_file, FETCHED_IS_KEPT),
+        open(partial_file, "r+b" if partial_file.exists() else "w+b", buffering=0) as file,
     ):
         file.seek(offset)
         for chunk in response.iter_raw():
             if 0 < remote.size_bytes < offset + len(chunk):
-                part.unlink()
+                partial_file.unlink()
                 problem = f"{remote.origin} has more than the promised {remote.size_bytes} bytes"
                 raise ChecksumError(f"{problem}; nothing was kept")
             view = memoryview(chunk)
@@ -154,10 +154,10 @@ def _receive(
         raise RetryableError(f"the server sent {offset} of {total} bytes")
 
 
-def _after_416(remote: Remote, response: httpx2.Response, part: Path, start: int) -> None:
+def _after_416(remote: Remote, response: httpx2.Response, partial_file: Path, start: int) -> None:
     """ "Range not satisfiable": the partial file is complete, or longer than the file is now."""
     total = response.headers.get("Content-Range", "").rpartition("/")[2]
     expected = int(total) if total.isdecimal() else remote.size_bytes
     if expected != start:
-        part.unlink()
+        partial_file.unlink()
         raise RetryableError("the file on the server is shorter than what is here; starting over")

@@ -134,13 +134,13 @@ def _fetch_renewing(
     """Fetch one file; resolve it anew if its address or token expires on the way."""
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
-    part = work / (remote.file_name + download.PART)
+    partial_file = work / (remote.file_name + download.PART)
     while True:
-        had = size_or_zero(part)
+        had = size_or_zero(partial_file)
         try:
             return download.fetch(remote, work, job)
         except AuthenticationError:
-            if isinstance(source, sources.Url) or size_or_zero(part) <= had:
+            if isinstance(source, sources.Url) or size_or_zero(partial_file) <= had:
                 raise
             remote = _resolve(source, todo)[index]
 
@@ -154,17 +154,17 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         hint = f"pull the folder it is in: `edgeinfer pull {path.parent}`"
         raise UsageError(f"{path.name} {problem}", hint=hint)
     parts = names.split_parts(path)
-    for part in parts:
-        if not part.is_file():
-            raise SourceNotFoundError(f"there is no file {part}", hint="check the path")
+    for file in parts:
+        if not file.is_file():
+            raise SourceNotFoundError(f"there is no file {file}", hint="check the path")
         try:
-            gguf.check(part, vocabulary=False)
+            gguf.check(file, vocabulary=False)
         except InvalidGgufError as error:
             raise InvalidGgufError(error.message, hint=error.hint or _NAME_MODEL) from error
     fetched = []
-    for index, part in enumerate(parts):
-        path = part if in_place else copy_into(work, part, job, index, len(parts))
-        name = names.sanitize_file_name(part.name)
+    for index, file in enumerate(parts):
+        path = file if in_place else copy_into(work, file, job, index, len(parts))
+        name = names.sanitize_file_name(file.name)
         fetched.append(Fetched(path=path, file_name=name, ours=not in_place, pinned=False))
     return fetched
 
