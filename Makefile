@@ -149,7 +149,7 @@ fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 
 fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
 	@scripts/setup.sh test-all
-	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/engine/test_fuzzed_pictures.py -s $(ARGS)
+	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/media/test_fuzzed_pictures.py -s $(ARGS)
 
 leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 	@scripts/setup.sh bench

@@ -18,8 +18,8 @@ from edgeinfer.runtime.llama import libllama, row_adapters
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest
 
-from . import conftest as engines
-from .conftest import collect
+from .. import conftest as engines
+from ..conftest import collect
 
 Lora = tuple[tuple[str, float], ...]
 ALL = ("attn_output", "attn_k", "ffn_up", "ffn_down")

@@ -20,7 +20,7 @@ from .test_kinds import tokens_of
 
 FIGURE = Path(__file__).parents[3] / "docs/figures/families.md"
 HEAD = (
-    "Each with a model of random numbers, by `WRITE_FAMILIES=1 make test ARGS=tests/engine/caches/test_families.py`.\n\n"
+    "Each with a model of random numbers, by `WRITE_FAMILIES=1 make test ARGS=tests/runtime/prefix_cache/test_families.py`.\n\n"
     "| family | architecture | batch = alone | prefix reused | edit | found after a restart | longer than its context |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )

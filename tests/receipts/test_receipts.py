@@ -34,7 +34,7 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
 )
 
-from .conftest import GREEDY, answers, collect
+from ..runtime.conftest import GREEDY, answers, collect
 
 _QUESTION = (Message(role="user", content="Tell me about ships and the sea, as a list."),)
 _SAMPLED = Sampling(temperature=0.9, seed=11)

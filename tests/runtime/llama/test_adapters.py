@@ -21,8 +21,8 @@ from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest
 
-from . import conftest as engines
-from .conftest import answer, load
+from .. import conftest as engines
+from ..conftest import answer, load
 
 Lora = tuple[tuple[str, float], ...]
 PROMPT = "A short note about rivers, their springs, their mouths, and the towns that lie between them:"

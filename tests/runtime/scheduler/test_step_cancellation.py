@@ -18,7 +18,7 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.scheduler.executor import StepCancellation
 
-from ..caches.conftest import ask, heard, load, text
+from ..prefix_cache.conftest import ask, heard, load, text
 
 
 @pytest.fixture(scope="module")

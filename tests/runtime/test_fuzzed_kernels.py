@@ -18,7 +18,7 @@ _GGML = _SITE / "llama_cpp/lib"
 _NAMES = "kernels attention cell_order matmul adapters elementwise streaming cells version".split()
 _SOURCES = [ROOT / f"native/{name}.cpp" for name in _NAMES]
 _SANITIZED = "-O0 -g1 -DINLINE=inline -fsanitize=address,undefined -fno-sanitize-recover=all"
-#: Operations of tests/engine/fuzz_kernels.cpp: with sanitizers some ten a second.
+#: Operations of tests/runtime/fuzz_kernels.cpp: with sanitizers some ten a second.
 _SANITIZED_CASES, _CASES = 200, 600
 #: Level for arm64 → a processor that has no more. qemu computes ten cases a second.
 _ARM64 = {"dotprod": "neoverse-n1", "i8mm": "max"}
@@ -33,7 +33,7 @@ def _compile(
 ) -> None:
     headers = (f"-I{_SITE / 'include'}", f"-I{ROOT / 'native'}")
     libraries = (f"-L{ggml}", "-l:libggml-base.so.0", "-pthread")
-    source = ROOT / "tests/engine/fuzz_kernels.cpp"
+    source = ROOT / "tests/runtime/fuzz_kernels.cpp"
     subprocess.run([compiler, *headers, source, *options, *libraries, "-o", program], check=True)
 
 

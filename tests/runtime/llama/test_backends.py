@@ -12,7 +12,7 @@ from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
 from edgeinfer.runtime.memory_plan import Offload, make_offload
 
-from .test_memory_plan import DENSE, plan_of
+from ..test_memory_plan import DENSE, plan_of
 
 BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
 

@@ -20,7 +20,7 @@ from edgeinfer.runtime.requests import Message, Tool, ToolChoice
 from edgeinfer.usage.daily_counts import DriftRecorder, drift_path, read_week
 from edgeinfer.usage.drift import compare
 
-from .conftest import answers, ask, load
+from ..runtime.conftest import answers, ask, load
 
 LAST = date(2026, 11, 22)
 ENGLISH = """The ferry leaves the harbour twice a day. Nobody had painted the fence since spring. A good

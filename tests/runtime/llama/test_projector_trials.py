@@ -15,7 +15,7 @@ from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message
 
-from .conftest import answer, ask
+from ..conftest import answer, ask
 
 Image = pytest.importorskip("PIL.Image")
 
