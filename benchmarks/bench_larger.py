@@ -290,23 +290,29 @@ def sides_of(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def run_all(options: argparse.Namespace) -> None:
     """Measure all cases, the sides in turn, and append each run to the results."""
-    with tempfile.TemporaryDirectory() as work, model_folder(options) as mount:
-        home = Path(work)
-        (home / "config").mkdir()
-        (home / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
+    with model_folder(options) as mount:
         for _, case in itertools.product(range(options.rounds), options.cases):
             for name, command in sides_of(options).items():
                 model = mount / f"{case.model}.gguf"
                 drop([model])
-                held = int(case.disk * 1e9)
-                limit = int(case.share * model.stat().st_size)
-                with group(limit, device_of(model), held) as folders:
+                held, limit = int(case.disk * 1e9), int(case.share * model.stat().st_size)
+                # a home of each run: a prefix cache of another would spare the prefill
+                with group(limit, device_of(model), held) as folders, new_home() as home:
                     side = make_side(name, command, model, home, folders)
                     run = measure(side, case, options, held or read_rate(model))
                 line = msgspec.json.encode(run).decode()
                 print(line, file=sys.stderr)
                 with open(options.results, "a") as file:
                     file.write(line + "\n")
+
+
+@contextmanager
+def new_home() -> Iterator[Path]:
+    """Make a home of edgeinfer that builds no snapshots."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config").mkdir()
+        (Path(folder) / "config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
+        yield Path(folder)
 
 
 def table(runs: Sequence[Run]) -> str:
