@@ -5,6 +5,10 @@ bench-out/bench.json.
 Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what
 llama.cpp gives with its own defaults (micro-batches of 512) and a greedy pick by numpy: none of
 our Python in it.
+
+`--decode`: one answer at a time instead, sides in turn: ours, llama-server and, with `--ik FOLDER`,
+llama-bench of an ik_llama.cpp that was built there, on plain and on repacked weights; and the share of
+the rate at which a plain loop reads memory in the same run (bench-out/decode.md).
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ import json
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
+from bench_matmul import peak  # type: ignore[import-not-found]  # its own imports are of the tests
 from common import NAMES, add_out, model_path, peer_program, write_figure
+from peer_server import Server
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
@@ -28,6 +36,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PREFILL = 512
 DECODE = 128
+#: Tokens of an answer with `--decode`.
+_DECODE_IN_TURN = 32
 N_CTX = 2048
 
 
@@ -184,6 +194,87 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
     return rates
 
 
+def _read_by_a_token(path: Path) -> int:
+    """Return the bytes of weights that one token needs: all but a table of embeddings of its own."""
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    has_output = "output.weight" in tensors
+    return sum(size for name, size in tensors.items() if name != "token_embd.weight" or not has_output)
+
+
+def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> float:
+    program = next(Path(folder).rglob("llama-bench"))
+    options = ["-p", "0", "-n", str(_DECODE_IN_TURN), "-t", str(threads), "-r", "1", "-o", "json"]
+    command = [program, "-m", str(path), *options, "-rtr", str(int(is_repacked))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    (row,) = json.loads(done.stdout[done.stdout.index("[") :])
+    return float(row["avg_ts"])
+
+
+def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
+    """Return tokens a second of one stream by side and round; "read": the plain loop's GB a second."""
+    path = model_path(name)
+    engine = load_engine(
+        ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=N_CTX, n_parallel=1)
+    )
+    threads = engine.info.choices["n_threads"].value
+    prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. " * 2)[
+        :16
+    ]
+    sides: dict[str, Callable[[], float]] = {
+        "ours": lambda: run_to_end(engine, prompt, _DECODE_IN_TURN + 1).timings.decode_tokens_per_s(
+            _DECODE_IN_TURN + 1
+        )
+    }
+    server = None
+    if program := peer_program("llama-server"):
+        server = peer = Server(program, path, slots=1, n_ctx=N_CTX, threads=threads)
+
+        def of_server() -> float:
+            arrivals = peer.stream(prompt, _DECODE_IN_TURN + 1, cache=False)
+            return _DECODE_IN_TURN / (arrivals[-1] - arrivals[0])
+
+        sides["llama-server"] = of_server
+    if ik:
+        sides["ik"] = lambda: _ik_rate(ik, path, threads, is_repacked=False)
+        sides["ik, repacked"] = lambda: _ik_rate(ik, path, threads, is_repacked=True)
+    rates: dict[str, list[float]] = {"read": []}
+    level = libllama.build_info().kernels
+    for number in range(rounds + 1):  # the first one is a warm-up
+        for side, rate in sides.items():
+            rates.setdefault(side, []).append(rate())
+            if side == "ours":
+                rates["read"].append(peak(level)[3])
+        if not number:
+            rates = {side: [] for side in rates}
+    engine.close()
+    if server is not None:
+        server.close()
+    return rates
+
+
+def decode_table(rates: dict[str, dict[str, list[float]]]) -> str:
+    """Return the figure's rows: medians with the range of the rounds, tokens a second."""
+    peers = [side for side in next(iter(rates.values())) if side not in ("read", "ours")]
+    lines = [
+        f"| model | GB a token | plain loop, GB/s | ours | share of the loop | {' | '.join(peers)} |",
+        "|" + " --- |" * (5 + len(peers)),
+    ]
+    for model, sides in rates.items():
+        size, ours = _read_by_a_token(model_path(model)) / 1e9, statistics.median(sides["ours"])
+        cells = {
+            side: f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+            for side, values in sides.items()
+        }
+        share = statistics.median(
+            size * rate / read for rate, read in zip(sides["ours"], sides["read"], strict=True)
+        )
+        beside = [f"{cells[peer]}, {ours / statistics.median(sides[peer]):.2f} ×" for peer in peers]
+        lines.append(
+            f"| {model} | {size:.2f} | {cells['read']} | {cells['ours']} | {share:.0%} | {' | '.join(beside)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def table(results: dict[str, dict]) -> str:
     lines = [
         "| model | figure | ours | bare llama_decode loop | ours/bare | llama-bench |",
@@ -216,7 +307,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     add_out(parser)
+    parser.add_argument("--decode", action="store_true", help="only one stream, sides in turn")
+    parser.add_argument(
+        "--ik", default="", metavar="FOLDER", help="where ik_llama.cpp's llama-bench was built"
+    )
     options = parser.parse_args()
+    if options.decode:
+        rates = {name: measure_decode(name, options.rounds, options.ik) for name in options.models}
+        print(write_figure(options.out, "decode", decode_table(rates)))
+        return
     results = {name: measure(name, options.rounds) for name in options.models}
     print(write_figure(options.out, "bench", table(results)))
     (options.out / "bench.json").write_text(json.dumps({"models": results}, indent=1))

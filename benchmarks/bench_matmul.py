@@ -120,10 +120,10 @@ def peak(level: str) -> list[float]:
     """Return the machine's limits at a level of x86-64, zeros at others.
 
     What two threads multiply and accumulate at most, in G a second; what a plain loop reads with one thread
-    and with two, in GB a second.
+    and with two at best, and with two at the median, in GB a second.
     """
     if level not in _LEVELS:
-        return [0.0, 0.0, 0.0]
+        return [0.0, 0.0, 0.0, 0.0]
     with tempfile.TemporaryDirectory() as work:
         program = Path(work) / "peak"
         options = ["-O3", *_LEVELS[level][1].split(), "-pthread"]

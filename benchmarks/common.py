@@ -40,6 +40,7 @@ SHAPES = {
     "4b": "--layers 36 --width 2560 --feed-forward 9728 --key-value-heads 8 --head-size 128"
     " --context 16384".split(),
     "7b": "--context 16384".split(),
+    "8b": "--feed-forward 14336 --key-value-heads 8 --context 16384".split(),
 }
 
 

@@ -42,6 +42,7 @@ TYPES = {
     "q4_0": (Q.Q4_0, Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
     "q4_1": (Q.Q4_1, Q.Q4_1, gguf.LlamaFileType.MOSTLY_Q4_1),
     "q8_0": (Q.Q8_0, Q.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q6_k": (Q.Q6_K, Q.Q6_K, gguf.LlamaFileType.MOSTLY_Q6_K),
     "q4_k_m": (Q.Q4_K, Q.Q6_K, gguf.LlamaFileType.MOSTLY_Q4_K_M),
     "f16": (Q.F16, Q.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
