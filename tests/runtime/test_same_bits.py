@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from made_families import FAMILIES, make_family
 
+from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import libedgeinfer
+from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 
 from ..conftest import ROOT
 from .test_attention import LEVELS, can_run, run
@@ -129,3 +131,12 @@ def test_an_operation_that_depends_on_the_processor_is_named(tmp_path: Path) -> 
     writer.close()
     (computed, _) = _graphs(_level_here(), {"bf16": path})["bf16"]
     assert computed["dependent"] == "MUL_MAT bf16"
+
+
+def test_an_operation_that_depends_on_the_processor_denies_a_receipt(
+    smol: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libedgeinfer, "dependent_operation", lambda: "")
+    assert why_irreproducible(smol._loaded) == ""
+    monkeypatch.setattr(libedgeinfer, "dependent_operation", lambda: "MUL_MAT bf16")
+    assert "MUL_MAT bf16" in why_irreproducible(smol._loaded)
