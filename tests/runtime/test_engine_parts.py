@@ -72,7 +72,7 @@ def test_info_tells_sizes_and_reasons(smol: LlamaEngine, gemma: LlamaEngine) -> 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 def test_every_cache_type_answers(gemma3: Path, kv_type: str) -> None:
     with closing(load(gemma3, n_ctx=256, n_parallel=1, kv_type=kv_type)) as engine:
-        assert answer(engine, ask("one, two, three, four, five, six, seven,")).text.startswith(" eight")
+        assert answer(engine, ask("2, 4, 6, 8,")).text.startswith(" 10")  # far from a tie in 4 bits too
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
