@@ -28,7 +28,9 @@ class _Section(
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    kind: Any = Literal[option.choices] if option.choices else int
+    kind: Any = int if option.high else str
+    if option.choices:
+        kind = Literal[option.choices]
     if option.choices and option.high:
         kind = int | str
     sentence = f"{option.help[0].upper()}{option.help[1:]}."
