@@ -33,11 +33,11 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: The longest answer that is read (bytes), and for how long (s).
+#: Longest answer that is read (bytes), and the longest time to read one (s).
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: Answers at once, each read by a thread.
+#: Most concurrent answers, each read by a thread.
 MOST_STREAMS = 256
 _STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
@@ -192,7 +192,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
 
 
-#: One token each in most vocabularies.
+#: Words that are one token each in most vocabularies.
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government number "
@@ -200,10 +200,11 @@ _WORDS = (
     "business issue side kind head house service friend father power hour game line end member law "
     "car city community name "
 ).split()
-#: Whatever can be asked to, then counts for longer than any measurement.
+#: Request that makes any chat model count for longer than a measurement takes.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: What servers are asked, the first that they take: with fields of llama.cpp's and ours, or without.
+#: Extra request fields, tried in this order until a server accepts one set: llama.cpp's and ours, or
+#: none.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
@@ -261,7 +262,9 @@ class Side:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find a form that it takes, and count its tokens. Raises ServeError."""
+        """Find request fields that the server accepts, and count the tokens of a prompt. Raises
+        ServeError.
+        """
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -280,7 +283,7 @@ class Side:
         return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
     def prompt(self, tokens: int, *, behind: str = "") -> str:
-        """Make a text of about so many tokens that is no prefix of another, or append it to one."""
+        """Make a text of about `n` tokens that is not a prefix of another, or append it to a text."""
         if not tokens:
             return behind
         fixed = 0.0 if behind else self._fixed_tokens
@@ -296,7 +299,7 @@ class Side:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Ask all at once; the answers, and the joules of the meantime."""
+        """Ask all concurrently; return the answers, and the energy used (J)."""
         if self._meter:
             self._meter.used()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: A loading stage that takes longer (s) is shown by verbs that show no progress.
+#: Verbs that show no progress still show a loading stage that takes longer than this (s).
 _MOMENT_S = 0.5
 
-#: (stage, fraction 0..1 or None when unknown); called from any thread.
+#: Arguments: (stage, fraction 0..1 or None when unknown); called from any thread.
 LoadProgress = Callable[[str, float | None], None]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 #: Characters between two hashes: about the 256 tokens of a KV block.
 _STRIDE = 1024
-#: Hashes of one prompt: of longer texts the first 256 Ki characters count.
+#: Most hashes of one prompt: only the first 256 Ki characters of longer texts count.
 _MAX_HASHES = 256
-#: Hashes in the map: some 30 MB at the most.
+#: Most hashes in the map: some 30 MB.
 _MAX_ENTRIES = 200_000
 
 

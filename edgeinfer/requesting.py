@@ -1,4 +1,4 @@
-"""From options typed to values of the engine; the configuration fills what was not typed.
+"""Turn typed options into values of the engine; the configuration fills in the rest.
 
 Options of the three scopes meet only here: load (another snapshot), launch (rides in the launch
 request), request (one generation).

@@ -1,4 +1,4 @@
-"""Text that is safe on a terminal: output of models, files and users is data."""
+"""Make text safe for a terminal: output of models, files and users must not control it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ESCAPES = _Escapes()
 
 
 def escape_hidden(text: str) -> str:
-    r"""Write each character that is not seen as `\x1b`, `\u200b` or `\U000e0041`; keep tab and newline.
+    r"""Write each invisible character as `\x1b`, `\u200b` or `\U000e0041`; keep tab and newline.
 
     Nothing is lost: a backslash that would be read as the beginning of an escape is doubled.
     """

@@ -22,9 +22,9 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
 from edgeinfer.platform.process import start_dying
 
-#: An edgeinfer endpoint answers /health at once.
+#: Limit (s) of /health, which an edgeinfer endpoint answers immediately.
 _HEALTH_S = 5.0
-#: A model may have to be loaded first.
+#: Limit (s) of a request for which a model may have to be loaded first.
 _LOAD_S = 900.0
 _LOOK_S = 0.05
 _LOG_NAME = "launch-serve.log"

@@ -82,9 +82,9 @@ RULES = (
 )
 NAMES = tuple(rule.name for rule in RULES)
 
-#: What clients write before a person's words, in the same turn.
+#: Tags of the reminders that clients write before a person's text, in the same turn.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
-#: Reminders that are kept, and the longest (characters).
+#: Most reminders remembered, and the longest (characters).
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
 #: Codex's turn about the folder, and the parts of it that name one.
@@ -156,7 +156,7 @@ class Reminders:
 
 
 def _reminder(turn: Message) -> str:
-    """The reminder at the end of a user turn, after a person's words."""
+    """Return the reminder at the end of a user turn, after a person's text."""
     start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
     is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH
@@ -207,14 +207,14 @@ def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
 
 
 def _cut_lines(pattern: re.Pattern[str], system: list[Message]) -> str:
-    """Cut what matches out of the system turns, in place; return it, a line each."""
+    """Cut the matching lines out of the system turns, in place; return them, a line each."""
     cut_lines = [line.strip() for turn in system for line in pattern.findall(turn.content)]
     system[:] = [_with_content(turn, pattern.sub("", turn.content)) for turn in system]
     return "".join(f"{line}\n" for line in cut_lines)
 
 
 def _put_ahead(messages: list[Message], lines: str) -> None:
-    """Put lines before the first words of the user, which differ in each session, after reminders."""
+    """Put lines before the user's first text, which differs in each session, but after reminders."""
     index = next(i for i, turn in enumerate(messages) if turn.role == "user")
     text = messages[index].content
     position = 0
@@ -279,7 +279,7 @@ _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_d
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
 #: Agents keep a project's memory in a folder of its path with these characters replaced.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
-#: Characters of markup after the last line that names a folder, before the user's words.
+#: Most characters of markup between the last line that names a folder and the user's text.
 _MARKUP = 80
 
 

@@ -22,14 +22,14 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.process import start_dying
 
-#: The provider's name in agents that want one.
+#: Name of this provider in agents that need one.
 PROVIDER = "edgeinfer"
-#: An answer's limit, as a share of the context, where an agent wants one.
+#: For agents that need an answer limit: the context divided by this.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
 #: Context (tokens) that an agent's first request must leave, for answers and tool results.
 _ROOM_TOKENS = 4096
-#: Claude Code takes a smaller window for a mistake.
+#: Smallest window (tokens) that Claude Code accepts; it takes a smaller one for a mistake.
 _CLAUDE_WINDOW = 100_000
 
 
@@ -257,7 +257,7 @@ def agent_of(user_agent: str) -> str:
     return next(begins, "")
 
 
-#: Sent on to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.
+#: Signals forwarded to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.
 _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -1,4 +1,4 @@
-"""One generation into one turn of a conversation."""
+"""Write one generation into one turn of a conversation."""
 
 from __future__ import annotations
 

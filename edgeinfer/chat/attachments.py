@@ -18,13 +18,13 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.media import document_files, pictures
 from edgeinfer.runtime.interface import Engine
 
-#: Larger than any context we run; a file beyond it is a mistake.
+#: Largest attached file (bytes), larger than any context here; a larger file is a mistake.
 MAX_BYTES = 4 << 20
 
-#: Begins the names of pasted texts, which are numbered.
+#: Prefix of the numbered names of pasted texts.
 PASTED = "pasted text"
 
-#: Files of a folder that is attached, and folders in it that are left out, as hidden ones are.
+#: Most files of an attached folder; folders in it that are left out, as hidden ones are.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 

@@ -15,7 +15,7 @@ from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: What an argument is, so that it can be completed; "" is not.
+#: Kind of an argument, by which it is completed; "" is not completed.
 Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
@@ -137,7 +137,7 @@ def help_text() -> str:
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 
-#: Completions shown at most.
+#: Most completions shown.
 LIMIT = 60
 
 

@@ -1,4 +1,4 @@
-"""What a conversation that outgrew the context leaves out, and the request that summarises it."""
+"""Shorten a conversation that outgrew the context, and summarise the turns left out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: After a cut, the turns that are kept take at most this share of the context.
+#: Largest share of the context for the turns kept after a cut.
 KEEP_SHARE = 0.5
 
-#: Tokens that are left to a question and its answer next to a text that fills the context.
+#: Tokens reserved for a question and its answer next to a text that fills the context.
 ANSWER_TOKENS = 1024
 
 _SUMMARISE = (

@@ -1,4 +1,4 @@
-"""One start of the chat, gathered from the command line before any screen is there, and its engines."""
+"""The options of one start of the chat, read before any screen is shown, and its engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Launch:
-    """One start of the chat, for either front end."""
+    """The options of one start of the chat, for either front end."""
 
     host: Host
     model: str
@@ -101,7 +101,9 @@ class Engines:
         return new
 
     def _part(self, engine: Engine) -> None:
-        """Close an engine unless it is resumed: that costs no private memory and returns at once."""
+        """Close an engine unless it is resumed: a resumed one costs no private memory and is back
+        immediately.
+        """
         if engine is self._home:
             if self.host.start.how == "resumed":
                 return

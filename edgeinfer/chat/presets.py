@@ -1,4 +1,4 @@
-"""Sampling set in the chat: options by name, and presets of several at once."""
+"""Sampling set in the chat: options by name, and presets that set several together."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ReadAhead:
 
 
 def whole_words(text: str) -> str:
-    """Return `text` without the word that is being typed, which may be another one in a moment."""
+    """Return `text` without its last word, which the user may still be typing."""
     if text[-1:].isspace():
         return text.rstrip()
     pieces = text.rsplit(maxsplit=1)

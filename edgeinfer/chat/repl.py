@@ -61,7 +61,9 @@ class Repl:
         self._unfolded = False
 
     def run(self) -> None:
-        """Read and answer to the end. Raises a script's first error then, at once without a model."""
+        """Read and answer to the end of input. Then raises a script's first error; without a model,
+        immediately.
+        """
         start = describe_start(self.launch.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
         try:
@@ -140,7 +142,9 @@ class Repl:
 
     @cached_property
     def _history(self) -> ModuleType | None:
-        """Return readline, by which `input` edits lines, with past questions; None without it."""
+        """Load readline, by which `input` edits lines, with past questions; return it, or None without
+        it.
+        """
         try:
             import readline  # 2 ms
         except ImportError:  # the shipped file has none

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptContext:
-    """What a request depends on apart from its turns."""
+    """Everything that a request depends on besides its turns."""
 
     conversation: Conversation
     engine: Engine | None

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFront, ChatTools
 
 _TITLE_CELLS = 60
-#: The offset in the lease file at which the locks of drafts begin.
+#: Offset in the lease file at which the locks of drafts begin.
 _DRAFTS = 1 << 40
 
 
@@ -292,7 +292,7 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # of a deleted conversation the id may be used again, but what was allowed there is over
+        # SQLite may reuse a deleted conversation's id, but its tool permissions must end with it
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
-#: Descriptors that are for files, models and workers rather than for connections.
+#: Descriptors reserved for files, models and workers, not for connections.
 _OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600

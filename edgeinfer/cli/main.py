@@ -31,7 +31,7 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
-#: Verbs of other programs, and ours.
+#: Verbs of other programs → our verb.
 _OTHER_NAMES = {
     "models": "list",
     "ls": "list",
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        # the reader went away: nothing more to flush at exit
+        # the reader of stdout went away: nothing more can be flushed at exit
         _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

@@ -140,9 +140,9 @@ VERBS = {
     ),
 }
 
-#: Commands of other programs, and ours.
+#: Commands of other programs → our command.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
-#: More choices than this are not listed in an error.
+#: Most choices that an error lists.
 _MOST_LISTED = 10
 
 
@@ -333,7 +333,7 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word that was probably meant, or "" if none is close or begins like it."""
+    """Return the known word closest to a mistyped one, or "" if none is close or begins like it."""
     import difflib  # 5 ms, only for mistakes
 
     typed = word.lower().lstrip("-")

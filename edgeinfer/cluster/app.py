@@ -139,7 +139,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             for replica in self.select_available_replicas(candidate_replicas)
         }
         warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # of equally busy ones Serve takes the first
+        # Serve takes the first of equally busy replicas
         everyone = random.sample(candidate_replicas, len(candidate_replicas))
         return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
 

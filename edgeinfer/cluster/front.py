@@ -21,7 +21,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.problems import Problem, unavailable
 
-#: Which replica answered, by Ray's id of it.
+#: Response header with Ray's id of the replica that answered.
 REPLICA_HEADER = "x-edgeinfer-replica"
 _LOG = logging.getLogger("ray.serve")
 _STREAMS = ("text/event-stream", "application/x-ndjson")

@@ -1,4 +1,4 @@
-"""Settings of a Serve application, and the messages between its front end and a replica."""
+"""Settings of a Serve application, and the messages between its front end and its replicas."""
 
 from __future__ import annotations
 

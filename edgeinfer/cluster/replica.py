@@ -28,7 +28,7 @@ from edgeinfer.platform import process
 #: Limit (s) of a start that loads 15 GB from a slow disk; Ray's own limit is longer.
 _READY_S = 600.0
 _HEALTH_S = 10.0
-#: After this (s) the endpoint has cut the requests it drained; it takes 10 s by default.
+#: How long (s) the endpoint may take to end; it cuts the requests it drains after 10 s by default.
 _ENDING_S = 15.0
 
 

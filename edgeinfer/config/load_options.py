@@ -29,7 +29,7 @@ class LoadOption:
 
     #: Whether values that are typed one after the other are joined with commas.
     many = False
-    #: Of options that name files: a launch without one refuses a snapshot that has it.
+    #: Whether a snapshot with this option is used only if the launch names it too (adapters, draft).
     exact = False
     #: Whether config.toml has a key for it.
     is_configured = True
@@ -107,7 +107,7 @@ class ModelOption(LoadOption):
         return os.path.abspath(os.path.expanduser(text)) if is_path else text
 
 
-#: Wanted instead of the adapters, or the draft model, that the catalogue names.
+#: Value that replaces the catalogue's adapters, or its draft model, by none.
 NO_ADAPTERS = NO_DRAFT = "none"
 
 
@@ -137,7 +137,7 @@ def name_of_file(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
-#: Values that let the engine choose: any snapshot has one.
+#: Values that let the engine choose; every snapshot satisfies them.
 ENGINE_CHOOSES = (0, "auto")
 
 N_CTX = LoadOption(
@@ -246,7 +246,7 @@ def differing(wanted: dict[str, str], requested: dict[str, str], actual: dict[st
 
 
 def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return `differing`, or the first `exact` option that was requested and is not wanted."""
+    """Return `differing`, or the first `exact` option that only the snapshot has; "" if none."""
     if adapters := differing(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)

@@ -109,7 +109,7 @@ class Apps:
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", _WARM
         app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
-        # the last use, for the least recently used to be pruned
+        # record the last use: the least recently used snapshots are pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 

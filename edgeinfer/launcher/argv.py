@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-#: Each verb with the number of words that must follow its first for that to be a model's name.
+#: Each launch verb → how many words must follow its first word for that to be a model's name.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 #: Options of these verbs that take no value; every other option takes one.
 SWITCHES = frozenset(
@@ -17,7 +17,7 @@ SWITCHES = frozenset(
     )
 )
 _OF_NO_VERB = ("-h", "--help", "--version")
-#: A longer word is a prompt.
+#: Longest model name (characters); a longer word is a prompt.
 _LONGEST_NAME = 200
 
 

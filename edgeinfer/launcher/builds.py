@@ -14,7 +14,7 @@ from edgeinfer.snapshot_format import format
 
 #: The module of a background build.
 JOBS = "edgeinfer.snapshots.builder.jobs"
-#: In the state directory: a line for each background build, or the reason for none.
+#: File in the state directory with a line for each background build, or the reason for none.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 

@@ -47,12 +47,13 @@ def die_of(number: int) -> NoReturn:
     os._exit(128 + number)
 
 
-#: Leave the alternate screen; cursor and wrapping on; mouse, focus, paste, key reports and colours off.
+#: Escapes that leave the alternate screen, switch cursor and wrapping on, and mouse, focus, paste and
+#: key reports and colours off.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
 )
-#: Seconds for the app's exit message: it dies in the same moment as the launcher.
+#: How long (s) to wait for the app's exit message: it dies in the same moment as the launcher.
 _DYING_S = 0.1
 _SIGNALS = (
     *ASKED_TO_END,

@@ -27,7 +27,7 @@ from edgeinfer.platform.process import die_with_parent
 CPU_S = 20
 #: Most pages of a document as text, and as pictures: a request has at most 64 of those.
 MAX_PAGES = {"text": 1000, "pages": 64}
-#: The longer side of a page's picture (pixels): A4 in 130 dots an inch.
+#: Longer side of a page's picture (pixels): A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
 #: The largest document part of a DOCX file, unpacked (bytes).
 _MOST_XML = 64 << 20

@@ -35,8 +35,8 @@ CPU_S = 5
 MAX_PIXELS = 32_000_000
 #: The longer side by the shorter: Qwen's own limit, and nothing else was trained on longer strips.
 MAX_RATIO = 200
-#: Larger pictures are reduced to so many pixels: no projector takes more into its rows, and a request
-#: may have many.
+#: Most pixels kept; larger pictures are scaled down, since no projector uses more, and a request may
+#: have many pictures.
 KEPT_PIXELS = 4_000_000
 _FORMATS = {
     "JPEG": JpegImagePlugin.JpegImageFile,

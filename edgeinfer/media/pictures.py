@@ -17,7 +17,7 @@ from edgeinfer.platform.process import child_command
 
 #: Stands in `Message.content` for each of its pictures, in order. A noncharacter: no text has it.
 PICTURE_MARK = "\ufdd1"
-#: What a person sees in its place.
+#: Text shown to people in place of the mark.
 SHOWN = "[picture]"
 
 
@@ -48,9 +48,9 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
 
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
-#: The largest file that is decoded (bytes).
+#: Largest file that is decoded (bytes).
 MAX_FILE_BYTES = 32 << 20
-#: The decoder's own limit is on its processor time; a busy machine takes longer.
+#: How long (s) to wait for the decoder. It limits its own processor time; a busy machine takes longer.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(
@@ -61,7 +61,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Decoders at once: each may take 512 MB. One of several callers (API keys) has two of them at most.
+#: Most concurrent decoders: each may take 512 MB. One of several callers (API keys) gets at most two.
 _decoders = BoundedSemaphore(3)
 _MOST_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
@@ -97,12 +97,12 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return the picture's file in base64, bare or as a `data:` URI. Raises as `checked`."""
+    """Return the picture's file in base64, bare or as a `data:` URI. Raises as `check_file`."""
     return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
 def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
-    """Return any file in base64, bare or as a `data:` URI. Raises the `refusal` for a reason."""
+    """Decode a file from base64 or a `data:` URI. On failure raises `refusal(reason)`."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: addresses are not fetched")

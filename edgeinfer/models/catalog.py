@@ -26,10 +26,10 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
-#: Keys of a shipped model that other sources make wrong.
+#: Keys of a shipped model that are dropped if the user gives other sources: they describe its bytes.
 _OF_THE_BYTES = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
-#: Of whole files of the catalogue's types: embeddings and output are often of a larger type.
+#: Mean bits per weight of whole files, by type: embeddings and output are often of a larger type.
 _BITS_PER_WEIGHT = {
     "Q4_0": 4.6,
     "Q4_1": 5.1,
@@ -99,7 +99,7 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """One model. `sources` are tried in order; one that is a list is concatenated."""
+    """A model. `sources` are tried in order; a source that is a list is concatenated."""
 
     title: Annotated[str, key_doc("What a person calls it.", min_length=1)]
     sources: Annotated[

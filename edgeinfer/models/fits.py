@@ -34,19 +34,19 @@ from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]
 Role = Literal["comfortable", "better", "tiny"]
-#: About as fast as one reads.
+#: Rate (tokens/s) that is about as fast as one reads.
 READABLE_TOKENS_PER_S = 8.0
-#: An answer is done before one has read it.
+#: Rate (tokens/s) at which an answer is done before one has read it.
 _QUICK_TOKENS_PER_S = 20.0
 _ANSWER_TOKENS = 200
-#: Of the rate at which memory is read, what decoding reaches; and bytes of weights per second that one
-#: thread multiplies (measured on two threads of a zen4 EPYC: 15 to 21 GB/s together).
+#: Share of the memory bandwidth that decoding reaches; and bytes of weights per second that one thread
+#: multiplies (measured on two threads of a zen4 EPYC: 15 to 21 GB/s together).
 _SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
-#: Bytes of weights per second that a discrete GPU is taken to read, since none says how many: those of
-#: 2019 and later reach it. And the share of its memory that a model may take.
+#: Assumed bandwidth (bytes/s) of a discrete GPU, which drivers do not report (those of 2019 and later
+#: reach it); and the largest share of its memory for a model.
 _CARD_BYTES_PER_S, _CARD_SHARE = 150e9, 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
-#: Chat models that are offered on a first run, the best first.
+#: Chat models offered on a first run, best first.
 _OFFERED = """
     qwen3-30b-a3b-instruct-2507 phi-4 qwen3-4b-instruct-2507 llama-3.2-3b-instruct
     smollm2-1.7b-instruct llama-3.2-1b-instruct lfm2-700m lfm2-350m
@@ -55,17 +55,17 @@ _OFFERED = """
 
 #: Share of the machine's memory that a model may take; the system and other programs need the rest.
 _MEMORY_SHARE = 0.95
-#: Share of the memory that the context of a model larger than memory gets.
+#: The memory divided by this is the context's part, for a model larger than memory.
 _CONTEXT_SHARE = 8
-#: A disk is measured with a file of at least this size.
+#: Smallest file (bytes) with which a disk is measured.
 _LEAST_FILE_BYTES = 64 << 20
-#: By machine.
+#: Measured memory bandwidths by machine.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on this machine. `tokens_per_s` is estimated for one stream with a short context; of a
-    model larger than memory, from the rate of the disk.
+    """How well a model runs on this machine. `tokens_per_s` is estimated for one stream with a short
+    context; for a model larger than memory, from the rate of the disk.
 
     Nothing but `shortage` depends on what other programs do at this moment.
     """
@@ -178,7 +178,7 @@ def fit(
 def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
     """Return the tokens/s of a model that is larger than `room_bytes` of memory, at most `speed`.
 
-    Of the share of a mixture that a token reads, one half is taken to be experts.
+    For a mixture of experts, half of the weights read per token are assumed to be experts.
     """
     experts = 0 if active_share == 1.0 else int(size_bytes * (1.0 - active_share / 2))
     shape = make_shape({}, n_vocab=0, n_params=0, weights_bytes=size_bytes)

@@ -91,7 +91,7 @@ _PICKLE = (
     "a PyTorch archive of pickles, which can run any program when they are read",
     "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
 )
-#: What other files begin with: what they are, and the way out.
+#: Magic bytes of other formats: (what it is, the hint).
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << power for power in range(21)]
@@ -99,13 +99,13 @@ _ALIGNMENTS = [1 << power for power in range(21)]
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: llama.cpp aborts the process at more layers, or none (LLAMA_MAX_LAYERS, llama-model.cpp).
+#: Most layers; llama.cpp aborts the process at more, or none (LLAMA_MAX_LAYERS, llama-model.cpp).
 MAX_LAYERS = 512
-#: Ours, far above any model known: nothing downstream loops for long over a number from the file.
+#: Limits of our own, far above any known model: no code loops for long over a number from the file.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Numeric arrays up to this length are kept (per-layer head counts), others only described.
+#: Longest numeric array that is kept (per-layer head counts); longer ones are only described.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
@@ -283,7 +283,7 @@ def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
 
 
 class _Walker:
-    """One pass over a header. `at` only grows and never passes `end`."""
+    """Reads a header in one pass. `at` only grows and never passes `end`."""
 
     def __init__(self, view: bytes | mmap.mmap, name: str, vocabulary: bool) -> None:
         self.view = view
@@ -312,7 +312,7 @@ class _Walker:
         raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {problem} (at byte {self.at})")
 
     def _need(self, n_bytes: int, field: str) -> int:
-        """Step over `n_bytes` and return where they begin."""
+        """Step over `n_bytes` and return their offset. Raises InvalidGgufError past the end."""
         start = self.at
         if n_bytes > self.end - start:
             self.bad(f"{field} needs {n_bytes} bytes and {self.end - start} are left")

@@ -24,11 +24,11 @@ Stage = Literal[
     "scoring", "reading", "done",
 ]  # fmt: skip
 
-#: What a cancellation, or a full disk, leaves of a pull.
+#: Note for a cancelled pull or a full disk.
 FETCHED_IS_KEPT = "what was fetched is kept"
-#: Reports are at least this far apart, except the first and last of a stage.
+#: Least interval (s) between reports, except the first and last of a stage.
 _INTERVAL_S = 0.1
-#: The rate is measured over the last seconds, so that it follows the line.
+#: Window (s) over which the rate is measured, so that it follows the line's speed.
 _WINDOW_S = 5.0
 
 
@@ -93,7 +93,7 @@ class Job:
         index: int = 0,
         n_files: int = 1,
     ) -> None:
-        """Begin a stage and report it at once."""
+        """Begin a stage and report it immediately."""
         self.check()
         self._now = PullProgress(
             stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files
@@ -120,7 +120,7 @@ class Job:
         self._report()
 
     def note(self, text: str) -> None:
-        """Report a message at once: a retry and its reason, the next source."""
+        """Report a message immediately: a retry and its reason, the next source."""
         self._now = msgspec.structs.replace(self._now, note=text)
         self._report()
 
@@ -166,12 +166,12 @@ class Job:
         self._on_progress(self._now)
 
 
-#: Where nothing is written in place, a line this often tells a slow download from a dead one.
+#: Interval (s) of lines if none is written in place: they tell a slow download from a dead one.
 _PLAIN_INTERVAL_S = 5.0
-#: Back to the line's beginning, and clear it.
+#: Escape that returns to the line's beginning and clears it.
 _CLEAR = "\r\x1b[K"
 
-#: What a person reads for a stage, if it is another word.
+#: Labels of the stages that people see under another name.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 

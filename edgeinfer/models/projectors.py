@@ -25,7 +25,7 @@ _MOST = {
     "preproc_max_tiles": 256,
     "image_min_pixels": 1 << 24,
 }
-#: Pictures that are cut into tiles are scaled to so many tiles a side; models have up to 5.
+#: Most tiles a side to which a tiled picture is scaled; models have up to 5.
 _MOST_TILES = 8
 #: Patches of a picture that any encoder may have, and more by its width: models have up to 15 times the
 #: width (HunyuanOCR). Attention takes their square: 16,384 of width 128 took 30 to 60 s.

@@ -162,7 +162,7 @@ def _verify(
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
             continue
-        # the catalogue's figures are of a single file
+        # the catalogue's size and digest describe a single file
         whole = todo if n_files == 1 and not file.is_projector else None
         size = file.size_bytes
         job.begin("verifying", file.file_name, total=size, index=index, n_files=n_files)

@@ -54,7 +54,7 @@ class Fetched(msgspec.Struct, kw_only=True):
 
     @classmethod
     def made_here(cls, path: Path, job: Job) -> Fetched:
-        """Hash a file that was made from fetched ones; its name is that of `path` without ".part"."""
+        """Hash a file made from fetched ones, and return it named as `path` without ".part"."""
         name = path.name.removesuffix(".part")
         job.begin("verifying", name, total=path.stat().st_size)
         return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.at))

@@ -22,7 +22,7 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.models.gguf import parse_file_type
 
-#: What a repository without a quantization means, as to most programs of this kind.
+#: Quantization of a repository that is named without one, as in most programs of this kind.
 DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -34,7 +34,7 @@ _OCI = re.compile(
     r"oci://(?P<registry>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
-#: What makes an address one that lasts a while only: signatures, which are secrets too.
+#: Matches the signature in the query of an address that expires; a signature is a secret, too.
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
@@ -90,7 +90,7 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
     @property
     def stem(self) -> str:
-        """A name for its file: the repository's last word and the tag."""
+        """Name for its file: the repository's last component and the tag."""
         name = self.repository.rpartition("/")[2]
         tag = self.reference.removeprefix("sha256:")[:20]
         return name if tag == "latest" else f"{name}-{tag}"

@@ -59,7 +59,7 @@ def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]
 
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
-    """Hold the model's lock. Raises ModelBusyError at once if another process holds it."""
+    """Hold the model's lock. Raises ModelBusyError without waiting if another process holds it."""
     path = _lock_path(ref.folder)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -127,7 +127,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> str:
-        """The purpose by its header; "" if that cannot be read."""
+        """Purpose of the model by its header; "" if that cannot be read."""
         try:
             return gguf.read_header(self.paths[0]).purpose
         except InvalidGgufError:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from edgeinfer.platform import linux
 
-#: System calls, the same on all processors.
+#: Numbers of Landlock's system calls, the same on all processors.
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
 #: Access rights: run, read a file, list a folder; those that a file can have.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
-#: By version: how many rights there are, and the bytes of the attributes (files, TCP, scopes).
+#: Number of access rights by Landlock version, and the bytes of its attributes (files, TCP, scopes).
 _RIGHTS = (13, 14, 15, 15, 16)
 _SIZES = (8, 8, 8, 16, 16, 24)
 

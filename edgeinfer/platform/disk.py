@@ -223,7 +223,7 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
 
 def bytes_below(folder: Path, ending: str = "") -> int:
-    """Return the size (bytes) of the files below a folder whose names end so; vanished ones are 0."""
+    """Return the size (bytes) of the files below a folder with this suffix; vanished ones count 0."""
     files_below = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(size_or_zero(path) for path in files_below if path.name.endswith(ending))
 
@@ -236,7 +236,7 @@ def size_or_zero(path: Path) -> int:
 
 
 T = TypeVar("T")
-#: Entries of a table at most; the oldest go first.
+#: Most entries of a table; the oldest are dropped first.
 MOST_ENTRIES = 1000
 
 

@@ -19,7 +19,7 @@ from edgeinfer.errors import EdgeInferError
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-#: What stands before a key's bytes in DER: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
+#: DER prefixes of a key's bytes: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
 _PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 _BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"

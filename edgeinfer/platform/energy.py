@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
         return _text(file.with_name(beside)).startswith(self.name)
 
 
-#: The first that can be read is taken: kinds overlap, and are never added.
+#: Sources of energy figures. The first readable one is used: they overlap, and are never added.
 _KINDS = (
     _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
     _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),

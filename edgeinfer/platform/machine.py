@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processors, memory, GPUs on its bus, the rate of a disk.
+"""Read what this process may use of the machine: processors, memory, GPUs on its bus, a disk's rate.
 
 Read from /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor. Knows
 no model. Standard library only.
@@ -21,11 +21,12 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-#: `read_rate` reads up to so many bytes, a block at once.
+#: Most bytes that `read_rate` reads, and the bytes of each read.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
-#: It reads for so many seconds, by so many threads: one gets a third of what an SSD gives to eight.
+#: How long (s) `read_rate` reads, and its number of threads: one thread gets a third of what an SSD
+#: gives to eight.
 _RATE_S, _RATE_THREADS = 0.4, 8
-#: Bytes read per round by all threads together: more than the caches of most CPUs hold.
+#: Bytes that all threads together read per round: more than the caches of most CPUs hold.
 _RATE_ROUND_BYTES = 128 << 20
 _RATE_ROUNDS = 4
 

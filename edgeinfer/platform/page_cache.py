@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: With fewer pages missing than this part, faults read them well enough.
+#: Share of missing pages from which a file counts as cold; page faults read fewer well enough.
 _COLD_PART = 0.05
 
 

@@ -1,4 +1,4 @@
-"""Where things live. `EDGEINFER_HOME` puts everything under one directory.
+"""Paths of the data, cache, state and configuration. `EDGEINFER_HOME` puts all under one directory.
 
 Linux follows the XDG base directory specification, as platformdirs does (a test compares the two).
 Functions that end in `_dir` return a `Path`, those that end in `_path` text: the launcher does without

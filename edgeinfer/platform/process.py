@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-#: In the frozen binary `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
+#: Switch of the frozen binary: `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-#: The niceness of a background process, and that of its session: it gets a tenth of a busy processor.
+#: Niceness of a background process, and the autogroup niceness of its session: the session gets a
+#: tenth of a busy processor.
 _LOWEST, _SESSION = 19, 10
-#: The kernel allows few changes a second, over all users: tries, and the pause between them (s).
+#: Attempts to set the autogroup, and the pause (s) between them: the kernel allows few such changes a
+#: second, counted over all users.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 

@@ -26,7 +26,7 @@ _MESSAGE_BYTES = 72
 _UID_AND_INODE = struct.Struct("=II")
 
 
-#: The netlink socket of a process outside our user namespace; None: one of our own for each question.
+#: Netlink socket of a process outside our user namespace; None: each question opens a socket here.
 _kernel: socket.socket | None = None
 
 

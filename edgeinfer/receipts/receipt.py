@@ -27,10 +27,10 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Sampling, random_bytes
 from edgeinfer.runtime.revision import KERNEL_REVISION
 
-#: A receipt of 131,072 tokens takes 2 MB.
+#: Largest receipt (bytes); one of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 21
-#: What signatures sign, before the digest.
+#: Domain-separation prefix of the signed message; the digest follows.
 _SIGNED = b"edgeinfer receipt 1\n"
 
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -61,7 +61,7 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """What was said. `request` has the fields of `GenerateRequest` that are not its defaults.
+    """The conversation. `request` has the fields of `GenerateRequest` that are not its defaults.
 
     `salt` is drawn for each receipt, so that no digest tells two equal conversations. `logprobs` are
     those of the answer's tokens, null for one that a constraint forced.
@@ -113,7 +113,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, content=None)
 
     def alteration(self) -> str:
-        """Say what was changed after the receipt was made; "" if nothing was."""
+        """Name of the part that was changed after the receipt was made; "" if none was."""
         content, signature = self.content, self.signature
         if self.digest() != self.sha256:
             return "the receipt was altered: its digest does not fit"
@@ -220,7 +220,7 @@ def _with_floats(sampling: Sampling) -> Sampling:
     return msgspec.convert(document, Sampling, str_keys=True)
 
 
-#: Fields that change when an answer is computed, and never which.
+#: Request fields that change when an answer is computed, but never its tokens.
 _SERVER_FIELDS = (
     "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
     "prompt_logprobs record_tokens replay sampling speculative"

@@ -34,7 +34,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check found. `position` counts the answer's tokens from 0, up to the first that differs.
+    """Result of a check. `position` counts the answer's tokens from 0, up to the first that differs.
 
     `expected` stands in the receipt there, `chosen` is what this engine generates; None is an end.
     `mean_difference` and `most_difference` are those of log-probabilities, where only they were

@@ -26,7 +26,7 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: llama.cpp computes logits for every embedded token too: they take no more than this a batch.
+#: Most bytes of logits per batch: llama.cpp computes them for every embedded token, too.
 _LOGITS_BYTES = 256 << 20
 
 
@@ -176,7 +176,7 @@ class Embedder:
 
 
 def model_pooling(meta: dict[str, str]) -> int:
-    """The file's own pooling type (llama.cpp's number), 0 when it names none."""
+    """Return the file's own pooling type (llama.cpp's number), 0 when it names none."""
     arch = meta.get("general.architecture", "")
     value = meta.get(f"{arch}.pooling_type", "0")
     return int(value) if value.isdigit() else 0

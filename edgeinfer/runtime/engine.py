@@ -79,7 +79,7 @@ class LlamaEngine:
         self._preparer = Preparer(
             files=files,
             vocab=loaded.vocab,
-            conversations=self._chat_format,
+            chat_format=self._chat_format,
             constraints=self._constraints,
             n_ctx=loaded.n_ctx,
             max_draft=MAX_DRAFT,

@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One token with its natural-log probability, before sampling (temperature 1, unbiased)."""
+    """A token with its natural-log probability, before sampling (temperature 1, unbiased)."""
 
     token_id: int
     piece: bytes
@@ -143,8 +143,8 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     It is None for a token that a constraint or a spent budget forced. In a replay that ended at a token
     that differs, `logprobs` has that token's only, and `replayed_logprob` is that of the token that was
-    expected in its place. `irreproducible` says why another engine may get other tokens, "" if none
-    does.
+    expected in its place. `irreproducible`: why another engine may get different tokens; "" if it
+    cannot.
     """
 
     prompt: tuple[int, ...]
@@ -155,7 +155,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
-    """The end. `stop_sequence` is the stop string that ended it, if one did."""
+    """The end of a generation. `stop_sequence` is the stop string that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage

@@ -198,15 +198,15 @@ class Collected:
 
     @property
     def finish(self) -> Finished:
-        """The end. Only asked for after the iteration has ended."""
+        """Return the last event. Only after the iteration has ended."""
         assert self.last_event is not None
         return self.last_event
 
 
-#: A loop has this many characters at least, and contains the repeated part this often.
+#: Least length (characters) of a loop, and how often it contains the repeated part.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
-#: Characters at the end whose last occurrence before gives the length of the part.
+#: Characters at the end; the distance to their previous occurrence is the length of the repeated part.
 _KEY = 32
 #: Counters of list items may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)

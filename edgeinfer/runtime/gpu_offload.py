@@ -174,11 +174,14 @@ class GpuOffload:
         return DeviceContext(loaded, active, offload, placement, devices[0].backend)
 
     def _switch(self, device_context: DeviceContext) -> bool:
-        """Decode with `device_context` from now on; False if a request is too long. Between steps."""
+        """Decode with `device_context` from now on; return False if a request is too long for it.
+
+        Only between steps.
+        """
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
         loaded = device_context.loaded
-        if not self.scheduler.make_fit(loaded.n_ctx, loaded.n_cells):
+        if not self.scheduler.evict_to_fit(loaded.n_ctx, loaded.n_cells):
             return False
         has_copy = self.active.copy_state_to(device_context.active)
         self.lora.attach(loaded.model, device_context.active.adapters)
@@ -187,9 +190,8 @@ class GpuOffload:
             device_context.active, loaded.n_ctx, has_copy=has_copy, on_device=True
         )
         for cached_seq in self.scheduler.kv.cached_sequences:
-            cached_seq.is_shifted = (
-                True  # computed by another context, whose rounding differs: not stored
-            )
+            # not stored: another context computed it, whose rounding differs
+            cached_seq.is_shifted = True
         self.scheduler.on_failed_step = self._fall_back
         self._device_context = device_context
         cpu = self.cpu.active_context()
@@ -308,7 +310,7 @@ class PrefixCacheSwitch:
             self._closing_threads.pop().join(FLUSH_S)
 
 
-#: Enough for a software device, which takes a minute for a whole batch of a 135M.
+#: Tokens that warm up a software device, which takes a minute for a whole batch of a 135M.
 _SOFTWARE_TOKENS = 64
 
 

@@ -41,7 +41,9 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell if requests are accepted: not closed, and its process or thread is alive."""
+        """True while requests are accepted: the engine is not closed, and its process or thread is
+        alive.
+        """
 
     def health(self) -> str:
         """Return the error after which no request is answered, "" while healthy. Does not block."""
@@ -98,4 +100,4 @@ class HasReplicas(Protocol):
     """An engine that is several replicas of one model."""
 
     def replicas(self) -> ReplicasInfo:
-        """Describe the running replicas, and why there are so many."""
+        """Describe the running replicas, and the reason for their number."""

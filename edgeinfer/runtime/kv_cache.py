@@ -17,7 +17,7 @@ from edgeinfer.runtime.events import Divergence, TokenLogprobs
 from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: The place of a piece that may begin at any offset of a page.
+#: Offset of a piece that may begin anywhere in a page.
 ANYWHERE = -1
 
 
@@ -34,8 +34,8 @@ class MappedFile:
 class State(msgspec.Struct, frozen=True):
     """The state of a sequence as bytes: `pieces` that are cells of a tensor, and the metadata between.
 
-    `places` are the best offsets within a page,
-    or ANYWHERE. `file` is the file that the pieces are views of, None for other memory.
+    `places` are the best offsets within a page, or ANYWHERE. `file` is the file that the pieces are
+    views of, None for other memory.
     """
 
     pieces: tuple[memoryview, ...]
@@ -60,7 +60,7 @@ def as_state(state: memoryview) -> State:
     return State((state,), (ANYWHERE,))
 
 
-#: The adapters that a sequence was computed with: the stamp of each file, and its scale.
+#: Adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _COMPARE_STRIDE = 64
@@ -101,7 +101,7 @@ class SequenceMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """What one sequence id has in the cache (llama-server: a slot); several may share its `cells`.
+    """Tokens and cells of one sequence id (llama-server: a slot); several may share `cells`.
 
     Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation`
     names its last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is
@@ -157,20 +157,20 @@ class KvCache:
         self.checkpoints = checkpoints
         self._window = window
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
-        self._ids = list(range(n_seq_max - 1, -1, -1))
-        self._free = list(range(n_cells - 1, -1, -1))
-        self._shares = [0] * n_cells  # by cell: how many sequences have it
+        self._free_seq_ids = list(range(n_seq_max - 1, -1, -1))
+        self._free_cells = list(range(n_cells - 1, -1, -1))
+        self._ref_counts = [0] * n_cells  # by cell: number of sequences that hold it
         self._clock = 0
         self.cached_sequences: list[CachedSequence] = []
 
     def resize(self, n_cells: int) -> None:
         """Go on in a memory of `n_cells`, at least those in use, which are its first ones."""
-        used = [cell for cell, n in enumerate(self._shares) if n]
+        used = [cell for cell, n in enumerate(self._ref_counts) if n]
         numbers = {cell: number for number, cell in enumerate(used)}
         for cached_seq in self.cached_sequences:
             cached_seq.cells = [numbers[cell] for cell in cached_seq.cells]
-        self._shares = [self._shares[cell] for cell in used] + [0] * (n_cells - len(used))
-        self._free = list(range(n_cells - 1, len(used) - 1, -1))
+        self._ref_counts = [self._ref_counts[cell] for cell in used] + [0] * (n_cells - len(used))
+        self._free_cells = list(range(n_cells - 1, len(used) - 1, -1))
         self.n_cells = n_cells
 
     @property
@@ -184,11 +184,11 @@ class KvCache:
 
     @property
     def used_cells(self) -> int:
-        return self.n_cells - len(self._free)
+        return self.n_cells - len(self._free_cells)
 
     @property
     def free_cells(self) -> int:
-        return len(self._free)
+        return len(self._free_cells)
 
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
@@ -236,12 +236,12 @@ class KvCache:
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
             return source
-        if not self._ids and not self._evict_one(keep=source):
+        if not self._free_seq_ids and not self._evict_one(keep=source):
             if source is None or source.active or source.pinned or not self.truncate(source, n):
                 return None
             source.active = True
             return source
-        cached_seq = CachedSequence(self._ids.pop(), adapters, salt)
+        cached_seq = CachedSequence(self._free_seq_ids.pop(), adapters, salt)
         self.cached_sequences.append(cached_seq)
         if source is not None and n:
             self._share(source, cached_seq, n)
@@ -263,13 +263,13 @@ class KvCache:
         target.tokens.extend(source.tokens[:n])
         target.cells = source.cells[:n]
         for cell in target.cells:
-            self._shares[cell] += 1
+            self._ref_counts[cell] += 1
 
     def extend(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
         """Record that `tokens` were computed and stored after the others."""
         for _ in tokens:
-            cell = self._free.pop()
-            self._shares[cell] = 1
+            cell = self._free_cells.pop()
+            self._ref_counts[cell] = 1
             cached_seq.cells.append(cell)
         cached_seq.tokens.extend(tokens)
 
@@ -324,14 +324,14 @@ class KvCache:
 
     def _release_cells(self, cells: Iterable[int]) -> None:
         for cell in cells:
-            self._shares[cell] -= 1
-            if not self._shares[cell]:
-                self._free.append(cell)
+            self._ref_counts[cell] -= 1
+            if not self._ref_counts[cell]:
+                self._free_cells.append(cell)
 
     def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
         """Drop `drop` tokens after the first `keep`. False if moved cells are shared."""
         if not self.supports_truncation or any(
-            self._shares[cell] > 1 for cell in cached_seq.cells[keep:]
+            self._ref_counts[cell] > 1 for cell in cached_seq.cells[keep:]
         ):
             return False
         if not self._memory.remove(cached_seq.seq_id, keep, keep + drop):
@@ -380,7 +380,7 @@ class KvCache:
         cached_seq.tokens, cached_seq.cells = PromptTokens(), []
         cached_seq.active = False
         self.cached_sequences.remove(cached_seq)
-        self._ids.append(cached_seq.seq_id)
+        self._free_seq_ids.append(cached_seq.seq_id)
 
     def drop_idle(self, *, pinned: bool = False) -> None:
         """Drop every sequence that no request uses; pinned ones too, if `pinned`."""
@@ -391,7 +391,7 @@ class KvCache:
 
     def make_room(self, n: int) -> bool:
         """Evict, least recently used first, pinned last, until `n` cells are free; False if too few."""
-        while len(self._free) < n:
+        while len(self._free_cells) < n:
             if not self._evict_one():
                 return False
         return True
@@ -404,7 +404,7 @@ class KvCache:
         return True
 
 
-#: Tokens of text on each side.
+#: Tokens of text shown on each side of a divergence.
 _AROUND = 12
 
 

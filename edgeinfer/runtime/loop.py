@@ -1,4 +1,6 @@
-"""The decode thread, the only one that uses the context: from the first work until park or close."""
+"""The decode thread, the only one that uses the context; it runs from the first work until park or
+close.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ class DecodeLoop:
                 self._run_guarded(self._scheduler.do_chore)
 
     def _has_more(self) -> bool:
-        """Wait for work; False if the thread must end. A closed loop cancels its requests."""
+        """Wait for work; return False if the thread must end. A closed loop cancels its requests."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._scheduler.chore_due_in_s())

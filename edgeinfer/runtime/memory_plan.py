@@ -30,7 +30,7 @@ from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
-#: An automatic context is no longer than this. llama.cpp keeps some 50 bytes for each cell, and looks
+#: Longest automatic context. llama.cpp keeps some 50 bytes for each cell, and looks
 #: at all of them when it copies or removes a sequence.
 _AUTO_MAX_TOKENS = 131_072
 #: A quantized cache is slower to attend to: it is chosen only if f16 does not hold this many tokens, or
@@ -39,7 +39,8 @@ _AMPLE_TOKENS = 32_768
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: Weights of other types are multiplied by another kernel from some number of rows above this on.
+#: Most rows that every kernel multiplies alike; for other types, some larger number switches the
+#: kernel.
 _DOT_ROWS = 3
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
@@ -62,7 +63,9 @@ def choose_threads(asked: int, processors: Processors) -> Chosen:
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose the sequences decoded at once: 0 takes four a thread, 4 to 16, if their cache fits."""
+    """Choose how many sequences are decoded together: 0 takes four per thread, 4 to 16, if their cache
+    fits.
+    """
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -148,38 +151,38 @@ def invariant_rows(n_batch: int, file_type: int) -> int:
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 15
-#: Tokens that a draft model computes at once, so that no other stream stalls, and its sequence
-#: ids beyond the running ones: texts that a next request may go on with.
+#: Tokens that a draft model computes per step, so that no other stream stalls; and its sequence ids
+#: beyond the running ones, for texts that a later request may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: Rows with logits of a step, for each request: they take a vocabulary of floats each.
+#: Rows with logits per step and request; each takes a vocabulary of floats.
 _OUTPUTS_PER_REQUEST = 8
 #: Sequence ids beyond the running ones: 16 for idle conversations, and one that the states of KV blocks
 #: pass through.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
-#: Context that a model is judged with when none fits.
+#: Context (tokens) with which a model is judged when none fits.
 _FALLBACK_CTX = 4096
-#: KV cache that makes an automatic context useful, where all of it is larger.
+#: Bytes of KV cache from which an automatic context is useful, if the whole cache is larger.
 _USEFUL_KV_BYTES = 1 << 30
-#: Left for the process around the model.
+#: Bytes reserved for the process around the model.
 _PROCESS_BYTES = 64 << 20
-#: Weights are streamed into a ring of at least this size. It holds two of the largest, so that one is
-#: read while another is multiplied.
+#: Smallest ring (bytes) into which weights are streamed. It holds two of the largest weights, so that
+#: one is read while the other is multiplied.
 _RING_BYTES = 64 << 20
-#: What streaming leaves free is the larger of this and 1/20 of the memory.
+#: Memory that streaming leaves free: the larger of these bytes and 1/20 of the memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
 #: An automatic context of streamed weights holds this many tokens in f16, or twice as many in q8_0,
 #: where an eighth of the memory would hold fewer: each of its bytes is read again for every token.
 _STREAMING_CTX = 2048
-#: Of a KV cache, which takes memory as it fills, this part is kept from weights. As more of it is used,
-#: `llama.streaming` gives weights back.
+#: The KV cache's size divided by this is reserved from the start, since a KV cache takes memory as it
+#: fills. As more is used, `llama.streaming` gives weights back.
 _KV_SHARE = 4
 #: Slots that hold a share of all experts miss (1 - share) to this power of those that a token uses: on
 #: a trace of 24 layers they missed 0.56 at a share of 0.13, 0.36 at 0.25 and 0.20 at 0.40, which are
 #: powers of 4.2 to 3.2.
 _MISS_POWER = 3
-#: The rate of a disk that could not be measured: a SATA SSD's.
+#: Assumed rate of a disk that could not be measured: a SATA SSD's.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
@@ -406,10 +409,10 @@ def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: f
     )
 
 
-#: An automatic context gets no shorter than this for the sake of layers on devices.
+#: Fewest cells to which an automatic context is shortened for the sake of layers on devices.
 _LEAST_DEVICE_CELLS = 8192
-#: Left free on each device for llama.cpp's backends, the small context of the round-trip check (40 MiB
-#: of an 8B) and other programs: at least this, and this share of the free memory.
+#: Memory left free on each device for llama.cpp's backends, the small context of the round-trip check
+#: (40 MiB of an 8B) and other programs: at least this, and this share of the free memory.
 _MARGIN_BYTES = 256 << 20
 _MARGIN_SHARE = 16
 

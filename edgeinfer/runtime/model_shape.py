@@ -15,24 +15,24 @@ import msgspec
 
 #: Bytes of one element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: The finest type of a file's layers takes at most this many times the mean bytes of a weight.
+#: Most bytes per weight of the finest type in a file's layers, in multiples of the mean.
 _FINER = 1.5
 #: The end of llama.cpp's names of weights that are a layer's experts.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
-#: Elements that a quantized type keeps together.
+#: Elements in a block of a quantized KV type.
 _KV_BLOCK = 32
-#: llama.cpp pads a context to this many cells.
+#: llama.cpp pads a context to a multiple of this many cells.
 CELL_STEP = 256
 #: Architectures with sliding windows whose files may not name the pattern: it is in llama.cpp's code.
 _WINDOWED = frozenset(
     """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
     modern-bert""".split()
 )
-#: Those that have windows even where the file gives no size.
+#: Architectures that have windows even if the file gives no size.
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
 #: Metadata (without the architecture's prefix) that only models with recurrent layers have.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
-#: Length of a head of latent attention, and of other heads than the plain ones.
+#: Metadata keys of the head lengths of latent attention, and of heads of other lengths.
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,
@@ -144,7 +144,7 @@ def make_shape(
 
 
 def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
-    """Return `shape` with what the sizes (bytes) of all tensors by their names say more exactly."""
+    """Return `shape`, made more exact by the sizes (bytes) of all tensors by name."""
     experts = {name: size for name, size in sizes.items() if _EXPERT_WEIGHT.search(name)}
     expert_bytes = sum(experts.values())
     used = shape.used_expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
@@ -219,7 +219,7 @@ class _Keys:
         return (*plain, *filter(None, other_lengths))
 
     def has_windows(self) -> bool:
-        """Tell if some layers attend to a window only."""
+        """Return whether some layers attend to a window only."""
         pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
         window = self.number("attention.sliding_window")
         if window and isinstance(pattern, tuple):

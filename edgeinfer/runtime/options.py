@@ -35,7 +35,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     no_draft: str = ""
 
 
-#: Alpha of an adapter at most: usual ones are some hundreds.
+#: Largest alpha of an adapter; usual ones are some hundreds.
 MOST_ALPHA = 65_536.0
 
 
@@ -181,7 +181,7 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     @classmethod
     def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
-        """Several engines' as one's: field by field, of latencies all samples."""
+        """Sum the metrics of several engines field by field; latencies keep all samples."""
         total = cls()
         for metrics in parts:
             both = {
@@ -192,7 +192,7 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica of a model, in a process of its own.
+    """A replica of a model, in a separate process.
 
     `number` counts from 1 and is never reused. `how` is "resumed" or "cold". `requests` are running and
     waiting ones.
@@ -213,9 +213,9 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model, of which there shall be `count`.
+    """The replicas of a model; `count` is their target number.
 
-    `reason` says why there are so many; `crashed_total` counts those whose process ended by itself.
+    `reason` explains it; `crashed_total` counts those whose process ended by itself.
     """
 
     model: str
@@ -230,7 +230,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: Latest samples kept of each latency.
+#: Number of latest samples kept of each latency.
 _SAMPLES = 1024
 
 

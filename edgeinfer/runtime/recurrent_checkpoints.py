@@ -15,7 +15,8 @@ from typing import Protocol
 _MOST_BYTES = 512 << 20
 #: Distance (tokens) of checkpoints during prefill.
 INTERVAL_TOKENS = 2048
-#: Shorter prompts (tokens) get none: the extra step for the last token costs as much as the prefill.
+#: Shortest prompt (tokens) with a checkpoint: in a shorter one, the extra step for the last token costs
+#: as much as the prefill.
 SHORT = 32
 
 

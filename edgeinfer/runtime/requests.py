@@ -27,7 +27,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `tool_call_id`, `name` are of role "tool"; `tool_calls`, `reasoning` of "assistant".
+    """A turn. Role "tool" has `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`.
 
     `content` has a `PICTURE_MARK` for each of `pictures`, in order; `pictures.join_parts` makes both.
     Each is a file's bytes, decoded by the engine if it has not seen them before.
@@ -257,7 +257,8 @@ _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 #: The largest values of fields that count something.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
-#: No tokenizer fits more characters into a token, taken over a whole context; so many are tried anyway.
+#: Most characters per token of any tokenizer, averaged over a whole context; and the length
+#: (characters) up to which every text is tokenized.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20
 
@@ -348,7 +349,7 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
         )
 
 
-#: Processor seconds; the slowest of 150 published schemas takes less than 2.
+#: Limit of preparation (processor seconds); the slowest of 150 published schemas takes less than 2.
 PREPARE_S = 10.0
 
 _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=float("inf"))

@@ -35,12 +35,12 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 Rows = npt.NDArray[np.float32]
 
-#: Rows that are kept for the same picture after another prompt (bytes). They stay in f32: in f16 they
-#: move logits by 0.7 to 1.2.
+#: Bytes of encoded rows cached for pictures that come again with another prompt. They stay in f32:
+#: f16 rows move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
 #: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again when encoded.
 _PIXEL_BYTES = 48 << 20
-#: Files whose size, and so whose tokens, are kept.
+#: Number of image files whose token counts are cached.
 _KNOWN_FILES = 256
 
 
@@ -101,7 +101,7 @@ class Vision:
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
-        #: The prefix cache, while it is open.
+        #: Returns the prefix cache's folder while that is open.
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -206,7 +206,7 @@ class Vision:
         folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
-        """Return the rows of the spans of this one's picture, known or to be encoded.
+        """Return the rows of all spans of this span's picture, cached or to be encoded.
 
         Each call needs a `leave`.
         """
@@ -236,7 +236,7 @@ class Vision:
         return rows
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """A request ends: do not encode what none waits for any more."""
+        """Note that a request has ended; a picture for which no request waits is not encoded."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -245,7 +245,7 @@ class Vision:
                     del self._encodings[digest]
 
     def _limit(self) -> None:
-        """Forget the rows that were used longest ago, beyond the bytes that are kept."""
+        """Drop the least recently used rows beyond the byte limit."""
         n_bytes = 0
         for digest, encoding in reversed(list(self._encodings.items())):
             if encoding.rows.done() and encoding.rows.exception() is None:
@@ -299,7 +299,7 @@ class PromptPictures:
                 self._rows[span.digest] = self.vision.encode(span)
 
     def close(self) -> None:
-        """Wait for no picture any more. Idempotent."""
+        """Stop waiting for pictures. Idempotent."""
         while self._rows:
             assert self.vision is not None
             self.vision.leave(*self._rows.popitem())
@@ -342,7 +342,7 @@ class PromptPictures:
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
-#: The largest encoders take 40 s for a picture on two cores.
+#: Limit (s) of a trial; the largest encoders take 40 s for a picture on two cores.
 _PATIENCE_S = 600.0
 
 #: The projectors that worked, by the stamps of their files and the model's.

@@ -97,7 +97,7 @@ class App:
     async def _answer(
         self, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Guard and answer a request. Raises what refuses it."""
+        """Check host, origin and key, then answer. Raises the refusal."""
         self._gate.check_host(context.headers)
         origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
@@ -188,7 +188,7 @@ class App:
 
 
 async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
-    """Decode what the operation takes, call its handler and send the answer."""
+    """Decode the request for the operation, call its handler and send the answer."""
     context: RequestContext = scope["edgeinfer"]
     operation = context.operation
     if operation is None:

@@ -15,7 +15,7 @@ from edgeinfer.server.callers import Caller
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: Pauses between the tries of a request that failed in a way that may pass.
+#: Pauses (s) between the tries of a request after a temporary failure.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
 _DEFECT_PAUSES_S = (0.4, 1.6)
 #: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.

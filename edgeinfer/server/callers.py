@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Whom a request is from: the name of the client's API key, and whether it is an administrator.
+    """The sender of a request: the name of its API key, and whether it is an administrator.
 
     Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `turn` is the
     name under which it takes turns with others; "" if it takes none.
@@ -35,7 +35,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 NOBODY = Caller("", is_admin=False)
-#: Asks within the process of the endpoint's own user, such as `edgeinfer batch`.
+#: The endpoint's own user, asking within its process, as `edgeinfer batch` does.
 OWN = Caller("", is_admin=True)
 
 
@@ -95,7 +95,7 @@ class FairPool:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
-        #: What runs: its caller and since when.
+        #: Running work → its caller and start time.
         self._running: dict[object, tuple[str, float]] = {}
 
     def begin(self, caller: str, work: Callable[[], T]) -> Future[T]:
@@ -150,9 +150,9 @@ class FairPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-#: Generations that are submitted beyond the engine's slots, so that its queue is not empty.
+#: Generations submitted beyond the engine's slots, so that its queue is never empty.
 _AHEAD = 2
-#: From this many slots on, one stays free for other keys.
+#: Number of slots from which on one stays free for other keys.
 _SHARED_FROM = 4
 
 
@@ -163,7 +163,7 @@ class EngineSlots:
     """
 
     def __init__(self) -> None:
-        #: How many answers the engine decodes at once; replicas come and go.
+        #: How many answers the engine decodes concurrently; replicas come and go.
         self.n_parallel = 1
         self._taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()

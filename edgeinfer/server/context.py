@@ -62,20 +62,21 @@ class RequestContext:
     outcome: str = ""
     #: The request as received.
     body: bytes | None = None
-    #: For the payload log: its answers, why it failed, and whether its client left before the end.
+    #: Recorded for the payload log: the answers, the failure, and whether the client left before the
+    #: end.
     answers: list[Collected] = field(default_factory=list)
-    #: Those of the answers, if the client asked for them or the payload log is on.
+    #: Receipts of the answers, if the client asked for them or the payload log is on.
     receipts: list[Receipt | Refusal] = field(default_factory=list)
     problem: Problem | None = None
     client_left: bool = False
-    #: Bytes that it holds of `Endpoint.bodies`.
+    #: Bytes of `Endpoint.bodies` that this request holds.
     held_bytes: int = 0
     #: The prompt normalization rules that changed the prompt.
     normalized: tuple[PromptRule, ...] = ()
-    #: What it did; `tokenizing_s` is when its model was there.
+    #: Spans for the trace; `tokenizing_s`: the time at which the model was loaded.
     spans: list[Span] = field(default_factory=list)
     tokenizing_s: float = 0.0
-    #: Whether its answers wait for slots of the model's engine.
+    #: Whether the request's answers wait for slots of the model's engine.
     is_queued: bool = False
     #: Fields and hints of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
@@ -86,7 +87,7 @@ class RequestContext:
         self.held_bytes += n_bytes
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Name parts of the request that are ignored to the client and in the log."""
+        """Tell the client and the log which parts of the request are ignored."""
         self.ignored += names
         if self.ignored:
             self.reply_headers["x-edgeinfer-ignored"] = ", ".join(self.ignored)

@@ -52,7 +52,7 @@ _OPEN_BODY_BYTES = 8 << 10
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One method of one path. `uses_model`: it counts against the limits and is refused while draining.
+    """A method of a path. `uses_model`: it counts against the limits and is refused while draining.
 
     `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
     stands for the API key, or which is open. `body` and `reply` are types of JSON; `also` are further
@@ -119,7 +119,7 @@ class RouteTable(list[Operation]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
-    """One API that clients speak."""
+    """An HTTP API that clients speak."""
 
     name: str
     operations: Sequence[Operation]
@@ -129,20 +129,21 @@ class Dialect:
     error_body: Envelope
     #: The bytes of an error that end a running stream.
     error_events: Envelope
-    #: The media type of its streams.
+    #: Media type of the dialect's streams.
     stream_type: str = "text/event-stream"
     #: Keeps a stream alive while the model is not here yet.
     comment: Callable[[str], bytes] = sse_comment
     #: Whether a body's declared type must be JSON. Ollama never looked, so its users send none.
     checks_body_type: bool = True
-    #: Whether a lone model answers to any name. Ollama's clients pull a model that is not found.
+    #: Whether a lone model answers to any name. Not for Ollama: its clients pull a model that is not
+    #: found.
     answers_any_name: bool = True
     #: Unknown paths with this prefix get this dialect's error envelope.
     prefix: str = ""
 
 
 class Renderer(ABC):
-    """One route's shape of an answer; a streaming one is `opening`, `event`s and `closing`."""
+    """Renders the answers of a route; a stream is `opening`, `event`s and `closing`."""
 
     def opening(self) -> bytes:
         """Return the first bytes, once the request is accepted."""
@@ -173,7 +174,7 @@ class Renderer(ABC):
 
 
 def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
-    """Total one request: each prompt once, every answer, the slowest timings.
+    """Sum the usage of a request: each prompt once, every answer, the slowest timings.
 
     Each prompt counts with the first of its `n` answers; `n` None means that all answers are to one
     prompt.

@@ -1,4 +1,4 @@
-"""One endpoint: its parts, its running requests, and its limits on new ones."""
+"""The endpoint: its parts, its running requests, and its limits on new ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import ChatTools
 
-#: Finished generations that /slots lists.
+#: Number of finished generations that /slots lists.
 _SLOTS = 64
 #: Traces that may wait for the disk, and the time for them at the end; more are dropped.
 _TRACES = 1024
@@ -51,7 +51,7 @@ _TRACES_S = 1.0
 
 @dataclass(eq=False)
 class Endpoint:
-    """One served endpoint. Lives on one event loop."""
+    """A served endpoint. Lives on one event loop."""
 
     models: ModelPool
     limits: Limits
@@ -76,12 +76,12 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         #: Calls of engines for clients; `threads` stay free for what an operator asks.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: A file system that hangs holds only this thread.
+        #: Thread that writes traces; a file system that hangs holds only this thread.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = Preparation(self.limits.prepare_s)
         self.draining = False
-        #: Whether the default model was loaded once.
+        #: Whether the default model was ever loaded.
         self.was_ready = False
         self.running: set[Generation] = set()
         self.last_activity = time.monotonic()
@@ -92,15 +92,15 @@ class Endpoint:
         self._by_key: Counter[str] = Counter()
         #: The latest generations that have ended, with the names of their keys.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
-        #: Those of the configuration; None until a request wants them.
+        #: The configured tools; None until a request uses them.
         self.tools: ChatTools | None = None
         self._preparing_tools = asyncio.Lock()
-        #: One snapshot is taken at a time.
+        #: Held while a snapshot is taken: one at a time.
         self.taking = asyncio.Lock()
 
     @property
     def in_flight(self) -> int:
-        """Requests that use a model."""
+        """Number of running requests that use a model."""
         return self._by_key.total()
 
     def enter(self, key: str) -> None:
@@ -128,7 +128,7 @@ class Endpoint:
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
     ) -> None:
-        """Have a trace written, if they are wanted; a failure is logged once, and ends them."""
+        """Have a trace written if traces are on; a failure is logged once and switches them off."""
         if self.traces and self._trace_places.acquire(blocking=False):
             self._tracing.submit(self._write_trace, root, tuple(spans), facts, traceparent)
 
@@ -216,7 +216,8 @@ class Preparation:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Decoding new files may take a minute, and delays no text.
+        #: Threads that decode new files, which may take a minute; requests with text only do not wait
+        #: for them.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 

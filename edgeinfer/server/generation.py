@@ -38,7 +38,7 @@ from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import ModelFields
 
-#: Characters of a prompt tokenized on the event loop at most: 1,000 take 0.7 ms, 16,000 16 ms.
+#: Most characters of a prompt tokenized on the event loop: 1,000 take 0.7 ms, 16,000 16 ms.
 _INLINE_CHARACTERS = 1024
 
 
@@ -109,7 +109,7 @@ async def _read_files(
 
 
 def _may_have_files(body: bytes) -> bool:
-    """Tell if the body has a dialect's word for a picture or a document, perhaps escaped."""
+    """Return whether the body has a dialect's word for a picture or a document, perhaps escaped."""
     markers = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
     return any(marker in body for marker in markers)
 

@@ -1,4 +1,4 @@
-"""Running the endpoint: binding sockets, uvicorn on them, readiness, draining, leaving when idle.
+"""Run the endpoint: bind sockets, serve them with uvicorn, report readiness, drain, exit when idle.
 
 uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain (no new requests, running
 ones finish within `drain_s`, then are told that the endpoint shuts down); a second signal ends it at
@@ -202,7 +202,7 @@ class EndpointServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self, reason: str) -> None:
-        """Stop taking requests and end when the running ones have. A second call ends at once."""
+        """Stop taking requests and end when the running ones have. A second call ends immediately."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True

@@ -31,7 +31,7 @@ from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.usage.daily_counts import drift_path
 from edgeinfer.usage.drift import compare_weeks
 
-#: Seconds. A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
+#: Bucket bounds (s). A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
 _TOKEN_MS = (2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000)
 TOKEN_BUCKETS = tuple(ms / 1000 for ms in _TOKEN_MS)
@@ -39,9 +39,9 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
-#: How long (s) a comparison of two weeks is shown: it takes some 20 ms.
+#: How long (s) a comparison of two weeks is cached: computing it takes some 20 ms.
 _DRIFT_S = 300.0
-#: Values of the label `key`, with "" for none and "other" for those beyond.
+#: Most values of the label `key`; "" is no key, "other" the keys beyond.
 MAX_KEYS = 64
 
 
@@ -53,7 +53,7 @@ _GAUGES = {
     "weights_streamed_bytes": ("streamed_bytes", "Weights read from the disk at each step."),
     "expert_slot_bytes": ("expert_slot_bytes", "Experts in memory of a model larger than it."),
 }
-#: They begin again when a model is loaded again.
+#: Counters read from the engine at each scrape; they restart when a model is loaded again.
 _COUNTERS = {
     "weights_read_bytes": ("streamed_bytes_total", "Weights read from the disk again."),
     "weights_wait_seconds": ("streaming_wait_seconds_total", "Waits of threads for such weights."),

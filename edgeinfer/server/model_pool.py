@@ -26,7 +26,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
 from edgeinfer.server.wire_types import Reply
 
-#: Left free for the page cache, the endpoint itself and other processes.
+#: Memory left free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
 #: How long (s) unloads may take when the endpoint ends.
 _CLOSE_S = 5.0
@@ -79,7 +79,7 @@ class Lease:
 
 
 class ModelPool:
-    """The loaded models, and the one way to get at them."""
+    """Holds the loaded models; every use of a model goes through it."""
 
     def __init__(
         self,
@@ -514,7 +514,7 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
 
 
 class ModelEntry:
-    """One model that is loading or loaded."""
+    """A model that is loading or loaded."""
 
     def __init__(self, name: str, need_bytes: int) -> None:
         self.name = name

@@ -29,7 +29,7 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-#: A stream that is no server-sent events is lines of JSON.
+#: Schema of a stream that is not server-sent events: lines of JSON.
 _LINES = {"type": "string"}
 #: Status → description, for operations that name the status in `also`.
 _RARE = {
@@ -37,7 +37,7 @@ _RARE = {
     "507": "The disk has no room for it.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: Sent without a body, before any dialect.
+#: Response without a body, sent before any dialect is known.
 _LATE = {"description": "The body did not come in time."}
 
 

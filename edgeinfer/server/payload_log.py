@@ -38,7 +38,7 @@ _KEPT_S = 30 * 86_400
 #: Bytes that may wait for the disk, `_LINE_BYTES` a line and its body; more are dropped.
 _MOST_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
 _SAID_AGAIN_S = 60.0
-#: Between two flushes to the disk, and for the last lines at the end.
+#: Interval (s) between two flushes to the disk, and the time (s) for the last lines at the end.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 #: Keys of base64 without a type.
@@ -55,7 +55,8 @@ class PayloadLog:
         """Create the folder. Raises ServeError if it cannot be, or others own it or may write there."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: For `/status`; `failure` is why the last line was dropped, "" once a line is written again.
+        #: Status for `/status`; `failure`: why the last line was dropped, "" once a line is written
+        #: again.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
         self._queue: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
@@ -135,7 +136,7 @@ class PayloadLog:
         self._count("dropped", n_bytes, reason)
 
     def _append(self, line: bytes) -> None:
-        """Write a line by one write(); of a line that was cut short nothing stays. Raises OSError."""
+        """Write a line by one write(); remove a line that was cut short. Raises OSError."""
         with open(self._open(len(line)), "ab", buffering=0) as file:
             size, path = os.fstat(file.fileno()).st_size, self._path
             self._unsynced.add(path)

@@ -21,7 +21,7 @@ _FIELD = re.compile(r"field `([^`]*)`")
 #: Most refusals of one body in one message.
 _MAX_MESSAGES = 16
 
-#: How msgspec begins a message → OpenAI's code, in which `*` stands for the type.
+#: Prefix of msgspec's message → OpenAI's code, in which `*` stands for the type.
 _CODES = (
     (re.compile(r"Object contains unknown field"), "unknown_parameter"),
     (re.compile(r"Object missing required field"), "missing_required_parameter"),

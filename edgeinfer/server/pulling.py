@@ -13,14 +13,14 @@ from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.model_pool import LATEST
 
-#: How Ollama writes repositories of Hugging Face.
+#: Prefixes by which Ollama names repositories of Hugging Face.
 _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Do `work` in a thread and yield its reports. Raises what it raises; closed early, it ends it."""
+    """Do `work` in a thread and yield its reports. Raises what `work` raises; closing ends it."""
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()

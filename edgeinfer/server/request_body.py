@@ -25,9 +25,9 @@ from edgeinfer.server.problems import (
 )
 from edgeinfer.server.wire_types import Wire
 
-#: Bodies that are walked on the event loop at most: 64 KiB take about a millisecond.
+#: Largest body (bytes) walked on the event loop: 64 KiB take about a millisecond.
 _INLINE_BYTES = 64 << 10
-#: They switch on what is not here, or what is here anyway.
+#: Headers that are ignored: they switch on features that are absent here, or always on.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ async def read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-#: Such integers may need more than 64 bits.
+#: Matches integers that may need more than 64 bits.
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
@@ -174,14 +174,14 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 _UNBOUNDED = 1 << 62
 #: Values by which a client says that it does not use a field.
 NOTHING: tuple[Any, ...] = (None, [], {}, False)
-#: Names of what was ignored; a request may have as many fields as its size allows.
+#: Most names of ignored fields in a reply; a request may have as many fields as its size allows.
 _MAX_IGNORED = 32
 _INDEX = re.compile(r"\[\d+\]")
 _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 
 
 class LenientDecoder:
-    """One walk through one value. `ignored` keeps the order in which the names were met."""
+    """Walks once through one value. `ignored` keeps the order in which the names were met."""
 
     def __init__(self, *, strict: bool = True) -> None:
         self._strict = strict

@@ -89,7 +89,7 @@ def content_of(
     return {"content": text, "pictures": pictures}
 
 
-#: Efforts that no model was trained on → the nearest that some were.
+#: Efforts that no model was trained on → the nearest one that some were trained on.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 

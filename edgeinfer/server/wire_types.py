@@ -23,15 +23,15 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     hints: ClassVar[frozenset[str]] = frozenset()
-    #: Name → why it cannot be honoured.
+    #: Refused field → why it cannot be honoured.
     refused: ClassVar[Mapping[str, str]] = {}
     #: Values of an honoured or refused field that are hints.
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    #: Lists of words: the ones that are honoured; others in them are hints.
+    #: List field → the words that are honoured; other words in it are hints.
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    #: How names of further types begin that the published API has in this place → why not here.
+    #: Prefix of further types that the published API allows here → why they are refused.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: How names of types begin whose objects are left out of a list here, as hints are.
+    #: Prefixes of types whose objects are dropped from a list here, as hints are.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object that does not say its type is of this one.
     is_untagged_form: ClassVar[bool] = False
@@ -52,12 +52,12 @@ _INT32 = 1 << 31
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
 _TOKENS_MEAN = "Maximum tokens of the answer; 0 only prefills the prompt, for a later request."
 TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS, description=_TOKENS_MEAN)]
-#: As llama.cpp's servers and LM Studio take it.
+#: Token limit as llama.cpp's server and LM Studio accept it.
 TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Bounded only by the body limit.
+#: Text, bounded only by the body limit.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
@@ -70,7 +70,7 @@ RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning is closed.")
 ]
-#: How much a model thinks; "none" not at all.
+#: How much a model reasons; "none": not at all.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -106,14 +106,14 @@ LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
 
 
 class ModelFields(Wire, frozen=True, kw_only=True):
-    """Which model is meant, the default one unless it is said, and how long it stays."""
+    """The requested model (by default the endpoint's), and how long it stays loaded."""
 
     model: ModelName | None = None
     keep_alive: KeepAlive | None = None
 
 
 class GenerationFields(ModelFields, frozen=True, kw_only=True):
-    """What every route takes that generates, whatever its API."""
+    """Fields of every generating route, whatever its API."""
 
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
@@ -177,7 +177,7 @@ class PromptUsage(Reply, frozen=True, kw_only=True):
 class WireTimings(Reply, frozen=True, kw_only=True):
     """Durations in milliseconds and rates in tokens per second, in llama.cpp's names.
 
-    Of `cache_n` tokens that were not computed, `cache_disk_n` came from the disk.
+    `cache_n` prompt tokens were cached; `cache_disk_n` of these came from the disk.
     """
 
     queue_ms: float = 0.0

@@ -35,14 +35,14 @@ TRAILER_MAGIC = b"EDGETRL1"
 #: PyInstaller's cookie, big-endian: magic, archive's length, contents, Python's version, library.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
-#: The bootloader's fields lie within so many first bytes of the file.
+#: The bootloader's fields lie within this many bytes at the start of the file.
 HEAD_BYTES = 1 << 20
-#: The index may not be longer than this: a damaged length is an error, not an allocation.
+#: Longest index (bytes): a damaged length is an error, not an allocation.
 MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """One file of the payload. `block` numbers the block that holds it, files in order."""
+    """A file of the payload. `block` numbers the block that holds it, files in order."""
 
     path: str
     mode: int

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FILE_VARIABLE = "EDGEINFER_FILE"
 #: The model a shipped file carries: the default model unless the configuration names one.
 APP_PROGRAM = "edgeinfer-app"
-#: Where distributions keep their certificate authorities in one file: Debian, Fedora, openSUSE, Alpine.
+#: Files in which distributions keep their certificate authorities: Debian, Fedora, openSUSE, Alpine.
 _AUTHORITIES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -29,7 +29,7 @@ _AUTHORITIES = (
 
 
 _CXX = "libstdc++.so.6"
-#: Where distributions keep it: Debian, Ubuntu; Fedora, RHEL; Arch.
+#: Folders in which distributions keep libstdc++: Debian, Ubuntu; Fedora, RHEL; Arch.
 _LIBRARIES = (f"/usr/lib/{getattr(sys.implementation, '_multiarch', '')}", "/usr/lib64", "/usr/lib")
 
 

@@ -300,7 +300,7 @@ def _mode(file: Path) -> int:
 
 MANIFEST = "release.json"
 SIGNATURE = ".sig"
-#: A manifest is smaller.
+#: Largest manifest (bytes).
 MOST_BYTES = 64 << 10
 
 

@@ -1,1 +1,1 @@
-"""What the launcher reads of a snapshot, and CRIU, which restores it: the standard library only."""
+"""The part of a snapshot that the launcher reads, and running CRIU. Standard library only."""

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import subprocess
     from typing import NoReturn
 
-#: Dumping and restoring without privilege came with this version.
+#: First CRIU version that dumps and restores without privilege.
 MINIMUM = (4, 1)
 #: The first that restores a process on an Arm processor with pointer authentication; older ones hang
 #: (criu issues 2709, 2720).
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
-#: A restore takes hundredths of a second. One that takes this long (s) hangs; the launch is cold then.
+#: Limit (s) of a restore, which usually takes hundredths of a second; after it the launch is cold.
 RESTORE_LIMIT_S = 60
-#: That of `snapshots verify`, which may run at idle priority, its files no longer in the page cache.
+#: Limit (s) of a restore by `snapshots verify`, which may run at idle priority with uncached files.
 CHECK_LIMIT_S = 600
 ROOT = "root"
 UNPRIVILEGED = "unprivileged"
@@ -48,7 +48,7 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """What this machine can do: a tier or None, why, and what to type when there is none."""
+    """Result of a probe of this machine: a tier or None, why, and what to type when there is none."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -137,7 +137,7 @@ FILTERED = "no snapshot can be built under the seccomp filter that every process
 
 
 def is_filtered(status: str = "/proc/self/status") -> bool:
-    """Tell if a seccomp filter was inherited; the kernel lets such a process suspend no filter."""
+    """Return whether a seccomp filter was inherited; such a process may not suspend filters."""
     try:
         with open(status, encoding="ascii", errors="replace") as file:
             return any(line.startswith("Seccomp:") and line.split()[1] != "0" for line in file)
@@ -216,6 +216,7 @@ def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, li
 
     The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
     CRIU's child it would be killed with CRIU's end, having asked to die with its parent before that.
+    It continues in `snapshots.parked._sleep`, after the poll in which CRIU dumped it.
     """
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"

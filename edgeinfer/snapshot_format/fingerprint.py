@@ -1,4 +1,4 @@
-"""What a snapshot depends on, compared before CRIU runs, which compares sizes only.
+"""Compare what a snapshot depends on before CRIU runs, which compares sizes only.
 
 Standard library only: the launcher compares at every launch. All costs about 1 ms.
 """

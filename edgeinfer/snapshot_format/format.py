@@ -55,7 +55,7 @@ LINK_FD, WAKE_FD = 60, 61
 
 
 class Manifest:
-    """What must hold for a snapshot to be resumed, and how to resume it.
+    """Conditions for resuming a snapshot, and how to resume it.
 
     `requested` are the load options it was warmed with that differ from their defaults, `actual` what
     they became. `keys` are values compared with this machine's by name. `files` maps the absolute paths
@@ -235,7 +235,9 @@ def model_part(name: str) -> str:
 
 
 def short_hash(text: str) -> str:
-    """Eight hexadecimal digits of a text (FNV-1a): no module to import, and nothing here is secret."""
+    """Return eight hexadecimal digits of a text (FNV-1a): it needs no import, and nothing here is
+    secret.
+    """
     value = 0x811C9DC5
     for byte in os.fsencode(text):
         value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Snapshots of a loaded process: `format` and `registry` on disk, `build`, `restore`, `transfer`.
+"""Snapshots of a loaded process: `registry` on disk, `builder`, `restore`, `transfer`.
 
 docs/development/processes.md has the table of all processes, with parent and reaper.
 """

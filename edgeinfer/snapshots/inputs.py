@@ -13,7 +13,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, format
 
-#: Choices that a load makes by what is free at that moment, as far as an option can make them.
+#: Options that a load chooses by the memory free at that moment.
 _CHOICES = ("kv_type", "flash_attention")
 
 

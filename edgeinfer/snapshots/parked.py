@@ -1,4 +1,4 @@
-"""The process a snapshot is taken of: it loads, prefills, and waits.
+"""The process that a snapshot captures: it loads, prefills, and waits.
 
 `python -m edgeinfer.snapshots.parked`, with the builder's socket as descriptor LINK_FD and a
 pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Our packages whose every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: What a launch would import. tests/snapshots/test_resume.py keeps it complete.
+#: Modules that a launch would import. tests/snapshots/test_resume.py keeps the list complete.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
@@ -72,7 +72,7 @@ class Parked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_everything() -> None:
-    """Import what chat, run and serve need and is there."""
+    """Import the installed modules that chat, run and serve need."""
     names = [*LAZY_MODULES]
     for package in (f"edgeinfer.{name}" for name in OWN_PACKAGES):
         modules = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
@@ -114,7 +114,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
     files, options = inputs.files, inputs.options
-    # the system prompt of a launch that names none
+    # prefill the system prompt of a launch that names none
     loadable = msgspec.structs.replace(files, system_prompt=inputs.system)
     stages = Stages(link)
     stages.begin("load")
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
-    """Let go of the builder and wait until resumed; when that was, on the monotonic clock in ns."""
+    """Let go of the builder and wait until resumed; return when that was (monotonic clock, ns)."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
     _let_go(link, parked)

@@ -185,12 +185,12 @@ def find(name: str) -> Path:
 
 
 _GIB = 1 << 30
-#: Free disk space that building a snapshot leaves.
+#: Disk space (bytes) that a build leaves free.
 DISK_MARGIN_BYTES = 4 * _GIB
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Make the snapshot invisible at once, then delete it. Processes resumed from it go on."""
+    """Make the snapshot invisible first, then delete it. Processes resumed from it go on."""
     (folder / format.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -224,7 +224,7 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove the least recently used until all and `need_bytes` fit limit and disk; their names."""
+    """Remove the least recently used until `need_bytes` more fit limit and disk; return names."""
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
@@ -248,7 +248,7 @@ def remove_stale(root: Path) -> list[str]:
 
 
 _FAILURE_SUFFIX = ".failed"
-#: What may be otherwise the next time although nothing that is stamped has changed.
+#: Temporary failures: the next build may succeed although no stamped file has changed.
 _PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
 
 

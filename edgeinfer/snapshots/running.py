@@ -102,7 +102,7 @@ def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
 
 
 def shares_folders(pid: int) -> bool:
-    """Tell whether a process keeps its data where this one does; True where that is hidden."""
+    """Return whether a process keeps its data where this one does; True where that is hidden."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

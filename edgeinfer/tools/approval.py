@@ -22,8 +22,8 @@ from edgeinfer.config.config_file import ToolsConfig, change
 from edgeinfer.errors import ConfigError
 
 Level = Literal["allow", "ask", "deny"]
-#: What the user decides: this call, the tool in this conversation, calls of the card's pattern from now
-#: on, or no, with a reason for the model.
+#: The user's choices: allow this call, the tool in this conversation, or calls of the card's pattern
+#: from now on; or refuse, with a reason for the model.
 Choice = Literal["once", "conversation", "pattern", "no"]
 
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
@@ -218,7 +218,7 @@ def _value_for(name: str, text: str) -> str:
 
 
 def parse_decision(text: str) -> Decision:
-    """Read what a user typed at a card: y, a, p, or n and a reason; any other words are a no."""
+    """Parse what a user typed at a card: y, a, p, or n and a reason; anything else is a no."""
     text = text.strip()
     if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)

@@ -18,7 +18,7 @@ FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class RefusedError(Exception):
-    """A call that cannot be made, in words for the model."""
+    """A refused call; its message is for the model."""
 
 
 def holds_home(folder: Path) -> str:
@@ -53,7 +53,7 @@ def tool_info(
 class Builtin:
     """A server in this process. A tool is a method `_NAME(stop, ARGUMENT…)`. Any thread."""
 
-    #: In patterns and in the names that the model sees.
+    #: The server's name, in patterns and in the names that the model sees.
     server: str
 
     def __init__(self, tools: Iterable[ToolInfo]) -> None:

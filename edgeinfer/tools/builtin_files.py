@@ -31,12 +31,12 @@ from edgeinfer.tools.builtin import (
 )
 from edgeinfer.tools.uses import Stop, StoppedError
 
-#: Bytes of a file that is read, searched or edited; larger ones are named in the answer.
+#: Largest file (bytes) that is read, searched or edited; larger ones are named in the answer.
 _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Pairs of equal lines that are compared for a diff, which takes about 3 s.
+#: Most pairs of equal lines that a diff compares, which takes about 3 s.
 _MAX_PAIRS = 10_000_000
 #: Time limit (s) of a search, and files for one run of grep.
 _GREP_S, _GREP_FILES = 10, 64

@@ -58,7 +58,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     tool: str
     arguments: dict[str, Any]
-    #: "" if there is none near the call: the user then cannot allow similar calls.
+    #: Proposed pattern; "" if none is near the call: the user then cannot allow similar calls.
     pattern: str
     diff: str = ""
     warning: str = ""
@@ -122,7 +122,7 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFront(Protocol):
-    """What the loop needs of a front end. Called in the thread that runs the loop, or in a call's."""
+    """Interface of a front end to the loop. Called in the thread that runs the loop, or in a call's."""
 
     def decide(self, card: Card) -> Decision:
         """Ask the user; wait for the decision."""

@@ -24,7 +24,8 @@ _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Strings stay; comments go, then commas before a closing bracket.
+#: Patterns that turn JSON with comments into JSON: strings stay; comments are removed, then trailing
+#: commas.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -32,7 +33,7 @@ _JSONC = (
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One server: a `command` with its variables, or a `url` with its headers."""
+    """A server: a `command` with its variables, or a `url` with its headers."""
 
     name: str
     command: tuple[str, ...] = ()

@@ -36,12 +36,12 @@ MAX_ANSWER_S = 3600.0
 _CLOSE_S = 0.5
 #: Most queued messages to a server; further ones fail.
 _MAX_UNSENT = 1000
-#: Seconds that a notification, or an answer to a server's own request, may take over HTTP.
+#: Limit (s) over HTTP of a notification, or of an answer to a server's own request.
 _NOTIFY_S = 10.0
 #: Time (s) to read further notifications of a stream after the response.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
-#: What Popen raises: also for a NUL, and for `=` in a variable's name.
+#: Errors that Popen raises, also for a NUL, and for `=` in a variable's name.
 _START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 

@@ -21,7 +21,7 @@ from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.self_running import SelfRunning
 from edgeinfer.tools.uses import Stop, StoppedError
 
-#: Bytes of output that end a command.
+#: Most bytes of output; a command that writes more is ended.
 MAX_OUTPUT = 1 << 20
 _WHERE = "It runs in the folder, in a sandbox without a network, and sees nothing outside of it."
 TOOLS = {
@@ -33,7 +33,7 @@ TOOLS = {
 #: The program that runs the code of the job: it is not an argument, which all users see.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
-#: Modules below HOME would run before the sandbox is there.
+#: Otherwise modules below HOME would run before the sandbox is set up.
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 

@@ -25,7 +25,9 @@ _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """These files of `folder` and its mode, as they are now; `looks_below` False: only at its top."""
+    """The self-running files of `folder` and its mode, as they are now; `looks_below` False: only at
+    its top.
+    """
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
@@ -38,7 +40,9 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return what exists of them in the folder: without links, and where `.git` leads."""
+        """Return the self-running files that exist in the folder: without links, and where `.git`
+        leads.
+        """
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
@@ -60,7 +64,7 @@ class SelfRunning:
 
     def restore(self) -> str:
         """Rename what an ended command has put under these names; return a message, or ""."""
-        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # fchmod: owner only
+        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only the owner may fchmod
             os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
@@ -112,7 +116,8 @@ class SelfRunning:
 def _find_below(
     folder: str, max_names: int, *, opens: bool = False
 ) -> tuple[dict[str, os.stat_result], bool]:
-    """Return these files below the top of a folder by relative path, and whether all was looked at.
+    """Return the self-running files below a folder's top by relative path, and whether the search was
+    complete.
 
     Follows no link. `opens`: makes folders readable that a command has closed.
     """

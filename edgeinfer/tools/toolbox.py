@@ -29,7 +29,7 @@ from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.uses import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
-#: Characters of a description that the model sees.
+#: Longest description (characters) that the model sees.
 _MOST_DESCRIPTION = 4000
 #: Most tools of a request.
 _MOST_TOOLS = 128

@@ -1,4 +1,4 @@
-"""One call of a tool as it is stored, shown, and told to the model."""
+"""A call of a tool as it is stored, shown, and told to the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UseStatus = Literal["pending", "done", "failed", "refused", "stopped"]
 
 #: Escape sequences whole: without their first character the rest would stay as text.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-#: Characters of a tool's name; chat formats take 128.
+#: Longest tool name (characters); chat formats take 128.
 _MAX_NAME = 120
 #: Seconds between looks for a stop, while another thread holds a lock.
 _LOOK_S = 0.1
@@ -79,7 +79,7 @@ def shown_name(server: str, tool: str) -> str:
 
 def safe_text(text: str, max_bytes: int) -> str:
     """Remove escape sequences and controls from a server's text, and cut it at `max_bytes` (UTF-8)."""
-    # four times as much may be escapes; a longer text is not searched
+    # allow three quarters of the text to be escapes; text beyond that is not searched
     raw = without_controls(_ESCAPES.sub("", text[: 4 * max_bytes])).encode()
     start = raw[:max_bytes].decode(errors="ignore")
     if len(raw) <= max_bytes and len(text) <= 4 * max_bytes:
@@ -87,7 +87,7 @@ def safe_text(text: str, max_bytes: int) -> str:
     return f"{start}\n… cut: {max_bytes:,} of {len(text.encode(errors='replace')):,} bytes"
 
 
-#: Gets words about how a call goes on.
+#: Receives a text about the progress of a call.
 Progress = Callable[[str], object]
 
 

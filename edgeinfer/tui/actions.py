@@ -1,4 +1,4 @@
-"""What commands, keys and the mouse do: the Textual side of `chat.commander.Front`."""
+"""Run commands, keys and mouse clicks: the Textual side of `chat.commander.Front`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AppFront:
         self.session = self.view.session
         self.commander = Commander(self.session, self, self.launch.config, self.launch.tools)
 
-    # words and turns
+    # showing text and answers
 
     def show_text(self, text: str) -> None:
         self.view.add_remark(Remark(text))

@@ -53,7 +53,7 @@ class Answering:
 
     @dataclass
     class UseShown(Message):
-        """A call of a turn goes on, in words, or has ended."""
+        """Message: a call of a turn made progress (text), or has ended."""
 
         use: ToolUse
         progress: str

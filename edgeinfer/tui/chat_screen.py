@@ -209,7 +209,7 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Pasted)
     def _attach_paste(self, message: Composer.Pasted) -> None:
-        """Attach a long paste; offer ways out at once if the context cannot hold it."""
+        """Attach a long paste; offer ways out immediately if the context cannot hold it."""
         pasted = self.attachments.paste(message.text)
         engine = self.session.engine
         if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:

@@ -1,4 +1,4 @@
-"""Where the user types: several lines, history with Up, completions, queued messages, attachments."""
+"""The input field: several lines, history with Up, completions, queued messages, attachments."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Completions(OptionList, can_focus=False):
             self.highlighted = 0
 
     def step(self, by: int) -> None:
-        """Choose the next or the one before, around the ends."""
+        """Choose the next or previous completion, wrapping around."""
         if self.offered:
             self.highlighted = ((self.highlighted or 0) + by) % len(self.offered)
 
@@ -266,7 +266,7 @@ class Completions(OptionList, can_focus=False):
         return self.offered[self.highlighted] if self.offered and self.highlighted is not None else None
 
 
-#: Of English text; an estimate until a model counts.
+#: Bytes per token of English text; an estimate until a model counts.
 _BYTES_PER_TOKEN = 4
 
 

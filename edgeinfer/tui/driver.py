@@ -67,8 +67,8 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until told to stop.
 
-        Unlike Textual's, it ends at once, not at the next tenth of a second; it accepts bytes that are
-        no UTF-8; and a terminal that is gone ends the app instead of breaking it.
+        Unlike Textual's, it ends immediately, not at the next tenth of a second; it accepts bytes that
+        are no UTF-8; and a terminal that is gone ends the app instead of breaking it.
         """
         self._waker = os.pipe()
         poller = select.poll()

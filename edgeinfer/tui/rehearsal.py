@@ -39,7 +39,7 @@ _ANSWER = (
 )
 _KEYS = "f1 escape f3 escape slash s tab ctrl+up escape pageup ctrl+end".split()
 _CHARACTERS = {"slash": "/", "s": "s"}
-#: A key goes from the app to a widget, which may open a screen, which lays itself out and paints.
+#: Refreshes until a key's effect is painted: app, widget, layout of an opened screen, paint.
 _REFRESHES = 4
 _PAINT_S = 0.2
 _LONGEST_S = 20.0

@@ -19,7 +19,7 @@ from textual.strip import Strip
 from edgeinfer.tui.drawing.entry import Entry, TurnEntry
 from edgeinfer.tui.drawing.lines import Line
 
-#: Text wider than this (cells) is hard to read.
+#: Widest text (cells); wider text is hard to read.
 MAX_WIDTH = 100
 
 _NAMES = """

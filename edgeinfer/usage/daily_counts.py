@@ -34,7 +34,7 @@ from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")
 
-#: The log-probability of every so many tokens of an answer is taken: each costs 0.1 to 0.5 ms.
+#: Distance (tokens) between the sampled log-probabilities of an answer: each costs 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
 #: Answers whose counts may wait, and how long (s): for a locked file, and at the end of a process.
@@ -257,7 +257,7 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
 
 
 class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model did on one day (ISO). `saved_ms` counts where it was known."""
+    """Use of a model on one day (ISO). `saved_ms`: the sum of the known values."""
 
     day: str
     model: str

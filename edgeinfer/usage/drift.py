@@ -1,4 +1,4 @@
-"""Drift: what moved in a model's requests and answers between two weeks.
+"""Drift: find what changed in a model's requests and answers between two weeks.
 
 The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI =
 Σ (now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
@@ -39,7 +39,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 #: Chance of naming anything in a comparison of two equal weeks.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: An aggregate needs as many days in each week, and as many answers that count as independent.
+#: Least number of days in each week, and of independent answers, for comparing an aggregate.
 _LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
 
 

@@ -111,17 +111,17 @@ class FrameSocket:
         return decoder.decode(body) if body and len(body) == size else None
 
     def finish(self) -> None:
-        """Say that nothing more is asked. What the other side still sends is received."""
+        """Announce that no more requests follow. What the other side still sends is received."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """From any thread: the side that receives, here and there, comes to the end."""
+        """Shut the socket down, from any thread: the receivers on both sides then see its end."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the side that receives, when it has come to the end."""
+        """Close the socket. Called by the receiving thread when it has seen the end."""
         self.hang_up()
         self._file.close()
         self._sock.close()

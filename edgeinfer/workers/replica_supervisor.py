@@ -14,10 +14,11 @@ from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 _LOOK_S = 0.25
 #: Pauses (s) before a replica is started again, by how many starts or replicas failed in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: A replica that ran for this long (s) was healthy: its end counts as a first failure.
+#: Least running time (s) of a healthy replica: its end counts as a first failure.
 _HEALTHY_S = 60.0
 
-#: Starts a replica with so many threads, like the first one if given. Raises as loading does.
+#: Starts a replica like the first one (if given), with this number of threads. Raises what loading
+#: raises.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
@@ -83,7 +84,7 @@ class ReplicaSupervisor:
             self._wake.clear()
 
     def _start(self) -> None:
-        """Start one more. If none runs, a failure ends the engine."""
+        """Start one more replica. If none runs, a failure ends the engine."""
         n = len(self.engine.usable) + 1
         try:
             replica = self._start_replica(self._info, self._share(n - 1, n))

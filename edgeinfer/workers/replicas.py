@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """One replica. `how` it came to be: "resumed" or "cold"."""
+    """A replica. `how` it was started: "resumed" or "cold"."""
 
     def __init__(self, engine: RemoteEngine, how: str, n_threads: int) -> None:
         self.engine = engine
@@ -41,7 +41,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait in it."""
+        """Number of requests that run or wait in the replica."""
         return len(self.requests) + self.calls
 
 
@@ -78,7 +78,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def info(self) -> EngineInfo:
-        """One replica's, with the sequences of all."""
+        """Information of one replica, with the number of sequences of all."""
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -278,7 +278,7 @@ class ReplicatedEngine(ForwardingEngine):
                 self._route_again(request)
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
-        """Call the least loaded replica; another one if that has ended."""
+        """Call the least loaded replica; if it has ended, another one."""
         while True:
             with self._changed:
                 replica = min(self._wait_for_usable(), key=lambda replica: replica.load)
@@ -299,7 +299,7 @@ def _closed() -> EngineClosedError:
 
 
 class RoutedRequest:
-    """One request, which may move to another replica until the one it is with has begun it.
+    """A request, which may move to another replica until its replica has begun it.
 
     `on_end` is called when its stream has ended, `on_lost` when its replica ended before it had begun
     it; both from any thread, with no lock of the request's held.
@@ -335,7 +335,7 @@ class RoutedRequest:
             source.cancel()
 
     def withdraw(self) -> bool:
-        """Take it back from its replica; return False if that has begun it."""
+        """Withdraw the request from its replica; return False if the replica has begun it."""
         with self._changing:
             source = self._source
             if source is None or self._is_begun or self._is_cancelled:

@@ -1,4 +1,4 @@
-"""One writer a conversation: a lock on one byte of a file, released with its holder."""
+"""Allow one writer per conversation, by a lock on one byte of a file; the kernel releases it."""
 
 from __future__ import annotations
 

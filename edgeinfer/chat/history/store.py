@@ -142,22 +142,22 @@ def _statements(script: str) -> Iterator[str]:
             gathered = ""
 
 
-#: The process of an answer without a new piece for this long (ms) has died.
+#: If an answer got no new piece for this long (ms), its process is taken for dead.
 STALE_MS = 60_000
 
 #: How long (s) pre-migration copies are kept.
 _KEEP_COPIES_S = 30 * 24 * 3600.0
 
-#: An unfinished copy that is older (s) will not be finished.
+#: Age (s) from which an unfinished copy is taken for abandoned.
 _COPYING_S = 3600.0
 
-#: Deleted conversations are kept for this long (ms), for undo.
+#: How long (ms) deleted conversations are kept, for undo.
 UNDO_MS = 24 * 3600 * 1000
 
-#: Put around found words in a snippet; neither can be in a stored text that a terminal shows.
+#: Marks around matched words in a snippet; neither can be in a stored text that a terminal shows.
 MARK, UNMARK = "\x02", "\x03"
 
-#: Turns that a search looks at, newest first.
+#: Most turns that a search looks at, newest first.
 HITS = 4000
 
 _COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"
@@ -182,7 +182,7 @@ _SEARCH = f"""
     SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
-#: `+` keeps SQLite from one search of the index for each of the turns.
+#: Query of the snippets. `+` keeps SQLite from searching the index once per turn.
 _SNIPPETS = f"""
     SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
     WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
@@ -190,7 +190,7 @@ _SNIPPETS = f"""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: Columns are named as the fields; these are JSON.
+#: Types of the columns that are JSON; columns have the names of the fields.
 _JSON: dict[str, Any] = {
     "attachments": tuple[Attachment, ...],
     "calls": tuple[ToolUse, ...],
@@ -254,7 +254,7 @@ class ConversationStore:
             db = _connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                # a killed process loses nothing; a power cut the last moments
+                # a killed process loses nothing; a power cut loses the last moments
                 db.execute("PRAGMA synchronous = NORMAL")
                 migrate(db, str(file))
                 db.execute("PRAGMA foreign_keys = ON")
@@ -430,18 +430,18 @@ class ConversationStore:
     # following what other processes write
 
     def change_count(self) -> tuple[int, int]:
-        """Return what differs after a write, by another connection or this one (6 µs)."""
+        """Return a value that differs after a write by this or another connection (6 µs)."""
         with _store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
-        """Return what differs after a conversation was added, changed or deleted."""
+        """Return a value that differs after a conversation was added, changed or deleted."""
         sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
         ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
     def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return what changes with every write but an answer's pieces; None if it was deleted."""
+        """Return a value that changes with every write but an answer's pieces; None if deleted."""
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
@@ -575,7 +575,7 @@ def match_query(text: str) -> str:
 
 
 def _is_current(path: Path) -> bool:
-    """Tell if the store has this version's schema: a version that is being tried migrates nothing."""
+    """Return whether the store has this version's schema: a version on trial migrates nothing."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as db,

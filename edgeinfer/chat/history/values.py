@@ -115,7 +115,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """One conversation. `sampling`: what the user set; `tools`: whether the page offers them in it."""
+    """A conversation. `sampling`: options that the user set; `tools`: whether the page offers tools in
+    it.
+    """
 
     id: int = 0
     title: str = ""

@@ -44,19 +44,19 @@ from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
 _Z = 1.96
-#: An answer in a report is cut to this (characters).
+#: Longest answer in a report (characters); longer ones are cut.
 _SHOWN = 80
-#: Items of one table: the page renders no longer block.
+#: Rows of one table: the page does not render a longer block.
 _ROWS = 25
-#: What an item may be checked by, each a field of `Item`.
+#: Kinds of checks, each a field of `Item`.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
-#: The longest check of an answer (s).
+#: Longest time (s) of one check of an answer.
 _CHECK_S = 2.0
-#: A system prompt is cut to this length (characters) in a candidate's name.
+#: Longest part (characters) of a system prompt in a candidate's name.
 _LABEL = 24
-#: What stands for a response that is left to the next run.
+#: Placeholder of a response that is left to the next run.
 _LEFT = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 
@@ -186,7 +186,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
 
 def _cell(text: str) -> str:
-    """Keep a text of a model or a user from ending its cell."""
+    """Escape a text of a model or a user, so that it does not end its table cell."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
@@ -418,7 +418,9 @@ def _candidate(
 
 
 def _engine_stamp(host: Host) -> list[Any]:
-    """Return what an answer's bits depend on, next to the model: processor, devices and libraries."""
+    """Return a stamp of what an answer's bits depend on besides the model: processor, devices,
+    libraries.
+    """
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]

@@ -24,7 +24,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
 
-#: What `--fits` says over each group.
+#: Headings of the groups of `--fits`.
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
@@ -34,7 +34,7 @@ _GROUPS = {
 
 
 class ModelRow(ModelSummary, frozen=True, kw_only=True):
-    """One line. `snapshots` counts warmed ones."""
+    """A line of the list. `snapshots`: number of its snapshots."""
 
     snapshots: int = 0
     fit: Fit | None = None

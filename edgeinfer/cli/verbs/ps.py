@@ -53,7 +53,7 @@ def _row(process: Running) -> tuple[str, ...]:
 
 
 class PsUsageResult(Result, frozen=True, kw_only=True):
-    """What each model did on each of the last days, of all processes that keep their data here."""
+    """Use of each model on each of the last days, by all processes that keep their data here."""
 
     days: tuple[DayOfUse, ...]
     is_recorded: bool

@@ -24,7 +24,7 @@ from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
 
-#: What to type next, by what a model is for.
+#: The next command to type, by the purpose of a model.
 _TRIES = {
     "chat": 'edgeinfer run {} "What is photosynthesis?"',
     "base": 'edgeinfer run {} "The sea is"',

@@ -151,9 +151,9 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
 
 
-#: Tokens of a prompt and of an answer by which speed is measured.
+#: Prompt and answer lengths (tokens) with which speed is measured.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
-#: How often.
+#: Rounds of a speed measurement.
 _ROUNDS = 3
 
 

@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = with_record(request)
-    # the answer does not wait for it, nor the end: what is left is found by the next one
+    # neither the answer nor the exit waits for the purge: the next run finishes it
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
@@ -201,7 +201,7 @@ def _purge() -> None:
 
 
 def _trace(path: str, start: list[Span], result: RunResult) -> None:
-    """Write the start and the last generation as one trace. Raises UsageError."""
+    """Write a trace of the start and the last generation. Raises UsageError."""
     spans = start + generation_spans(start[-1].ended_s, result.timings)
     root = Span("run", start[0].began_s, spans[-1].ended_s)
     facts = {"gen_ai.request.model": result.model, "edgeinfer.how": result.start.how}

@@ -17,7 +17,7 @@ from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
 
-#: Replicas of a model that one endpoint may have.
+#: Most replicas of a model in one endpoint.
 _MOST_REPLICAS = 64
 
 
@@ -63,7 +63,7 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 port_number = number_between(int, 0, 65_535)
 
 
-#: Up to a year.
+#: Parses a positive number of seconds, at most a year.
 positive_s = number_between(float, 0.001, 31_536_000)
 
 

@@ -64,7 +64,7 @@ def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuCon
     return Offload(n_layers=0, n_all=shape.n_layer + 1, reason="; ".join(reasons))
 
 
-#: Lengths of heads that llama.cpp's CUDA backend has attention for.
+#: Head lengths for which llama.cpp's CUDA backend has an attention kernel.
 _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 

@@ -246,7 +246,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     )
 
 
-#: What to do about bits that changed by themselves.
+#: Advice about bits that changed by themselves.
 _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"

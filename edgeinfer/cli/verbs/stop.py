@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import Running, processes
 
-#: Seconds for running requests to end (`serve` drains) before the process is killed.
+#: How long (s) running requests may take to end (`serve` drains) before the process is killed.
 GRACE_S = 35.0
 
 

@@ -24,7 +24,7 @@ from edgeinfer.receipts.verify import TokenChoice, Verification, verify, with_co
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.units import format_ms
 
-#: Receipts of a sample that differ or are refused are named up to so many.
+#: Most receipts that are named when several of a sample differ or are refused.
 _MOST_NAMED = 20
 
 
@@ -52,7 +52,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """1 if an answer differs, 5 if a receipt could not be checked."""
+        """Exit status: 1 if an answer differs, 5 if a receipt could not be checked."""
         verdicts = {check.verdict for check in self.checks}
         return 1 if "differs" in verdicts else 5 * ("not checked" in verdicts)
 
@@ -131,7 +131,8 @@ def run(options: argparse.Namespace, host: Host) -> VerifyResult:
         sample += [(place, entry) for entry in entries if random.random() < options.sample]
     if not n_receipts:
         raise ReceiptError(
-            "there is no receipt in it", hint="`edgeinfer run --receipt FILE` writes one"
+            f"{options.receipt or options.log} has no receipt",
+            hint="`edgeinfer run --receipt FILE` writes one",
         )
     if (n_receipts, n_without, len(sample)) == (1, 0, 1):  # its error is the command's
         entry = _read(sample[0][1], options.content)

@@ -1,4 +1,4 @@
-"""`edgeinfer version`: of this program and of what it is built on."""
+"""`edgeinfer version`: the versions of this program and of what it is built on."""
 
 from __future__ import annotations
 

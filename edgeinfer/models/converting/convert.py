@@ -31,7 +31,7 @@ from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 
-#: What begins the tensors of vision towers, which become a file of their own (`vision`).
+#: Prefixes of the tensors of vision towers, which become a separate file (`vision`).
 VISION = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
     *("model.vision_model.", "model.connector.", "visual.", "model.visual."),
@@ -39,9 +39,9 @@ VISION = (
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """One tensor of the result, made of the checkpoint's tensor `source`.
+    """A tensor of the result, made of the checkpoint's tensor `source`.
 
-    `exact` wants float32 whatever the file's type. `shape` has the slowest dimension first.
+    `exact`: it is float32 whatever the file's type. `shape` has the slowest dimension first.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Far above any vocabulary known: each token takes memory.
+#: Most tokens of a vocabulary, far above any known: each token takes memory.
 _MOST_TOKENS = 1 << 22
 
 
@@ -169,7 +169,7 @@ class Conversion:
             self._data(writer, job)
 
     def _type(self, tensor: Planned) -> gguf.GGMLQuantizationType:
-        """Rows that no block of Q8_0 divides are stored as F16."""
+        """Return the tensor's type; rows that blocks of Q8_0 do not divide are stored as F16."""
         name = "F32" if tensor.exact else self.type_name
         if name == "Q8_0" and tensor.shape[-1] % 32:
             name = "F16"

@@ -177,7 +177,7 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One row. `checkpoints` are values of `architectures`, `arch` is llama.cpp's.
+    """A supported family. `checkpoints` are values of `architectures`, `arch` is llama.cpp's name.
 
     `transforms` go by the GGUF name's end; `needs` are values without which it is refused. `extra`
     computes keys under the architecture's name.

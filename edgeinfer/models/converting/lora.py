@@ -35,7 +35,7 @@ _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weig
 _NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"
 
 
-#: By a tensor's name in the base: the module's name in the adapter; its "A" and "B", float32.
+#: Tensor name in the base → the module's name in the adapter, and its float32 "A" and "B".
 _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
@@ -57,7 +57,8 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
         writer.add_float32("adapter.lora.alpha", 1.0)
         for name, (module, pair) in pairs.items():
             a, b = _fitting(name, pair, base)
-            # llama.cpp scales by alpha / rank with one alpha for all: each module's own is in its B
+            # llama.cpp scales by alpha / rank with one alpha for all, so each module's own scale goes
+            # into its B
             with np.errstate(over="ignore"):
                 b = b * np.float32(_scale(config, module, len(a)) * len(a))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):

@@ -38,7 +38,8 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu", "silu": "us
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """One row. `checkpoints` are values of `architectures`, `kind` is llama.cpp's projector type.
+    """A supported vision tower. `checkpoints` are values of `architectures`, `kind` is llama.cpp's
+    projector type.
 
     `defaults` are the makers' for what config.json leaves out. `extra` computes keys under
     "clip.vision." from the whole, the vision's and the preprocessor's configuration.
@@ -86,7 +87,7 @@ _QWEN = {
 }
 _QWEN2_5 = {"num_hidden_layers": 32, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 _QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
-#: Qwen's words in a vision configuration.
+#: Qwen's key names in vision_config, and the common ones.
 _WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
@@ -123,7 +124,7 @@ TOWERS = (
 )
 
 
-#: What newer and older checkpoints put before a name of the gguf package's table.
+#: Prefixes that newer and older checkpoints put before a name in the gguf package's table.
 _RENAMED = (
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),

@@ -54,7 +54,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(file.path for file in self.files)
 
 
-#: Progress: (bytes read, bytes in all).
+#: Progress callback: (bytes read, bytes in all).
 OnRead = Callable[[int, int], None]
 
 
@@ -65,7 +65,7 @@ class _Seen(msgspec.Struct, frozen=True):
     sha256: str
 
 
-#: By path.
+#: Verified files by path.
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
@@ -88,9 +88,9 @@ def _look(file: ExternalFile) -> _Seen:
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 
 
-#: Folders and files that one store is searched for at most; models are tens.
+#: Most folders and files that a search of one store visits; models are tens.
 MAX_ENTRIES = 20_000
-#: The longest manifest, template or settings file that is read.
+#: Longest manifest, template or settings file that is read.
 MAX_TEXT_BYTES = 1 << 20
 
 

@@ -40,7 +40,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which file the partial bytes are of. `validator` "": the server gave none to trust."""
+    """The file that partial bytes belong to. `validator` "": the server gave none to trust."""
 
     origin: str
     sha256: str

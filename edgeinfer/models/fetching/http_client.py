@@ -1,4 +1,4 @@
-"""The one HTTP client that models and snapshots come and go through, and what its answers mean.
+"""The one HTTP client of models and snapshots, and the errors for its answers.
 
 It asks the offline switch, and its redirects stay on HTTP and encrypted.
 """
@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 class RetryableError(Exception):
-    """This attempt failed in a way another may not. `wait_s` is what the server asked for."""
+    """This attempt failed, another may succeed. `wait_s`: the pause (s) that the server asked for."""
 
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -142,7 +142,7 @@ def shut_down(stream: Any) -> None:
     connection = stream.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
-            # the plain one, also under TLS: no farewell to wait for
+            # the plain socket's shutdown, also under TLS: its farewell could block
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

@@ -27,14 +27,14 @@ from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 
-#: A layer that is a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
+#: Media types of layers with a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
 _WEIGHTS = (
     "application/vnd.ollama.image.model",
     "application/vnd.docker.ai.gguf.v3",
     "application/vnd.cncf.model.weight.v1.gguf",
     "application/vnd.cncf.model.weight.v1.raw",
 )
-#: A layer that encodes pictures for the model.
+#: Media types of layers with a projector, which encodes pictures for the model.
 _PROJECTORS = ("application/vnd.ollama.image.projector", "application/vnd.docker.ai.mmproj")
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -113,7 +113,7 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """What a registry answered, read whole; `url` is the address after redirects."""
+    """A registry's answer, read whole; `url` is the address after redirects."""
 
     status_code: int
     headers: httpx2.Headers
@@ -240,7 +240,7 @@ class Registry:
         if kind.lower() != "bearer" or not realm.host:
             return ""
         if realm.scheme != "https" and not self._is_ours(realm):
-            raise DownloadError(f"{self._source}: the registry names an unencrypted login: {realm}")
+            raise DownloadError(f"{self._source}: the registry's token endpoint is not HTTPS: {realm}")
         query = {key: parameters[key] for key in ("service", "scope") if key in parameters}
         trusted = login and _same_owner(realm.host, self._url.host)
         headers = {"Authorization": f"Basic {login}"} if trusted else {}

@@ -98,7 +98,7 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
     """Run pip, reporting how its files grow; return its output if it failed, otherwise None."""
-    # its unfinished wheel is then where we look, and on that disk
+    # pip's unfinished wheel is then in the folder we watch, and on its disk
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
     with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:

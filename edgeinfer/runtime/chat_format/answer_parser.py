@@ -152,7 +152,7 @@ class AnswerParser:
         return bool(marker) and self._open_section(marker)
 
     def _open_section(self, marker: str) -> bool:
-        """Open a section at the marker, which stood before the text."""
+        """Begin a tool-call section after `marker`; return False if more text is needed first."""
         is_xml = self._form.inner == "xml"
         first = self._text.lstrip()[:1]
         if is_xml and marker != FUNCTION and not first:

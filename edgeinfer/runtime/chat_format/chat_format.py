@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _KEPT = 32
 _MAX_TOOLS = 128
 _MAX_NAME = 128
-#: Calls that a prompt shows where the template has no words for tools: small models copy what they see.
+#: Most example calls in a prompt whose template does not describe tools: small models copy them.
 _EXAMPLES = 3
 
 
@@ -142,7 +142,7 @@ class ChatFormat:
 
     @property
     def tool_format(self) -> str:
-        """The family its calls are parsed as; "" for a model without a chat template."""
+        """Family by which the model's calls are parsed; "" without a chat template."""
         if self._for_tools is not None:
             return self._for_tools.tool_format
         return "" if self._is_transcript else self._form.name

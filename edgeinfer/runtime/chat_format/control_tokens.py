@@ -20,11 +20,11 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Stands after the first character of a guarded spelling. A noncharacter: no text has it.
+#: Mark after the first character of a guarded spelling. A noncharacter: no text has it.
 MARK = "\ufdd0"
 #: The mark as JSON and Python write it, where a template escapes what is not ASCII.
 _ESCAPED = "\\ufdd0"
-#: Characters that all spellings with one beginning share, to find them by.
+#: Length (characters) of the prefixes by which spellings are looked up.
 _PREFIX = 3
 #: An escaped character of JSON; the backslashes before it are pairs.
 _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")

@@ -9,9 +9,9 @@ from typing import Any
 
 from edgeinfer.runtime.sampling.json_schema import TYPES, Overlaps, kinds_of, target, value_schemas
 
-#: The longest value that may be other than a text, characters.
+#: Longest value (characters) that is tried as anything but text.
 _MAX_LITERAL = 100_000
-#: One for all: making an encoder takes longer than encoding a token.
+#: Shared encoder: making one takes longer than encoding a token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 

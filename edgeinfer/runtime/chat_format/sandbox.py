@@ -43,7 +43,7 @@ _TICK_COST = 16
 _NODE_COST = 256
 _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
-#: Where `splitlines` splits, besides \n.
+#: Characters other than \n at which `splitlines` splits.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 #: Methods that compare each character with each of the argument's, 16 in the time of a unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")

@@ -59,9 +59,9 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: For base models: a plain transcript, which any model of text continues. Ended by the stop strings
-#: next to it. An answer that begins with its own space gets no second one: it comes back as the very
-#: tokens that are in the cache.
+#: Template of base models: a plain transcript, which any text model continues. Ended by the stop
+#: strings next to it. An answer that begins with its own space gets no second one: it comes back as the
+#: very tokens that are in the cache.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"

@@ -24,7 +24,7 @@ MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format. Calls are written as `opening`, `call`s between `separator`s, `closing`.
+    """A format. Calls are written as `opening`, `call`s between `separator`s, `closing`.
 
     `head` follows the first marker and `tail` precedes the last; they are a list's brackets, or others.
     `call` holds `$name` and `$arguments`. `bare`: a call may also be the whole answer, without `begin`.
@@ -125,7 +125,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: (what the template's source must hold, the family), tried in order.
+#: (text that the template's source must contain, the family), tried in order.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),

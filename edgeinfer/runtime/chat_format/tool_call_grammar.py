@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"
-#: What may be a control token in a family's notation.
+#: Matches a possible control token in a family's notation.
 _MARKER = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
 
 
@@ -174,9 +174,9 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords next to which an object's own properties are not all that it may have.
+#: Keywords that may allow an object more properties than its own list.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
-#: An example shows so many arguments that need not be given, where none has to be.
+#: Most optional arguments that an example shows if no argument is required.
 _SHOWN = 3
 
 
@@ -224,7 +224,9 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """`joined`: another schema has a say in the same object, so this one must not close it."""
+    """Close the schema's objects. `joined`: another schema applies to the same object, so it stays
+    open.
+    """
     if isinstance(schema, list):
         return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

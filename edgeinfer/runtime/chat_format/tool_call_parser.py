@@ -111,7 +111,7 @@ _KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
 _BRACKETS = ("[", ",", "]")
 #: The longest call, characters; a longer one is text.
 MAX_CALL = 1_000_000
-#: A string after its first quote, and what may stand between strings and brackets.
+#: Rest of a JSON string after its opening quote; characters allowed outside strings.
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n:+\-.0-9eEtrufalsn]*")
 

@@ -28,19 +28,20 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-#: What follows the closer of a value that stands inside another.
+#: Text after the closing tag of a value that is inside another value.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")
-#: What may follow a value: the next parameter, or the closers of the call and the next call.
+#: Text that may follow a value: the next parameter, or the call's closing tags and the next call.
 _TAIL = re.compile(
     rf"\s*(?:{PARAMETER}{_NAME}"
     rf"|(?P<closers>(?:{END_FUNCTION}\s*)?(?:{END_CALL}\s*)?)(?:{CALL}\s*)?(?:{FUNCTION}{_NAME})?)"
 )
-#: A scalar has fewer characters; a longer value is a text.
+#: Longest scalar (characters); a longer value is text.
 _MAX_SCALAR = 64
 
-#: What a closer may be: no end, unknown until more text comes, an end, an end for want of a better one.
+#: Verdicts on a closing tag: not the end, unknown until more text comes, the end, the end if no better
+#: one comes.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 
@@ -215,7 +216,7 @@ class XmlSection(Section):
 
 
 class _Value:
-    """One value: where it starts, what was seen of it, how much of it was streamed.
+    """A value being parsed: its start, the text so far, and how much was streamed.
 
     `is_json`: a value of other types than text is JSON already.
     """
@@ -223,9 +224,9 @@ class _Value:
     def __init__(self, start: int, kinds: frozenset[str], *, is_json: bool) -> None:
         self.start = self.seen = start
         self._kinds, self._is_json = kinds, is_json
-        #: Places after the `<parameter=` inside it that are not closed.
+        #: Offsets after each unclosed `<parameter=` inside the value.
         self.openers: list[int] = []
-        #: (place, number of openers, marker) of what may be its end.
+        #: (offset, number of openers, marker) of each possible end of the value.
         self.ends: list[tuple[int, int, str]] = []
         self._n_sent = 0
         #: "" for a value that is JSON; None until that is known.

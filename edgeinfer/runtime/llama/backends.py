@@ -185,7 +185,7 @@ class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """Why a backend gives no device, in one line, and the command that helps; `fix` "" without one.
+    """Reason (one line) why a backend gives no device; `fix`: the command that helps, or "".
 
     `absent` if nothing is wrong: the machine has no such device, or no such library was added.
     """
@@ -239,7 +239,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
-#: A slower driver is stuck.
+#: How long (s) a probe may take; a slower driver is stuck.
 _PATIENCE_S = 30.0
 
 

@@ -35,7 +35,7 @@ Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 _PROBE_BYTES = 4096
-#: First entries of a buffer type and of a buffer, at most.
+#: Most function-table entries read of a buffer type and of a buffer.
 TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
 
 
@@ -48,7 +48,9 @@ class Buffer(NamedTuple):
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """Clear buffers made meanwhile by returning pages; yields them, at the end."""
+    """During the block, clear new buffers by returning their pages. Yields a list of them, filled at
+    the end.
+    """
     sparse = _find()
     if sparse is None:
         yield []
@@ -171,7 +173,7 @@ _TENSOR_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
 #: Most copies recorded while one state is saved: a layer has two for each run of cells.
 _MOST_COPIES = 32768
-#: Mappings of a process if the kernel does not say; the share of them for cells.
+#: Most mappings of a process if the kernel does not tell; the share of them for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
 #: Interval (s) of counting mappings, which takes some 10 ms.
@@ -332,7 +334,7 @@ def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
     return None if get is None or put is None else _Entries(get, put)
 
 
-#: Returning a gigabyte takes 0.1 to 0.25 s, during which an incoming request waits.
+#: Bytes returned per call: a gigabyte takes 0.1 to 0.25 s, during which an incoming request waits.
 _PIECE_BYTES = 256 << 20
 
 
@@ -397,7 +399,7 @@ class CellMemory:
             address += self.n_cells * row
 
 
-#: For a context whose cells are unknown, or in device memory.
+#: Cell memory of a context whose cells are unknown, or in device memory.
 NO_CELLS = CellMemory()
 
 

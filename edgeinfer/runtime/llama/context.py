@@ -70,7 +70,7 @@ class ActiveContext:
             L.llama_memory_clear(self.memory, zeros)
 
     def copy_state_to(self, target: ActiveContext) -> bool:
-        """Give `target` everything that this context has computed. False if it does not fit.
+        """Copy everything that this context has computed to `target`; return False if it does not fit.
 
         Raises DecodeError if a device fails.
         """
@@ -232,7 +232,7 @@ class Batch:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
     def _write(self) -> None:
-        """Fill llama.cpp's arrays, all rows at once: one by one they cost 7 µs each."""
+        """Fill llama.cpp's arrays with all rows together: one by one they cost 7 µs each."""
         n = self._native.n_tokens = self.n_tokens
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
         rows = self._pictures
@@ -263,7 +263,9 @@ class Batch:
 
 
 class AbortFlag:
-    """End a llama_decode early. Any thread may call `ask`, the one that decodes the rest.
+    """End a llama_decode early.
+
+    Any thread may call `ask`; only the decode thread calls the other methods.
 
     llama.cpp calls back before each node of its graph. A callback in Python would take the
     interpreter's lock thousands of times a step; libc's `strlen` over our buffer needs none: ""
@@ -282,7 +284,7 @@ class AbortFlag:
         )
 
     def ask(self) -> None:
-        """Abort the llama_decode that is running, or the next; it returns 2."""
+        """Abort the running llama_decode, or the next one; it returns 2."""
         self._text[0] = b"x"
 
     def clear(self) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 _log = logging.getLogger("edgeinfer.engine")
-#: The llama-cpp-python that they are built for: pyproject.toml's. They reach into its data by offsets.
+#: Version of llama-cpp-python that the kernels are built for (pyproject.toml's): they use its data by
+#: offsets.
 BUILT_FOR = "0.3.36"
 #: ggml_backend_cpu_get_extra_buffer_types as C++ names it, a function of the CPU variant's library.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
-#: What is called of each library, by the first word of its name; after `edgeinfer_`.
+#: Functions used of each library, without `edgeinfer_`, by the first word of the library's name.
 _FUNCTIONS = {
     "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "

@@ -25,9 +25,9 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.llama import libedgeinfer
 
-#: Read when libgomp and ggml are mapped. libgomp's default spins for a millisecond at every barrier,
-#: which starves ggml's own threads as soon as anything else runs (docs/decisions/002-spin-count.md).
-#: ggml would run gdb on a process that ends by an exception.
+#: Environment variables that libgomp and ggml read when they are mapped. libgomp's default spins for a
+#: millisecond at every barrier, which starves ggml's own threads as soon as anything else runs
+#: (docs/decisions/002-spin-count.md). ggml would run gdb on a process that ends by an exception.
 _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 
@@ -65,7 +65,7 @@ _INFO = 2
 _WARN = 3
 _CONT = 5
 
-#: What `decode` returns if a device has thrown; most integers and pointers that `call` passes.
+#: Code that `decode` returns if a device has thrown; most integers and pointers that `call` passes.
 _THROWN = -100
 _WORDS = 6
 

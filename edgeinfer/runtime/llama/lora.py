@@ -71,7 +71,7 @@ class LoraAdapters:
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return those of `adapters` that all rows of a step must have: llama.cpp computes them."""
+        """Return the `adapters` that llama.cpp computes, which all rows of a step must share."""
         loaded = self._active.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
@@ -199,7 +199,7 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
 
 
 def _alpha(pointer: Any) -> float:
-    """Return the number that llama.cpp scales an adapter by, over its rank; 0 for none."""
+    """Return an adapter's alpha, which llama.cpp divides by its rank to scale it; 0 for none."""
     text = ctypes.create_string_buffer(64)
     n = L.llama_adapter_meta_val_str(pointer, b"adapter.lora.alpha", text, len(text))
     return float(text.value) if n > 0 else 0.0

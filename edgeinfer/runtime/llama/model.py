@@ -1,4 +1,4 @@
-"""From files to a model and a context of llama.cpp, with every automatic choice and its reason."""
+"""Load files into a model and a context of llama.cpp, with every automatic choice and its reason."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class LlamaModel:
 
     @property
     def can_generate(self) -> bool:
-        """False for encoders, which only embed."""
+        """True if the model generates; encoders only embed."""
         return bool(self.memory)
 
     @property
     def supports_truncation(self) -> bool:
-        """False for recurrent and hybrid models, whose sequences cannot be truncated anywhere."""
+        """True if sequences can be truncated anywhere; not those of recurrent and hybrid models."""
         return not self.shape.is_recurrent
 
     @property
@@ -70,7 +70,7 @@ class LlamaModel:
 
     @property
     def can_shift(self) -> bool:
-        """Tell if a full context can drop its oldest tokens."""
+        """True if a full context can drop its oldest tokens."""
         return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))
 
     @property
@@ -160,7 +160,7 @@ def load_model(
 
 
 def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
-    """Take the weights of the projector off the memory, which they are read into."""
+    """Return the memory without the projector's weights, which are read into it."""
     if not files.projector or not os.path.isfile(files.projector):
         return machine
     return machine.without(os.path.getsize(files.projector))

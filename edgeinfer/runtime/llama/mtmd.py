@@ -26,7 +26,7 @@ _I32 = ctypes.c_int32
 _TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
 #: Size (pixels) of the picture that a projector is tried with when it is opened.
 _PROBE = 64
-#: The largest number in a row. Embeddings stay below 1,000; the square of this one fits into f32.
+#: Largest accepted number in a row. Embeddings stay below 1,000; its square fits into f32.
 _LARGEST = 1e6
 
 
@@ -131,7 +131,7 @@ class Projector:
         """Raises ModelLoadError if it does not open or does not fit the model."""
         self._library = _open_library()
         self._context: int | None = None
-        #: The width of a row: that of the model's input.
+        #: Width of a row, which is the width of the model's input.
         self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False

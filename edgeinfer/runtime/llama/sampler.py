@@ -17,7 +17,7 @@ _NEUTRAL_MIN_KEEP = 1
 
 
 def is_plain_greedy(sampling: Sampling) -> bool:
-    """Tell if the largest logit is the answer: temperature 0, unbiased and without penalties."""
+    """Return whether the largest logit is the answer: temperature 0, without biases and penalties."""
     return (
         sampling.temperature <= 0
         and not sampling.logit_bias
@@ -54,7 +54,7 @@ class Sampler:
         return int(L.llama_sampler_sample(self._chain, context, row))
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Accept tokens into the penalties' history that were not sampled here: the prompt's."""
+        """Add tokens that were not sampled here (the prompt's) to the history of the penalties."""
         if self._chain is not None:
             for token in tokens:
                 L.llama_sampler_accept(self._chain, token)

@@ -20,12 +20,12 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import ActiveContext
 
-#: Only the recurrent part of a state.
+#: Flag of llama.cpp: only the recurrent part of a state.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _BEFORE_CACHES, _BEFORE_TENSOR = 8, 12
-#: Smaller pieces (bytes) are copied: mapping them is no faster.
+#: Smallest piece (bytes) that is mapped; mapping a smaller one is not faster than copying.
 _WORTH_MAPPING = 32 << 10
 
 
@@ -51,10 +51,10 @@ class SequenceStates:
         shift: int = 0,
         position: Callable[[int], int] = lambda n: n,
     ) -> State | None:
-        """Save tokens [start, stop); None if the context does not have all of them.
+        """Save the state of tokens [start, stop); return None if the context lacks some of them.
 
         The layout suits a restore `shift` cells after those that the tokens number; `position` tells
-        the position after so many tokens.
+        the position after a number of tokens.
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
@@ -67,7 +67,7 @@ class SequenceStates:
         return state
 
     def write(self, seq_id: int, state: State) -> bool:
-        """Append a saved range to what `seq_id` has. False if there is no room."""
+        """Append a saved range to the sequence `seq_id`; return False if there is no room."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:

@@ -20,7 +20,7 @@ from edgeinfer.runtime.llama.mappings import NORMAL, Range, advise, areas
 from edgeinfer.runtime.memory_plan import StreamingPlan
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Codes of native/streaming.cpp that are no errno.
+#: Codes of native/streaming.cpp that are not an errno, and their texts.
 _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is read.
 _MEMORY_S = 1.0

@@ -12,7 +12,7 @@ from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
 #: Longest piece read in one call, bytes; a longer one takes a second call.
 _PIECE_BYTES = 512
-#: Attributes of tokens that a text has only where special tokens are parsed.
+#: Attributes of tokens that text becomes only where special tokens are parsed.
 _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
@@ -102,7 +102,7 @@ class Vocab:
 
     @property
     def tokenize_address(self) -> int:
-        """The address of llama.cpp's `llama_tokenize`, for a library that calls it itself."""
+        """Address of llama.cpp's `llama_tokenize`, for a library that calls it itself."""
         return ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value or 0
 
     def text(self, token: int) -> str:

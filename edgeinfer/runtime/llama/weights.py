@@ -22,7 +22,7 @@ _CPU = 0
 #: Pointers of ggml_backend_reg, and the function among them that finds the backend's others by name.
 _REGISTRY_ENTRIES = 5
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-#: llama.cpp's names of the tensors that are a layer's experts.
+#: Pattern of llama.cpp's names of the expert tensors of a layer.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 

@@ -55,7 +55,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """A block in memory. `states`: of its tokens, then of a checkpoint."""
+    """A block in memory. `states`: the state of its tokens, then that of a checkpoint."""
 
     header: Header
     states: tuple[State, ...]

@@ -248,7 +248,7 @@ class BlockFolder:
         return not self._store.is_full
 
     def write(self, block: KvBlock) -> bool:
-        """Queue a block; False if too much is pending."""
+        """Queue a block; return False if too much is pending."""
         return self.writer_thread.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
@@ -271,7 +271,7 @@ class BlockFolder:
         self.writer_thread.put(lambda: self._try(note))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Append an answer to those that draft tokens are looked up in."""
+        """Append an answer to the past answers in which draft tokens are looked up."""
         self.writer_thread.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
 
     def _write(self, block: KvBlock) -> None:
@@ -329,7 +329,7 @@ class BlockFolder:
             _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write pending blocks and end the threads; False after the timeout. May be used again."""
+        """Write pending blocks and end the threads; return False after the timeout. Reusable."""
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None

@@ -20,9 +20,9 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: Tokens of a block, unless a sliding window is shorter.
+#: Number of tokens in a block, unless a sliding window is shorter.
 BLOCK_TOKENS = 256
-#: Numbers of first tokens that a partial block is found by, longest first.
+#: Lengths (tokens) of the prefixes by which a partial block is found, longest first.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 

@@ -34,7 +34,8 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Least gain (tokens) for which blocks are read.
 _WORTH_READING = 32
-#: A request waits for the round-trip check if it gains this many times the check's own tokens.
+#: Least gain, in multiples of the round-trip check's own tokens, for which a request waits for the
+#: check.
 _WORTH_CHECKING = 2
 #: Least time (s) for which a request waits for a block before it prefills instead.
 _PATIENCE_S = 0.05
@@ -150,7 +151,7 @@ class PrefixCache:
             self.folder.note_session(request.preamble, names, request.cache_salt)
 
     def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block, which is ready. False if the rest must be prefilled."""
+        """Append the next block, which is ready; return False if the rest must be prefilled."""
         block = restore.take()
         n_before = len(cached_seq.tokens)
         if block is None:
@@ -226,9 +227,9 @@ class Restore:
             future.cancel()
 
 
-#: Tokens of a block of a model with a large recurrent state.
+#: Number of tokens in a block of a model with a large recurrent state.
 _LONG_BLOCK = 2048
-#: Tokens a step of the check computes.
+#: Number of tokens that a step of the round-trip check computes.
 _CHECK_BATCH = 32
 
 
@@ -259,7 +260,7 @@ def open_prefix_cache(
 
 
 def run_check(options: LoadOptions, loaded: LlamaModel) -> str:
-    """Run the round-trip check now: "exact", or the failure."""
+    """Run the round-trip check now; return "exact", or the failure."""
     check = _check(options, loaded)
     while (outcome := check.step()) is None:
         continue
@@ -317,7 +318,7 @@ def identity(loaded: LlamaModel, size: int) -> dict[str, str]:
         "cpu": build.cpu_variant,
         "kernels": f"{build.kernels} {build.kernels_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
-        # factors for long contexts are another set than those for short ones
+        # models have separate rope factors for long and short contexts
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
         "block": str(size),
     }

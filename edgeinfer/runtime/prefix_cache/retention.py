@@ -34,16 +34,16 @@ from edgeinfer.platform.disk import free_bytes, new_file, open_own
 
 SUFFIX = ".block"
 _USED = "used"
-#: Without a configured limit: a quarter of the free space and the blocks together.
+#: Divisor of the default limit: a quarter of the free space plus the blocks.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
 #: Space (bytes) that stays free on the disk.
 MARGIN_BYTES = 512 << 20
-#: Pruning stops at this share of the limit, so that it is not needed again at once.
+#: Share of the limit at which pruning stops, so that it is not needed again immediately.
 _PRUNE_TO = 0.9
-#: Blocks are counted again after this share of the limit was written.
+#: Blocks are counted again after the limit divided by this was written.
 _RECOUNT_SHARE = 32
-#: Unfinished files, and lists of deleted blocks, are removed at this age (s).
+#: Age (s) at which unfinished files, and lists of deleted blocks, are removed.
 _STALE_S = 3600.0
 
 
@@ -64,7 +64,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file below the root, as a listing shows it."""
+    """A block's file below the root, as a listing shows it."""
 
     path: Path
     n_bytes: int
@@ -98,7 +98,10 @@ def _stamp(path: Path, used_ns: int) -> None:
 
 
 def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
-    """Count a new block: (blocks evicted for it, whether it fits). Raises OSError."""
+    """Reserve `n_bytes` for a new block, evicting if needed; return (blocks evicted, whether it fits).
+
+    Raises OSError.
+    """
     used, written = _read_used(root)
     allowed, removed = limits.allowed_bytes(root, used), 0
     if written + n_bytes > allowed // _RECOUNT_SHARE or used + n_bytes > allowed:
@@ -129,7 +132,10 @@ def forget_sum(root: Path) -> None:
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Evict the least recently used until `extra_bytes` fit: (removed, bytes left). Raises OSError."""
+    """Evict the least recently used blocks until `extra_bytes` fit; return (blocks removed, bytes
+    left).
+
+    Raises OSError."""
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
     allowed = limits.allowed_bytes(root, used)
@@ -164,11 +170,12 @@ _FOLDER = "kept"
 #: An agent's name becomes the name of a file, with a digest of the salt: other salts share no block.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: A session that shares a smaller part of the recorded prefix is of a new version: recording restarts.
+#: Least share of the recorded prefix that a session must have; with less it is a new version of the
+#: agent, and recording restarts.
 _SAME_SHARE = 0.5
-#: Sessions that prove a shared prefix.
+#: Number of sessions that prove a shared prefix.
 _SEVERAL = 2
-#: Blocks after the shared prefix that are recorded.
+#: Number of recorded blocks after the shared prefix.
 _BEHIND = 8
 
 

@@ -3,7 +3,7 @@
 llama.cpp has caches of many kinds. If one loses information when a part of it is saved, the only
 symptom is wrong logits. So a small context prefills a text and keeps the next logits, both after the
 whole text and after a truncation in its middle. Then blocks restore the same text into an empty cache,
-and both logits must be bit-identical. Both sides use the same batches, because others round otherwise.
+and both logits must be bit-identical. Both sides use the same batches: others round differently.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _CHUNK = 32
 #: Tokens of a text without a window, and of its blocks: three, with a truncation inside one.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: A longer window is not filled: blocks are shorter than it in any case.
+#: Most tokens of the check; a longer window is not filled: blocks are shorter than it in any case.
 _MOST_TOKENS = 1600
-#: The check's sequence, the scratch one next to it, and how many that makes.
+#: The check's sequence id, the scratch one next to it, and the number of both.
 _SEQ_ID = 0
 _SCRATCH = 1
 _N_SEQ = 2
@@ -42,7 +42,7 @@ def text_tokens(window: int, block_tokens: int) -> int:
 
 
 class RoundtripCheck:
-    """One check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
+    """Run one check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
 
     def __init__(
         self,
@@ -62,7 +62,9 @@ class RoundtripCheck:
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Do the next part; None if more parts follow, otherwise "exact" or the failure. One thread."""
+        """Do the next part; return None if more parts follow, otherwise "exact" or the failure. One
+        thread.
+        """
         if self._work is None:
             self._work = self._compare()
         return next(self._work)

@@ -19,7 +19,7 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 _WORTH_WRITING_S = 0.05
 #: Share of the time for storing blocks while streams run.
 _WRITE_SHARE = 0.02
-#: Interval (s) of waiting for a full queue.
+#: Interval (s) at which a full queue is looked at again.
 _WAIT_S = 0.05
 
 #: A missing block: its header, its first position, and the partial block that it replaces.
@@ -120,7 +120,7 @@ class BlockWriter:
                 break
 
     def _write_one(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
-        """Store the first missing block of `cached_seq`. False if none is missing."""
+        """Store the first missing block of `cached_seq`; return False if none is missing."""
         if self.verdict.is_refused or cached_seq.is_shifted:
             return False
         if cached_seq not in self.kv.cached_sequences:
@@ -145,7 +145,7 @@ class BlockWriter:
     def _read_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """Save a block's state, and its checkpoint; None if llama.cpp lacks a part."""
+        """Save a block's state and its checkpoint; return None if llama.cpp lacks a part."""
         stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
         state = self.states.read(cached_seq.seq_id, start, stop, shift, position)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Bytes that may be pending; one job is always taken.
+#: Most pending bytes; a single job is always taken.
 _QUEUE_BYTES = 256 << 20
 
 
@@ -33,7 +33,7 @@ class WriterThread:
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that holds `n_bytes` of memory until it is done; False if too much is pending.
+        """Queue a job that holds `n_bytes` of memory until done; return False if too much is pending.
 
         A job that holds none is always taken.
         """
@@ -59,7 +59,9 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread; the next job starts another. False after the timeout."""
+        """Finish the jobs and end the thread; return False after the timeout. The next job starts
+        another.
+        """
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:

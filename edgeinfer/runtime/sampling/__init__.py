@@ -1,1 +1,1 @@
-"""From logits to text: output, stop strings, log-probabilities, constraints, speculation."""
+"""Turn logits into text: output, stop strings, log-probabilities, constraints, speculation."""

@@ -33,21 +33,23 @@ from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, Mode
 #: acceptance that is assumed between them.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Acceptance that is assumed of a token before it is drafted. It counts as so many verified ones in a
-#: request: few, so that wrong drafts end soon.
+#: Acceptance assumed of a token before it is drafted, and its weight in verified tokens of a request:
+#: few, so that wrong drafts end soon.
 _MEAN_START = 0.7
 _MEAN_TOKENS = 3
-#: The share of the way back to what is assumed, by each step without a draft and by each request: a
-#: draft model that was wrong is tried again. Trials that fail cost under 1 % of the time.
+#: How far each step without a draft, and each request, moves a learned acceptance back to the assumed
+#: one (share of the difference): a draft model that was wrong is tried again. Failed trials cost under
+#: 1 % of the time.
 _STEP_RECOVERY = 0.0003
 _REQUEST_RECOVERY = 0.1
-#: A text is computed for the draft model if the rest of the answer, assumed to have at least so many
-#: tokens and as many as it has now, repays that. Each token of it takes this share of a draft token.
+#: The draft model computes a text it lacks if the rest of the answer repays that. The rest is assumed
+#: to have at least this many tokens, and as many as the answer has now. Each token to catch up takes
+#: the second number's share of a draft token.
 _LEAST_ANSWER_TOKENS = 64
 _PREFILL_SHARE = 0.25
 #: Weight of one measurement in the mean cost of a draft token.
 _WEIGHT = 0.1
-#: llama.cpp pads vocabularies: so many unused tokens at the end may differ.
+#: Most unused tokens by which vocabularies may differ at the end: llama.cpp pads them.
 _MAX_PADDING = 512
 _NOTHING = ModelDraft([], [], 0.0)
 
@@ -101,7 +103,7 @@ class DraftModel:
         self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
 
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
-        """Compute `tokens` after a sequence, the last `outputs` with logits; False without room."""
+        """Append `tokens` to a sequence, the last `outputs` with logits; return False without room."""
         if not self.kv.make_room(len(tokens)):
             return False
         self._batch.clear()
@@ -253,7 +255,7 @@ class RequestDrafter:
         return chances
 
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
-        """Sample as the request will; the token and its probability at temperature 1."""
+        """Sample as the request will; return the token and its probability at temperature 1."""
         model = self._model
         logits: npt.NDArray[np.float32] = model.active.rows(1, model.vocab.n_vocab)[0]
         if self._banned is not None:
@@ -274,7 +276,7 @@ class RequestDrafter:
                 return
 
     def close(self) -> None:
-        """Leave its text to later requests. Idempotent."""
+        """Leave the request's text in the draft model for later requests. Idempotent."""
         if self._cached is not None:
             self._model.kv.release(self._cached, keep=self._request.cache_prompt)
             self._cached = None

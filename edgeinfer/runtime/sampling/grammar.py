@@ -36,7 +36,7 @@ from edgeinfer.runtime.sampling.json_schema import value_schemas
 
 #: Compiled constraints kept. One takes about 20 KiB.
 CACHE_SIZE = 128
-#: The longest constraint, characters of JSON.
+#: Longest constraint (characters of JSON).
 MAX_SOURCE = 512 * 1024
 #: JSON on one line, as `json.dumps` writes it: fewer choices (more tokens are forced), and no endless
 #: white space from a small model at a high temperature.
@@ -47,7 +47,7 @@ JSON_STYLE = {
     "lenient": False,
     "coerce_one_of": False,
 }
-#: The grammar engine's words for its limits, and ours.
+#: Limit names of the grammar engine → our messages.
 _LIMITS = {
     "Current row has": "it leaves more than 250 optional members or 1,000 ways to go on at one place",
     "anyOf is empty": "its `enum`, `type` or `anyOf` allows nothing",

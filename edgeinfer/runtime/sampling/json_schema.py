@@ -22,12 +22,12 @@ from edgeinfer.runtime.sampling import patterns
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
-#: Seconds that finding the innermost place may take.
+#: Limit (s) of the search for the innermost place of a fault.
 LOCATE_S = 5.0
 
 #: The formats that are enforced; any other is an annotation, as JSON Schema has it.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-#: Keywords that become alternatives.
+#: Keywords that are rewritten as alternatives.
 _REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -241,7 +241,7 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
 
 
 def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
-    """Negate an `if`, also by the other values that the schema around it allows of a property."""
+    """Negate an `if`, also by the other values that the surrounding schema allows of a property."""
     unless = negate(condition)
     if not isinstance(condition, dict) or unless is False:
         return unless

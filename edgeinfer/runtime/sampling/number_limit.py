@@ -15,13 +15,13 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: A double has 17 significant digits, and up to three in its exponent.
+#: Most digits of a number: a double has 17 significant ones, and up to three in its exponent.
 MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
 
 
 class DigitTokens:
-    """Which tokens of a vocabulary begin with a digit."""
+    """The tokens of a vocabulary that begin with a digit."""
 
     def __init__(self, vocab: Vocab, pieces: Sequence[bytes]) -> None:
         self.vocab = vocab
@@ -29,7 +29,7 @@ class DigitTokens:
 
 
 class NumberLimit:
-    """One request's place in its JSON: in a text, or after so many digits of a number."""
+    """A request's position in its JSON: in a text, or after some digits of a number."""
 
     __slots__ = ("_is_escaped", "_is_text", "_n_digits", "_tokens")
 

@@ -1,4 +1,4 @@
-"""From a sampled token to events: bytes, whole characters, stop strings, log-probabilities."""
+"""Turn sampled tokens into events: bytes, whole characters, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def token_logprobs(
 
 
 class Output:
-    """One generation's way from tokens to events. Only for the decode thread."""
+    """Turns one generation's tokens into events. Only for the decode thread."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser
@@ -51,7 +51,7 @@ class Output:
 
     @property
     def is_reasoning(self) -> bool:
-        """Tell if the text so far ends inside a reasoning span."""
+        """True if the text so far ends inside a reasoning span."""
         return self._parser is not None and self._parser.is_reasoning
 
     @property
@@ -61,7 +61,7 @@ class Output:
 
     @property
     def is_holding(self) -> bool:
-        """Tell if the end of the text waits for the rest of a character or a marker."""
+        """True if the end of the text waits for the rest of a character or a marker."""
         return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
 
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
@@ -117,7 +117,7 @@ def chosen_logprobs(
 
 
 class TextStream:
-    """One generation's text, which holds back possible stop strings."""
+    """The text of one generation; it holds back possible stop strings."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -139,7 +139,7 @@ class TextStream:
 
     @property
     def is_holding(self) -> bool:
-        """Tell if text is held: a possible stop string, or a part of a character."""
+        """True if text is held back: a possible stop string, or a part of a character."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
@@ -162,7 +162,7 @@ class ReasoningBudget:
         self._n = 0
 
     def is_spent(self, output: Output) -> bool:
-        """Tell if the span must be closed now. Called once after each sampled token.
+        """Return whether the span must be closed now. Called once after each sampled token.
 
         Not within a character or a possible marker: the next token decides then.
         """

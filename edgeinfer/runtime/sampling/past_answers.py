@@ -34,17 +34,17 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import open_own
 
 FOLDER = "answers"
-#: Tokens of the ring, and entries of a table: a file has 3 MiB at most.
+#: Tokens in the ring, and entries of a table; a file has at most 3 MiB.
 RING = 1 << 18
 #: Files of a model, least recently written deleted first: 96 MiB at most.
 MAX_FILES = 32
 #: Tokens before an answer that are written with it, so that its first ones can be found.
 CONTEXT_TOKENS = 8
-#: A suffix is compared up to so many tokens.
+#: Longest suffix that is compared (tokens).
 LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4
-#: Where each table begins, and of how many tokens it has the hashes.
+#: Offset of each hash table, and the length (tokens) of the suffixes that it hashes.
 _TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
 #: Words in a page; the kernel writes a page whole even if the process is killed.
@@ -79,7 +79,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        # not at exit, where the engine is closed, and writes, after finalizers have run
+        # not at exit: the engine is closed, and writes, only after finalizers have run
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         os.close(open_own(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
@@ -90,7 +90,7 @@ class AnswerFile:
 
     @property
     def ring(self) -> Tokens:
-        """A copy of the whole ring."""
+        """Copy of the whole ring."""
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:
@@ -153,7 +153,7 @@ class AnswerFile:
         bounds = np.flatnonzero(following < 0)
         if len(bounds):
             return index + int(bounds[0])
-        # zeros: nothing was written there yet
+        # zeros mean that nothing was written there yet
         return index + len(following) if following.any() else index
 
     def _erase(self, begin: int, stop: int) -> None:

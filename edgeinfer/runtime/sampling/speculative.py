@@ -27,12 +27,12 @@ from edgeinfer.runtime.sampling.past_answers import (
 )
 
 #: Rows at which the cost of a step is known, in steps of one row: linear between, and beyond the last.
-#: That is not measured before the first such step: logits of so many rows would stay in the parked
-#: process, and without them a step of a large vocabulary takes two thirds of its time.
+#: The last point is measured only when such a step first runs: measured earlier, its rows' logits would
+#: stay in the parked process. Without logits, a large vocabulary's step takes two thirds of its time.
 _ROWS = (1, 2, 4, 8, 16, 32)
-#: Those costs before any was measured: two to three times those of our kernels.
+#: Assumed costs before any was measured: two to three times those of our kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
-#: Time (s) that the curve is measured for, once at least.
+#: How long (s) the curve is measured; each point at least once.
 _MEASURE_S = 0.7
 #: Weight of one step without drafts in the mean, of one with drafts in it, and of one with drafts in
 #: the curve, where an assumed cost counts as one step and a measured one as many.
@@ -44,7 +44,7 @@ _MARGIN = 1.3
 
 
 class StepCurve:
-    """What decode-only steps cost by their rows and sequences. Shared by all sequences.
+    """The cost of a decode-only step by its rows and sequences. Shared by all sequences.
 
     The curve is relative to one row: the depth of the cache and other programs move all of it. Logits
     take `logits_share` of a row's time, from 0 to 1; the rows of forced tokens have none. Before the
@@ -58,7 +58,7 @@ class StepCurve:
         self._plain_s: dict[int, float] = {}
 
     def measure(self, step_s: Callable[[int], float]) -> None:
-        """Learn the curve; `step_s` computes a step of so many rows and returns its time (s)."""
+        """Learn the curve; `step_s(rows)` computes a step of `rows` rows and returns its time (s)."""
         measured = _ROWS[:-1]
         best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
         while time.monotonic() < until:
@@ -69,7 +69,7 @@ class StepCurve:
         self._plain_s = {1: best[0]}
 
     def note(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
-        """Record a step of `n_sequences`, of so many rows with drafts and `n_forced` forced tokens."""
+        """Record a step; `n_rows` includes drafts and the `n_forced` tokens of constraints."""
         rows, is_plain = n_rows - self._logits_share * n_forced, n_rows == n_sequences
         expected_s = self.seconds(n_sequences, rows)
         if expected_s is None:
@@ -79,7 +79,7 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # no outlier counts
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # one disturbed step must not end drafts of so many rows: only such drafts would correct it
+            # one disturbed step must not end drafts this long: only such drafts would correct the cost
             excess = self._points[-1] - _line(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -111,7 +111,7 @@ class StepCurve:
 
 
 def _line(points: Sequence[float]) -> float:
-    """The cost of twice the rows of the last point, on the line through it and the one before."""
+    """Extrapolate the cost of twice the last point's rows, linearly from the last two points."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
 
@@ -142,9 +142,9 @@ class DraftBudget:
     def best(
         self, chances: Sequence[float], *, draft_cost: float = 0.0, n_drafted: int = 0
     ) -> tuple[int, float]:
-        """Return how many draft tokens of one sequence give the highest `rate`, and that.
+        """Return how many draft tokens of one sequence give the highest `rate`, and that rate.
 
-        `chances`: each one's to be right if those before it are. All but the first `n_drafted` are
+        `chances`: of each token to be right if those before it are. All but the first `n_drafted` are
         still to be drafted, for `draft_cost` steps of one row each.
         """
         best, best_rate = 0, self.rate
@@ -182,8 +182,8 @@ class DraftBudget:
         return self._least_chance
 
 
-#: Acceptance rate that is assumed before anything was verified, by the length of the match (from so
-#: many tokens on). It counts as so many verified tokens; one has a least weight.
+#: Acceptance rate assumed before anything was verified, by the least length of the match (tokens); its
+#: weight in verified tokens; and the least weight of one verified token.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
 _START_TOKENS = 7
@@ -204,7 +204,7 @@ class Acceptance:
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
     def recover(self, start: float, share: float) -> None:
-        """Go back `share` of the way to what was assumed."""
+        """Move the rate back by `share` of its difference from the assumed one."""
         self.rate += share * (start - self.rate)
 
 
@@ -219,8 +219,8 @@ class SuffixDrafter:
         self._rates = [[Acceptance(start) for start in _START] for _ in range(2)]
         self._text: Tokens = np.empty(0, np.int32)
         self._n = self._next = 0
-        #: Where the latest draft was found: in past answers or not, the place of its next token, and
-        #: the tokens before it that agree.
+        #: Source of the latest draft: whether past answers, the index of its next token, and how many
+        #: tokens before it agree.
         self._is_past = False
         self._index = self._length = 0
 
@@ -264,7 +264,9 @@ class SuffixDrafter:
         self._n = len(tokens)
 
     def _follows(self, n_known: int) -> bool:
-        """Go on at the place of the latest draft if it was right, and the match is long."""
+        """Return whether drafting can continue where the latest draft was: it was right, and the match
+        is long.
+        """
         if not self._length:
             return False
         n_new = self._n - n_known
@@ -341,7 +343,7 @@ class Drafting:
     def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit
         self._is_forced = is_forced
-        #: What drafts besides, if anything.
+        #: The draft model's drafter, if there is one.
         self.model: ModelDrafter | None = None
         self._predicted: list[int] = []
         self._predicted_from = 0
@@ -425,4 +427,4 @@ class ReplayDrafting(Drafting):
         return list(self._answer[n : min(n + room, len(self._answer) - 1)])
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Learn nothing: these are no predictions."""
+        """Learn nothing: replayed tokens are not predictions."""

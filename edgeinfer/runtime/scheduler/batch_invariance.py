@@ -13,8 +13,8 @@ from edgeinfer.runtime.memory_plan import invariant_rows
 class BatchInvariance:
     """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
 
-    `rows`: tokens in the batch, beyond which kernels round otherwise. `cells`: used cells, beyond which
-    the attention of a single token does; None for no such bound. `in_order`: attention sums a
+    `rows`: tokens in a batch beyond which kernels round differently. `cells`: used cells beyond which
+    a single token's attention rounds differently; None for no such bound. `in_order`: attention sums a
     sequence's cells in the order of its positions, wherever free ones were filled.
     """
 
@@ -27,7 +27,7 @@ class BatchInvariance:
 #: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
 #: 256, and 192 cells with 60 rows stay within the first.
 _LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
-#: The elements of a head that native/attention.cpp takes: up to so many, in whole steps.
+#: Largest head (elements) that native/attention.cpp accepts, and the step its length is a multiple of.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 
 

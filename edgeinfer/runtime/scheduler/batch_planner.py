@@ -43,7 +43,7 @@ class BatchPlanner:
         for seq in [s for s in members if len(s.tokens) >= self.n_ctx]:
             if not self._make_context_room(seq):
                 members.remove(seq)
-        decoding = [s for s in members if self._is_decoding(s)]
+        decoding = [s for s in members if self._fits_decode_step(s)]
         if self._prefills_burst_first(members, decoding):
             decoding = []
         while not self.kv.make_room(sum(s.n_pending for s in decoding)):
@@ -56,12 +56,12 @@ class BatchPlanner:
         if picture is not None:
             return self._add_picture(picture, is_alone=len(members) == 1)
         members = [s for s in members if s.picture is None]
-        prefilling = [s for s in members if not self._is_decoding(s)]
+        prefilling = [s for s in members if not self._fits_decode_step(s)]
         entries = self._add_decoding(decoding, is_alone=len(members) == 1)
         self._add_prefill(prefilling, entries)
         return entries
 
-    def _is_decoding(self, seq: Sequence) -> bool:
+    def _fits_decode_step(self, seq: Sequence) -> bool:
         if seq.pictures.is_pending(seq.n_past):
             return False
         if seq.n_pending == 1 or not self.kv.supports_truncation:
@@ -81,7 +81,7 @@ class BatchPlanner:
         return [s for s in ready if s.encoding is None]
 
     def _next_picture(self, members: list[Sequence]) -> Sequence | None:
-        """Choose a sequence that a picture comes next in: pictures and steps of tokens take turns."""
+        """Choose a sequence whose next tokens are a picture; pictures and steps of text take turns."""
         pictures = [s for s in members if s.picture is not None]
         is_turn = bool(pictures) and not (self._was_picture and len(pictures) < len(members))
         self._was_picture = is_turn
@@ -103,7 +103,7 @@ class BatchPlanner:
         self.batch.add_picture(
             seq.pictures.rows(span)[rows],
             seq.position,
-            seq.claimed.seq_id,
+            seq.cached.seq_id,
             outputs=int(has_output),
             is_causal=not span.is_whole,
             positions=None if positions is None else positions[:, rows],
@@ -122,19 +122,19 @@ class BatchPlanner:
         return self._last_group
 
     def _make_context_room(self, seq: Sequence) -> bool:
-        """Shift a sequence that has filled its context, or end it. False if it has ended."""
+        """Shift a sequence that has filled its context, or end it; return False if it has ended."""
         if seq.request.overflow != "shift":
             self.queue.end(seq, "length")
             return False
         keep = min(seq.keep_tokens(), self.n_ctx // 2)
         drop = (len(seq.tokens) - keep) // 2
-        if seq.n_pending > 1 or not self.kv.shift(seq.claimed, keep, drop):
-            self.kv.truncate(seq.claimed, min(keep, seq.n_past))
+        if seq.n_pending > 1 or not self.kv.shift(seq.cached, keep, drop):
+            self.kv.truncate(seq.cached, min(keep, seq.n_past))
         del seq.tokens[keep : keep + drop]
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, is_alone: bool) -> list[BatchEntry]:
-        """Add the next tokens of all, each with its draft tokens; another first in each step."""
+        """Add the next tokens of decoding sequences, with draft tokens; rotate which is first."""
         entries: list[BatchEntry] = []
         self._turn += 1
         first = self._turn % max(1, len(decoding))
@@ -145,7 +145,7 @@ class BatchPlanner:
         budget = DraftBudget(self.costs, len(decoding), rows)
         invariant_rows_left = self._invariant_rows(is_alone=is_alone) - rows
         for seq in decoding:
-            # rows of a drafter that the request names may round otherwise
+            # rows of a drafter that the request names may round differently
             is_automatic = seq.request.speculative == "auto"
             n_most = min(spare, invariant_rows_left) if is_automatic else spare
             drafts = self._drafts(seq, n_most, budget)
@@ -153,19 +153,19 @@ class BatchPlanner:
             invariant_rows_left -= len(drafts)
             tokens = [*seq.tokens[seq.n_past :], *drafts]
             row = self.batch.n_outputs
-            seq_id, outputs = seq.claimed.seq_id, 1 + len(drafts)
+            seq_id, outputs = seq.cached.seq_id, 1 + len(drafts)
             self.batch.add(tokens, seq.position, seq_id, outputs=outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, row, tokens, drafts))
         return entries
 
     def _invariant_rows(self, *, is_alone: bool) -> int:
         """Return how many rows a step may have with answers bit-identical to unbatched ones."""
-        exact = self.batch_invariance
-        is_beyond = exact.cells is not None and self.kv.used_cells > exact.cells
-        # other sequences get the cells of rejected drafts, and then have theirs out of order
-        is_mixed = not (is_alone or exact.in_order)
-        # llama.cpp's products with a LoRA's small matrices round otherwise in a batch
-        return 0 if is_beyond or is_mixed or self._last_group else exact.rows
+        invariance = self.batch_invariance
+        is_beyond = invariance.cells is not None and self.kv.used_cells > invariance.cells
+        # other sequences may get the cells of rejected drafts, and then have their cells out of order
+        is_mixed = not (is_alone or invariance.in_order)
+        # llama.cpp's products with a LoRA's small matrices round differently in a batch
+        return 0 if is_beyond or is_mixed or self._last_group else invariance.rows
 
     def _drafts(self, seq: Sequence, spare: int, budget: DraftBudget) -> list[int]:
         if not self.kv.supports_truncation or spare <= 0:
@@ -220,7 +220,7 @@ class BatchPlanner:
         complete = past + len(tokens) == len(seq.tokens)
         has_output = complete and seq.max_tokens > 0
         n_outputs = len(tokens) if scores else int(has_output)
-        seq_id = seq.claimed.seq_id
+        seq_id = seq.cached.seq_id
         self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
         row = self.batch.n_outputs - 1
         entries.append(BatchEntry(seq, row, tokens, has_output=has_output, is_prefill=True))

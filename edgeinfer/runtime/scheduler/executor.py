@@ -24,13 +24,13 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: Return codes of llama_decode: no cells are left, and it was aborted.
 _NO_CELLS = 1
 _ABORTED = 2
-#: Tokens that steps are measured with at most: every vocabulary has as many.
+#: Most distinct tokens of measured steps: every vocabulary has as many.
 _MEASURED_TOKENS = 64
 T = TypeVar("T")
-#: Rows with logits of a measured step. Their memory, up to 1 MB each, stays in the parked process.
+#: Most rows with logits in a measured step. Their memory, up to 1 MB each, stays in the parked process.
 _MEASURED_OUTPUTS = 16
-#: Rows of the prefill that is measured: a resumed engine knows by it what its cached prefixes save. Of
-#: 128 rows a token costs a quarter less (SmolLM2, zen4), but 6 MB more stay in the parked process.
+#: Rows of the measured prefill, by which a resumed engine knows what its cached prefixes save. With 128
+#: rows a token costs a quarter less (SmolLM2, zen4), but 6 MB more stay in the parked process.
 _MEASURED_PREFILL = 32
 
 
@@ -61,7 +61,9 @@ class Executor:
             self._abort.put_on(self.active.context)
 
     def run(self, entries: list[BatchEntry]) -> float | None:
-        """Compute the batch; seconds, None if it must be planned again. Raises DecodeError."""
+        """Compute the batch; return the seconds, or None if it must be planned again. Raises
+        DecodeError.
+        """
         began = time.perf_counter()
         code = self._decode(entries)
         if code == _NO_CELLS:  # no cells, although the accounting has some: drop idle ones, and retry
@@ -70,8 +72,8 @@ class Executor:
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 seq = entry.seq
-                self.kv.truncate(seq.claimed, seq.n_past_uncut)
-                self.kv.remove_unrecorded_cells(seq.claimed)
+                self.kv.truncate(seq.cached, seq.n_past_uncut)
+                self.kv.remove_unrecorded_cells(seq.cached)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()
             return None
@@ -79,7 +81,7 @@ class Executor:
         if code:
             raise decode_error(code, f"a batch of {self.batch.n_tokens} tokens")
         for entry in entries:
-            self.kv.extend(entry.seq.claimed, entry.tokens)
+            self.kv.extend(entry.seq.cached, entry.tokens)
         self._record_time(entries, seconds)
         return seconds
 
@@ -143,14 +145,16 @@ class Executor:
             self.kv.extend(cached_seq, chunk)
 
     def measure_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Learn what steps cost by their rows, after an empty sequence. Raises DecodeError."""
+        """Measure the cost of steps by their number of rows, after an empty sequence. Raises
+        DecodeError.
+        """
         numbers = itertools.count()
 
         def step_s(rows: int) -> float:
             self.batch.clear()
             rows = min(rows, self.batch.capacity, self.kv.free_cells)
             outputs = min(rows, self.batch.max_outputs, _MEASURED_OUTPUTS)
-            # other tokens for each row and step: in a mixture the same ones would share their experts
+            # different tokens for each row and step: in a mixture, equal ones would share their experts
             tokens = [(token + next(numbers)) % _MEASURED_TOKENS for _ in range(rows)]
             self.batch.add(tokens, 0, cached_seq.seq_id, outputs=outputs)
             began = time.perf_counter()
@@ -197,12 +201,12 @@ _SOON_S = 0.3
 
 
 class StepCancellation:
-    """Decide when to abort a prefill step, within a budget of lost work. `ask` ends the running
-    llama_decode. One thread begins and ends steps; any thread may call the other methods.
+    """Decide when to abort a prefill step, within a budget of lost work. `request_abort` ends the
+    running llama_decode. One thread begins and ends steps; any thread may call the other methods.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
-        self._ask = ask
+    def __init__(self, request_abort: Callable[[], None]) -> None:
+        self._request_abort = request_abort
         self._lock = threading.Lock()
         self._began: float | None = None
         self._is_prefill_only = False
@@ -210,13 +214,13 @@ class StepCancellation:
         self._allowed_s = _MOST_LOST_S
 
     def begin(self, *, is_prefill_only: bool, expected_s: float) -> None:
-        """A prefill step begins; `is_prefill_only` if no client waits for its prompts yet."""
+        """Note that a prefill step begins; `is_prefill_only` if no client waits for its prompts yet."""
         with self._lock:
             self._began, self._is_prefill_only = time.monotonic(), is_prefill_only
             self._expected_s = expected_s
 
     def end(self, *, lost: bool) -> None:
-        """The step has ended; `lost` if it was aborted."""
+        """Note that the step has ended; `lost` if it was aborted."""
         with self._lock:
             if self._began is None:
                 return
@@ -226,7 +230,10 @@ class StepCancellation:
                 self._allowed_s = min(_MOST_LOST_S, self._allowed_s + change_s)
 
     def for_incoming_request(self, n_tokens: int) -> None:
-        """Abort for a request with at most `n_tokens` to compute, if the loss is worth it."""
+        """Abort the running prefill step for an arriving short request, if little work is lost.
+
+        `n_tokens`: the most that the request has to compute.
+        """
         with self._lock:
             if self._began is None:
                 return
@@ -234,10 +241,10 @@ class StepCancellation:
             is_late = lost_s > max(self._expected_s / 2, self._expected_s - _SOON_S)
             is_worth_it = n_tokens <= SHORT_TOKENS and lost_s <= self._allowed_s and not is_late
             if self._is_prefill_only or is_worth_it:
-                self._ask()
+                self._request_abort()
 
     def for_cancel(self, cancelled: list[bool]) -> None:
-        """Abort if every request of the step was cancelled."""
+        """Abort the running prefill step if every one of its requests was cancelled."""
         with self._lock:
             if self._began is not None and cancelled and all(cancelled):
-                self._ask()
+                self._request_abort()

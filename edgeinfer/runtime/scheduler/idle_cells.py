@@ -1,4 +1,4 @@
-"""Return the memory of the KV cache while the engine is idle."""
+"""Give the KV cache's pages back to the OS while the engine is idle."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 _IDLE_S = 300.0
 #: Interval (s) at which pending writes are checked.
 _WRITING_S = 0.5
-#: Least number of idle tokens for which memory is returned.
+#: Least number of idle tokens for which pages are given back.
 _WORTH_TOKENS = 512
 
 
 class IdleCells:
-    """Return the memory of `kv`, the active context's cells, after some minutes without a request.
+    """Give the pages of `kv`, the active context's cells, back to the OS after minutes of idleness.
 
     Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
     all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
@@ -36,7 +36,7 @@ class IdleCells:
         self._used_at = time.monotonic()
 
     def note_use(self) -> None:
-        """Stop returning memory: a step is about to use cells."""
+        """Stop giving pages back: a step is about to use cells."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 

@@ -52,7 +52,7 @@ class TokenRecorder(SequenceObserver):
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum = 0.0
         self.differs = False
-        #: Says why other engines may get other tokens, "" if none does; set by the engine.
+        #: Returns why another engine may get different tokens, "" if it cannot; set by the engine.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:

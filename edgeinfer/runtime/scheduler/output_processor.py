@@ -36,7 +36,7 @@ class OutputProcessor:
                 self.queue.end(entry.seq, "length")
 
     def _report_prompt_logprobs(self, entry: BatchEntry) -> None:
-        """Reduce the prompt's rows at once: a row of logits takes 0.2 to 1 MB."""
+        """Reduce the prompt's rows of logits immediately: each takes 0.2 to 1 MB."""
         seq, n_top = entry.seq, entry.seq.request.prompt_logprobs
         if n_top is None or seq.cached_seq is None:
             return
@@ -62,14 +62,14 @@ class OutputProcessor:
         seq, row = entry.seq, entry.row
         first = not seq.n_generated
         before = seq.clock.last
-        n_right, context = 0, self._executor.active.context
+        n_accepted, context = 0, self._executor.active.context
         while True:
-            i, length = row + n_right, len(seq.tokens)
+            i, length = row + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._rows), self._rows[i])
             new = seq.tokens[length:]  # several, if a constraint forces some
-            if reason is not None or entry.drafts[n_right : n_right + len(new)] != new:
+            if reason is not None or entry.drafts[n_accepted : n_accepted + len(new)] != new:
                 break
-            n_right += len(new)
+            n_accepted += len(new)
         self._verify_drafts(entry)
         if first:
             self._executor.counters.ttft_ms.append((seq.clock.first - seq.clock.submitted) * 1000.0)
@@ -83,10 +83,10 @@ class OutputProcessor:
         if not entry.drafts:
             seq.drafting.record_acceptance(seq.tokens, 0, 0)
             return
-        right = common_prefix(seq.claimed.tokens, seq.tokens, seq.n_past - len(entry.drafts))
+        accepted_end = common_prefix(seq.cached.tokens, seq.tokens, seq.n_past - len(entry.drafts))
         # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
         # not computed yet
-        right = min(right, len(seq.tokens) - 1)
+        accepted_end = min(accepted_end, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
-        seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - right))
-        self._executor.kv.truncate(seq.claimed, right)
+        seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))
+        self._executor.kv.truncate(seq.cached, accepted_end)

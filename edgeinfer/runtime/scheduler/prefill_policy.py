@@ -1,4 +1,4 @@
-"""How much prefill a step computes, and for how long decode-only steps may delay a long prompt."""
+"""Decide how much prefill a step computes, and how long decode-only steps may delay a long prompt."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ChunkSizer:
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._invariant_rows = batch_invariance.rows
-        #: The length (tokens) of a long prompt's chunks while no sequence decodes.
+        #: Length (tokens) of a long prompt's chunks while no sequence decodes.
         self.idle_chunk_tokens = IDLE_CHUNK_TOKENS
-        #: The least length (tokens) of a chunk while others decode.
+        #: Least length (tokens) of a chunk while other sequences decode.
         self.least_tokens = _CHUNK_MIN
-        #: The recent cost (s) of a token of prefill.
+        #: Recent cost (s) of a token of prefill.
         self.s_per_token = s_per_token
-        #: That of long prompts, which attend to more; None before the first.
+        #: Recent cost (s) per token of long prompts (their attention scans more cells), or None.
         self._long_s: float | None = None
         self._is_measured = False
 
@@ -54,8 +54,8 @@ class ChunkSizer:
             budget = min(room, max(self.least_tokens, within))
         elif longest > SHORT_TOKENS:
             budget = min(room, self.idle_chunk_tokens)
-        exact = self._invariant_rows - n_decoding
-        return min(budget, exact) if longest <= exact else budget
+        invariant = self._invariant_rows - n_decoding
+        return min(budget, invariant) if longest <= invariant else budget
 
     def note(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
         """Record `n_tokens` of prefill in `seconds`. Small batches do not predict large ones, and are
@@ -65,12 +65,12 @@ class ChunkSizer:
             return
         took_s = seconds / n_tokens
         self._is_measured = True
-        self.s_per_token = _towards(took_s, self.s_per_token)
+        self.s_per_token = _moving_average(took_s, self.s_per_token)
         if is_long:
-            self._long_s = _towards(took_s, self._long_s)
+            self._long_s = _moving_average(took_s, self._long_s)
 
 
-def _towards(measured: float, average: float | None) -> float:
+def _moving_average(measured: float, average: float | None) -> float:
     return measured if average is None else average + 0.3 * (measured - average)
 
 

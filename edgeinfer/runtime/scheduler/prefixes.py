@@ -17,9 +17,9 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: Time (s) for restoring blocks in a step with running streams, and without any.
 _RESTORE_BESIDE_S = 0.02
 _RESTORE_ALONE_S = 0.1
-#: Fewer cells of idle sequences are not worth evicting.
+#: Least number of cells of idle sequences worth evicting.
 _IDLE_CELLS = 1024
-#: Shorter answers are not written for later drafts.
+#: Shortest answer (tokens) that is stored for later drafts.
 _WORTH_DRAFTING_TOKENS = 8
 #: How long (s) a step waits for the disk if there is nothing else to do.
 _DISK_WAIT_S = 0.02
@@ -33,7 +33,10 @@ def restoring(running: list[Sequence]) -> list[Sequence]:
 
 
 class Prefixes:
-    """Acquire and release prefixes. `prefix_cache` is that on disk, None without."""
+    """Give each sequence the longest cached prefix, from KV memory or disk.
+
+    `prefix_cache`: the on-disk cache, or None.
+    """
 
     def __init__(self, kv: KvCache, chunks: ChunkSizer, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
@@ -52,11 +55,11 @@ class Prefixes:
             self.prefix_cache.writer.work(is_idle=is_idle)
 
     def saved_s(self, seq: Sequence) -> float:
-        """Return about how long (s) its cached tokens would have taken; 0 if unknown."""
+        """Return about how long (s) prefill of its cached tokens would have taken; 0 if unknown."""
         return self._chunks.measured_s(seq.cached_tokens)
 
-    def in_memory(self, seq: Sequence) -> int:
-        """Return how many of its tokens the KV cache holds."""
+    def n_cached_in_memory(self, seq: Sequence) -> int:
+        """Return how many of the sequence's tokens the KV cache holds."""
         if not seq.request.cache_prompt:
             return 0
         n_top = seq.request.prompt_logprobs
@@ -147,7 +150,7 @@ class Prefixes:
 
     def _restore_one(self, seq: Sequence, restore: Restore) -> None:
         assert self.prefix_cache is not None
-        goes_on = self.prefix_cache.read(restore, seq.claimed, seq.tokens)
+        goes_on = self.prefix_cache.read(restore, seq.cached, seq.tokens)
         if restore.is_over or not goes_on:
             restore.succeeded = goes_on
             self._end_restore(seq)

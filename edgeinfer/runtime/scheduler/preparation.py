@@ -39,13 +39,13 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 class Preparer:
     """Turn requests into sequences of one loaded model, without their adapters. Any thread.
 
-    `entropy`: that of the last resume, mixed into every seed. `no_vision` says why a model with a
+    `entropy`: bytes of the last resume, mixed into every seed. `no_vision` says why a model with a
     projector cannot read pictures.
     """
 
     files: ModelFiles
     vocab: Vocab
-    conversations: ChatFormat
+    chat_format: ChatFormat
     constraints: Constraints
     n_ctx: int
     max_draft: int
@@ -70,7 +70,7 @@ class Preparer:
             )
         param = "messages" if request.messages else "prompt"
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
-        prepared = self.conversations.prepare(request) if request.messages else None
+        prepared = self.chat_format.prepare(request) if request.messages else None
         spans: list[Span] = []
         tokens = self._fit(request, self._tokens(request, prepared, spans))
         matcher = self._matcher(request, prepared)
@@ -113,12 +113,12 @@ class Preparer:
     def chat_tokens(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
         """Tokenize the rendered prompt of `request`, and append its pictures to `spans`."""
         if not request.n_pictures:
-            return self.conversations.tokenize(prompt)
+            return self.chat_format.tokenize(prompt)
         vision = self._checked_vision(request, "messages")
         tokens: list[int] = []
-        for piece in self.conversations.split(prompt, request):
+        for piece in self.chat_format.split(prompt, request):
             if isinstance(piece, str):
-                tokens += self.conversations.tokenize(piece) if piece else []
+                tokens += self.chat_format.tokenize(piece) if piece else []
             else:
                 vision.append(tokens, spans, piece, request)
         return tokens
@@ -184,9 +184,7 @@ class Preparer:
             turns = ((Message(role="system", content=system),) if system else ()) + (
                 Message(role="user", content=user),
             )
-            return self.conversations.tokenize(
-                self.conversations.render(GenerateRequest(messages=turns))
-            )
+            return self.chat_format.tokenize(self.chat_format.render(GenerateRequest(messages=turns)))
 
         a, b = begin("A"), begin("7 B")
         return a[: common_prefix(a, b)]
@@ -226,7 +224,7 @@ class Preparer:
 
 _REPO = "repository\n"
 _FILE = "file\n"
-#: Between files of a model that has no token for it.
+#: Separator of files for a model that has no token for it.
 _RULE = "\n\n--- {name} ---\n\n"
 
 

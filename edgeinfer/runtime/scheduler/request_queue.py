@@ -106,7 +106,7 @@ class RequestQueue:
         """
         running = self.running
         for seq in [s for s in running if s.cached_seq is None]:
-            cached = self.prefixes.in_memory(seq)
+            cached = self.prefixes.n_cached_in_memory(seq)
             active = [s for s in running if s.cached_seq is not None]
             if self._soon_cached(seq, active) >= cached + _WORTH_WAITING:
                 continue

@@ -56,7 +56,7 @@ class Scheduler:
         )
         self._active = active
         self._batch_invariance = batch_invariance(loaded)
-        #: Called if llama.cpp fails a step; True if another context takes over.
+        #: Called if llama.cpp fails a step; returns True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         shape = loaded.shape
@@ -87,10 +87,10 @@ class Scheduler:
 
     def step(self) -> None:
         """End cancelled and late requests, admit others, decode one batch, process its output."""
-        self._survive(self._step)
+        self._with_cpu_fallback(self._step)
 
-    def _survive(self, work: Callable[[], None]) -> None:
-        """Run `work`; if a device fails in it, the CPU goes on. Raises DecodeError without one."""
+    def _with_cpu_fallback(self, work: Callable[[], None]) -> None:
+        """Run `work`; if a GPU fails in it, continue on the CPU. Raises DecodeError without a GPU."""
         try:
             work()
         except DecodeError as error:
@@ -141,9 +141,9 @@ class Scheduler:
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_chore(self) -> None:
-        """Store one pending block, or return a piece of memory. Only while idle."""
+        """Store one pending block, or give some pages back to the OS. Only while idle."""
         if self.prefixes.has_writes:
-            self._survive(lambda: self.prefixes.write_blocks(is_idle=True))
+            self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.work()
 
@@ -153,8 +153,8 @@ class Scheduler:
             self.queue.fail(seq, error)
         self.kv.drop_idle(pinned=True)
 
-    def make_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until `n_cells` hold the others; False if a request is too long."""
+    def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
+        """Evict idle sequences until `n_cells` suffice; return False if a request is too long."""
         requests = [*self.queue.running, *self.queue.waiting]
         is_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return is_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -183,7 +183,7 @@ class Scheduler:
         self.executor.use_abort()
 
     def forget_adapters(self, stamps: Collection[str]) -> bool:
-        """Drop what was computed with these adapters; False while requests use them."""
+        """Drop sequences computed with these adapters; return False while requests use them."""
 
         def has(key: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in key)
@@ -195,7 +195,7 @@ class Scheduler:
         return True
 
     def measure_steps(self, token: int) -> None:
-        """Learn what draft tokens cost. Only while idle. Raises DecodeError."""
+        """Measure the cost of draft tokens. Only while idle. Raises DecodeError."""
         if not self.kv.supports_truncation:
             return
         cached_seq = self.kv.claim(PromptTokens([token]), (), reuse=False)

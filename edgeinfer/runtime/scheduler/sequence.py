@@ -1,4 +1,4 @@
-"""One request while it is decoded: its tokens, sampler, timings, and event stream."""
+"""A request while it is decoded: its tokens, sampler, timings, and event stream."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Sequence:
         self.wake()
 
     @property
-    def claimed(self) -> CachedSequence:
-        """Return its cached sequence, which it has while it is computed."""
+    def cached(self) -> CachedSequence:
+        """The cached sequence, which every sequence has while it is computed."""
         assert self.cached_seq is not None
         return self.cached_seq
 
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def n_past_uncut(self) -> int:
-        """Tokens in the KV cache before a picture of which only some rows are."""
+        """Number of tokens in the KV cache before a picture of which it has only some rows."""
         return self.tokens.cut(self.n_past)
 
     @property
@@ -126,7 +126,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """The position of the next token, or that which the next rows of a picture count from."""
+        """Position of the next token, or the first one of the next picture rows."""
         return self.tokens.position(self.n_past)
 
     @property
@@ -135,7 +135,7 @@ class Sequence:
 
     @property
     def picture(self) -> Span | None:
-        """The picture that comes next; None if a token of text does."""
+        """The picture that comes next in the prompt; None if text comes next."""
         return self.pictures.at(self.n_past)
 
     @property

@@ -52,7 +52,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _sentence(problem: Problem) -> str:
-    """Tell of a prompt that is too long in the words by which agents know to compact."""
+    """Phrase a too long prompt as Anthropic does: agents compact on that text."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -115,7 +115,7 @@ class MessageRenderer(Renderer):
             self._prompt_tokens = event.total_tokens
             if event.queued or self._started:
                 return b""
-            # tokens that are there before the first step came from the prefix cache
+            # tokens done before the first step came from the prefix cache
             is_read = event.done_tokens == event.total_tokens
             self._cached_tokens = 0 if is_read else event.done_tokens
             return self._start()

@@ -68,7 +68,7 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     """Return the tools; a deferred one once it was referred to, or if no tool search is offered."""
     referred = _referenced_names(body)
-    # Anthropic's own search is not here: without a client's all of them would stay hidden
+    # Anthropic's own search does not exist here: without the client's, all tools would stay hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
         tool_of(tool.name, tool.description, tool.input_schema, tool.strict)

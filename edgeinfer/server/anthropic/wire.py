@@ -30,7 +30,8 @@ from edgeinfer.server.wire_types import (
 )
 
 _CACHE = frozenset({"cache_control"})
-#: What only Anthropic's own tools leave in a conversation; a model here would not know what it is.
+#: Block types that only Anthropic's own tools leave in a conversation; a local model does not know
+#: them.
 _SERVER_BLOCKS = tuple(
     "server_tool_use web_search_tool_result web_fetch_tool_result "
     "code_execution_tool_result bash_code_execution_tool_result "
@@ -203,7 +204,7 @@ class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
 
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
-    """As adaptive: a model here decides by itself when it reasons."""
+    """Treated as adaptive: a local model decides by itself when it reasons."""
 
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):

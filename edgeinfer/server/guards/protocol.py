@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.limits import Limits
 
-#: How long (s) an answered client may go on sending its body: after a close at once, the kernel would
-#: reset the connection, and the client might never see the answer.
+#: How long (s) an answered client may go on sending its body: if the server closed immediately, the
+#: kernel would reset the connection, and the client might never see the answer.
 _LINGER_S = 2.0
 
 
@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 1.0
 
 
 class _UnknownLength(int):
-    """A content length that every body has: the end of the connection ends it."""
+    """Stands for an unknown content length: the end of the connection ends the body."""
 
     def __lt__(self, other: object) -> bool:
         return False

@@ -24,18 +24,18 @@ from edgeinfer.server.problems import Problem
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
 OPEN_ROUTES = frozenset({"/health"})
-#: A name or an address in brackets, a root's dot, a port.
+#: Matches a Host: a name or an address in brackets, the root's dot, a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
-#: What a page asks to send is allowed to a named origin, where it looks like a list of headers.
+#: Matches a list of headers; a page of a named origin may send the headers it asks for.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
 
 Headers = Mapping[str, str]
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules. `hosts` are names without a port, lower case, or suffixes that begin with a dot;
-    `origins` are as browsers spell them.
+    """The access rules. `hosts` are names without a port, lower case, or suffixes that begin with a
+    dot; `origins` are as browsers spell them.
 
     `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
     anyway, and where rebinding (which needs a name) gains nothing.

@@ -134,7 +134,7 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_common_fields(body, info))
 
 
-#: From the adapters that are loaded to those that are wanted.
+#: Maps the loaded adapters to the ones to load.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
@@ -208,7 +208,7 @@ def _stop_type(finished: Finished) -> StopType:
 
 
 class LlamaRenderer(Renderer):
-    """One answer a prompt; a prompt that was given as text is repeated when its answer ends."""
+    """Renders one answer per prompt; a prompt given as text is repeated when its answer ends."""
 
     def __init__(
         self,

@@ -185,7 +185,7 @@ class Slots(Reply, frozen=True, kw_only=True):
 
 
 class Modalities(Reply, frozen=True, kw_only=True):
-    """What the default model reads besides text."""
+    """Input kinds of the default model besides text."""
 
     vision: bool = False
     audio: bool = False
@@ -254,7 +254,7 @@ class PromptText(Wire, frozen=True, kw_only=True):
 
 
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
-    """What /completion and /infill share."""
+    """Fields that /completion and /infill share."""
 
     hints: ClassVar = frozenset(
         "id_slot n_cache_reuse n_indent n_keep response_fields return_progress samplers "
@@ -344,7 +344,7 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
 
 
 class ModelQuery(Wire, frozen=True, kw_only=True):
-    """Which model is meant, the default one unless it is said."""
+    """The requested model; by default the endpoint's."""
 
     model: ModelName | None = None
 

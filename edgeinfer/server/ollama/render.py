@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000
-#: Our code → how Ollama's own message for it begins: clients look for these words.
+#: Our error code → prefix of Ollama's own message, which clients look for.
 _PREFIXES = {
     "model_not_found": "model not found: ",
     "context_length_exceeded": "the input length exceeds the context length: ",

@@ -32,9 +32,9 @@ from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
 
-#: Ollama's API as of this version is what is followed; clients refuse versions that they find too old.
+#: Version of Ollama's API that is implemented; clients refuse versions that they find too old.
 API_VERSION = "0.13.4"
-#: Ollama writes a time so far away where a model stays for ever.
+#: How far ahead (s) Ollama's expiry time is for a model that stays for ever.
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 

@@ -24,7 +24,7 @@ from edgeinfer.server.request_fields import (
     stop_strings,
 )
 
-#: Options that are whole numbers, with the least: clients write -1 for "all" or "off".
+#: Integer options → least value; clients write -1 for "all" or "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1}
 #: A template that only repeats the prompt asks for what `raw` does.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")

@@ -69,7 +69,7 @@ class NeedsModel(ModelFields, frozen=True, kw_only=True):
 
 
 class OllamaFields(GenerationFields, frozen=True, kw_only=True):
-    """What a conversation and a prompt share. A missing `stream` streams."""
+    """Fields that /api/chat and /api/generate share. `stream` defaults to true."""
 
     model: ModelName
     stream: bool | None = None
@@ -194,7 +194,9 @@ DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class AnswerFields(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """What both answers share. The last line has the statistics; zeros are left out, as Ollama does."""
+    """Fields of the answers of both routes. The last line has the statistics; zeros are left out, as by
+    Ollama.
+    """
 
     model: str
     created_at: str
@@ -255,7 +257,7 @@ class OllamaEmbeddingsReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelDetails(Reply, frozen=True, kw_only=True):
-    """What a model is. `family` is its architecture's name in GGUF."""
+    """Details of a model. `family` is its architecture's name in GGUF."""
 
     parent_model: str = ""
     format: str = "gguf"

@@ -32,7 +32,7 @@ from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
-#: Ends a chunk. It has no `usage`: strands-agents drops the text of a chunk that has it, even null.
+#: End of a chunk, without `usage`: strands-agents drops the text of a chunk that has it, even null.
 _TAIL = b"]}\n\n"
 
 
@@ -82,7 +82,7 @@ def _finite(logprob: float) -> float:
 
 
 class _OpenAI(Renderer):
-    """What both shapes share: `count` answers, `body.n` of each prompt."""
+    """Base of both renderers: `count` answers, `body.n` of each prompt."""
 
     #: The name of a chunk's type, and a piece of an answer without text.
     chunk_object: str
@@ -126,7 +126,7 @@ class _OpenAI(Renderer):
         )
 
     def _finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer; that of the last answer has the timings."""
+        """Encode the last chunk of an answer; the last answer's has the timings."""
         self._ends[index] = finished
         chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:

@@ -36,7 +36,7 @@ from edgeinfer.server.wire_types import (
 # --------------------------------------------------------------------------------
 
 
-#: Where a prefix worth keeping ends: prefixes are kept with or without it.
+#: Hints about the end of a prefix worth caching: prefixes are cached with or without them.
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
@@ -130,7 +130,7 @@ class DeveloperMessage(SystemMessage, frozen=True, tag="developer", tag_field="r
 
 
 class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
-    """What the user said."""
+    """A user's turn."""
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
@@ -166,7 +166,7 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-#: What Anthropic's clients say of a tool, which comes here through translating proxies too.
+#: Hints that Anthropic's clients give about a tool; they also come through translating proxies.
 TOOL_HINTS = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
 
 
@@ -279,7 +279,7 @@ OTHER_SERVERS_FIELDS = {
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
-    """What chat and plain completions share."""
+    """Fields that chat and plain completions share."""
 
     hints: ClassVar = frozenset({"user", "metadata", "id_slot", "return_progress", "timings_per_token"})
     refused: ClassVar[Mapping[str, str]] = OTHER_SERVERS_FIELDS
@@ -373,7 +373,9 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
-    """Of `cached_tokens`, `cached_disk_tokens` came from the disk; that field is ours."""
+    """Cached tokens of the prompt; `cached_disk_tokens` (our field) counts those that came from the
+    disk.
+    """
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -442,7 +444,7 @@ class ChatChoice(Reply, frozen=True, kw_only=True):
 
 
 class CompletionFields(Reply, frozen=True, kw_only=True):
-    """What the answers of both routes share."""
+    """Fields that the answers of both routes share."""
 
     id: str
     created: int
@@ -499,13 +501,13 @@ class EmbeddingReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelMeta(Reply, frozen=True, kw_only=True):
-    """llama.cpp's place for what a model was trained on."""
+    """llama.cpp's fields about a model's training."""
 
     n_ctx_train: int = 0
 
 
 class ModelArchitecture(Reply, frozen=True, kw_only=True):
-    """What a model reads and writes, in the place where routers have it."""
+    """Input and output kinds of a model, where routers expect them."""
 
     input_modalities: list[str]
     output_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
@@ -542,7 +544,7 @@ class ModelCard(Reply, frozen=True, kw_only=True):
 
 
 class ModelCapabilities(Reply, frozen=True, kw_only=True):
-    """What a model can do, as llama.cpp says it: "multimodal" if it reads pictures."""
+    """Capabilities of a model in llama.cpp's names: "multimodal" if it reads pictures."""
 
     name: str
     model: str

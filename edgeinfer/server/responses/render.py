@@ -44,7 +44,7 @@ class ResponseRenderer(Renderer):
         store: Callable[[wire.ResponseReply], None] | None = None,
     ) -> None:
         self.id = request_id
-        #: Stores the finished response.
+        #: Callback that stores the finished response.
         self._store = store
         self.model = model
         self.created = int(time.time())

@@ -102,7 +102,7 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
         "local_shell_call": "only functions are called",
         "apply_patch_call": "only functions are called",
     }
-    #: What tools of OpenAI's own leave in a conversation, without a word for the model.
+    #: Item types that OpenAI's own tools leave in a conversation; they hold no text for the model.
     dropped_types: ClassVar = tuple(
         "web_search_call file_search_call code_interpreter_call tool_search_ mcp_ "
         "additional_tools compaction_trigger program".split()
@@ -129,7 +129,7 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
-    """What was thought; its summary where the thought itself is not there."""
+    """Reasoning of an earlier answer; its summary if the text itself is missing."""
 
     hints: ClassVar = frozenset({"encrypted_content"})
 
@@ -242,7 +242,9 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
-    """Of `cached_tokens`, `cached_disk_tokens` came from the disk; that field is ours."""
+    """Cached tokens of the input; `cached_disk_tokens` (our field) counts those that came from the
+    disk.
+    """
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0

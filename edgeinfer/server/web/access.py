@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _CODE_S = 120
 _COOKIE_S = 30 * 24 * 3600
-#: The page asks only below this path, so no other route sees the cookie.
+#: Path below which the page sends all its requests, so no other route sees the cookie.
 PATH = "/web"
 
 
@@ -102,7 +102,7 @@ class Access:
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
         age_s = time.time() - float(made_at)
-        # the endpoint's own age, because the wall clock may have been set since it began
+        # compare with the endpoint's own age: the wall clock may have been set since it began
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False

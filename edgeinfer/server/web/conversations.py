@@ -43,7 +43,7 @@ T = TypeVar("T")
 Begin = Callable[[ChatSession], Answer]
 #: Pause (s) between two looks at the store; one at an unchanged store takes 0.1 ms.
 _LOOK_S = 0.05
-#: Answers of the page that are generated at once.
+#: Most answers generated concurrently for the page.
 _MOST_ANSWERS = 16
 #: How long (s) a request waits for its answer's turn: a model may have to be loaded first.
 _BEGIN_S = 1.0
@@ -65,17 +65,17 @@ class RunningAnswer:
     """An answer with its calls, as pages show it; their `CallFront`. Any thread."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
-        #: 0 until a new conversation is stored.
+        #: Id of the conversation; 0 until a new one is stored.
         self.conversation_id = conversation_id
         self.is_running = is_running
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
         self.stop = Stop()
-        #: What it waits for, or why it failed.
+        #: Message: what the answer waits for, or why it failed.
         self.notice = ""
-        #: What tool servers have changed.
+        #: Notices about changes of tool servers.
         self.said: tuple[str, ...] = ()
-        #: When a page looked last.
+        #: Monotonic time at which a page last looked.
         self.seen = time.monotonic()
         self._words: dict[str, str] = {}
         self._shown: _ShownCard | None = None
@@ -136,7 +136,7 @@ class Conversations:
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
-        #: Calls that wait for the user hold a thread, and must not hold up answers.
+        #: Threads of tool calls: a call that waits for the user holds one, and must not delay answers.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
         self._answers: dict[int, RunningAnswer] = {}
@@ -347,7 +347,7 @@ class Conversations:
 
 
 class Follower:
-    """What one page has been sent."""
+    """The state that one page has been sent."""
 
     def __init__(self, conversations: Conversations, conversation_id: int, latest: int) -> None:
         self._conversations = conversations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from markdown_it.renderer import RendererHTML
     from markdown_it.token import Token
 
-#: A tool call's arguments and its result are cut to this (characters).
+#: Longest shown arguments or result (characters) of a tool call.
 _CALL = 8000
 
 #: Reports an error in rendering.

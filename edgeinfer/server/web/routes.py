@@ -263,7 +263,7 @@ def _reports() -> list[tuple[float, Path]]:
     return sorted(((path.stat().st_mtime, path) for path in reports), reverse=True)
 
 
-#: For the playground, which stores nothing.
+#: Route of the playground, which stores nothing.
 ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 
 
@@ -352,13 +352,13 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
 
 
 def _answer(session: ChatSession) -> Answer:
-    """Answer the question at the end; once more if its answer failed."""
+    """Answer the last question; regenerate if it already has an answer."""
     head = session.head
     return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
 
 
 def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> None:
-    """Set what the body names. Raises UsageError, UnknownModelError."""
+    """Apply the settings in the body to the session. Raises UsageError, UnknownModelError."""
     fields: dict[str, object] = {}
     if body.model is not None:
         fields["model"] = context.endpoint.models.resolve(body.model)

@@ -34,7 +34,7 @@ class SentFile(Wire, frozen=True, kw_only=True):
 
 
 class Settings(Wire, frozen=True, kw_only=True):
-    """What a conversation is answered with; None leaves it."""
+    """Settings with which a conversation is answered; None leaves one unchanged."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     system_prompt: str | None = None
@@ -138,7 +138,7 @@ class Offer(Reply, frozen=True, kw_only=True):
 
 
 class Setup(Reply, frozen=True, kw_only=True):
-    """What the page needs to begin. `options` are the least and greatest value of each."""
+    """Initial data of the page. `options`: least and greatest value of each option."""
 
     version: str
     default_model: str

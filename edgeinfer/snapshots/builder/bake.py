@@ -1,4 +1,4 @@
-"""Baking: turn a dump that a restore would have to read into one that it maps.
+"""Bake a dump: turn one that a restore would have to read into one that it maps.
 
 CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into
 fresh anonymous memory: 0.75 to 0.95 s for every GB. Here that file becomes `memory.img`, and every long
@@ -29,9 +29,9 @@ from edgeinfer.snapshots.builder import criu_images
 from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
-#: Shorter runs are read by CRIU: a mapping costs it as much as reading so many bytes.
+#: Shortest run of pages (bytes) that is mapped; CRIU reads shorter ones as fast as it maps them.
 SHORTEST_RUN_BYTES = 64 << 10
-#: Zeros are looked for in blocks of this size.
+#: Size of the blocks (bytes) in which zeros are looked for.
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
@@ -102,7 +102,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
 
 
 def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
-    """Punch holes where the file holds zeros; those (offset, end), in order."""
+    """Punch holes where the file holds zeros; return the holes (offset, end), in order."""
     zero = bytes(BLOCK_BYTES)
     zeros: list[Range] = []
     size = memory.stat().st_size

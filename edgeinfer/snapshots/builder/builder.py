@@ -47,13 +47,13 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Asks the init of a build how the process that parks has ended.
+#: Message that asks a build's init how the parked process has ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to build, the digest of its inputs, and CRIU: its path, version and tier."""
+    """Inputs of a build, their digest, and CRIU: its path, version and tier."""
 
     inputs: SnapshotInputs
     depends_on: str
@@ -348,14 +348,14 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume it and return whether it computes the bits of the build. Raises RestoreError."""
+    """Resume the snapshot and return whether it computes the bits of the build. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"), criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume it twice; name the randomness on which both agree. Raises RestoreError."""
+    """Resume the snapshot twice; name the sources of randomness that repeat. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     drawn = []
     for _ in range(2):

@@ -46,7 +46,7 @@ CORE_THREAD = 5
 THREAD_NICE = 3
 THREAD_POLICY = 4
 THREAD_PRIORITY = 5
-#: What CRIU writes for a regular file in FILE_TYPE.
+#: Value of FILE_TYPE for a regular file.
 REGULAR_FILE = 1
 #: Bits of a memory area's status.
 STATUS_REGULAR = 1

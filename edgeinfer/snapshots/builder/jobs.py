@@ -44,7 +44,7 @@ WAITING = "waiting for another build of this snapshot"
 Progress = Callable[[str, float | None], None]
 #: The lock of builds during which a process computes: one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
-#: Python's heap, KV cache and compute buffers that were touched.
+#: Bytes needed besides the model: Python's heap, and the touched KV cache and compute buffers.
 _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.builder.builder"
 

@@ -41,7 +41,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
-#: Names the file to which a test has the modules written that were imported after the resume.
+#: Variable that names the file for the modules imported after the resume; for tests.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 
@@ -182,7 +182,7 @@ def droppable_ranges(smaps: str) -> list[Range]:
 
 
 def read_droppable_ranges() -> list[Range]:
-    """Find these ranges in this process."""
+    """Find the droppable ranges of this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 

@@ -23,7 +23,7 @@ from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
 FORMAT = 6
 Kind = Literal["model", "projector", "adapter"]
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-#: The media type of a layer, which is a file as it is: Docker's, as far as there is one.
+#: Media types of layers, each an unpacked file: Docker's where there is one.
 MEDIA_TYPES = {
     "model": "application/vnd.docker.ai.gguf.v3",
     "projector": "application/vnd.docker.ai.mmproj",

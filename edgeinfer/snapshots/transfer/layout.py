@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 class Layout:
-    """One folder; nothing is read or made before it is asked for."""
+    """An image layout in one folder; nothing is read or created before it is needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

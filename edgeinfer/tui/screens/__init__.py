@@ -1,1 +1,1 @@
-"""One screen a file."""
+"""The screens of the app, one per file."""

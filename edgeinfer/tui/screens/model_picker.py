@@ -35,7 +35,7 @@ _OFFLINE = (
     "`edgeinfer pull FILE.gguf`."
 )
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-#: A narrower list shows only names and sizes.
+#: Least width (cells) for all columns; a narrower list shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 

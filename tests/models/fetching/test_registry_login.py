@@ -102,7 +102,7 @@ def test_token_service_in_the_open_is_refused() -> None:
     *asked, refusal = sent_requests(
         registry("/v2/uploads/1", 'Bearer realm="http://registry.example.org/token"')
     )
-    assert "unencrypted login" in refusal[1]
+    assert "token endpoint is not HTTPS" in refusal[1]
     assert len(asked) == 1
 
 

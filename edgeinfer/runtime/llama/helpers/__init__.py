@@ -16,7 +16,7 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 
 
 def say(code: int = 0, /, **fields: Any) -> int:
-    """Write one line to stdout at once and return `code`, so that a main can end with it."""
+    """Write one line to stdout, flush it, and return `code`, so that a main can end with it."""
     sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
     sys.stdout.buffer.flush()
     return code

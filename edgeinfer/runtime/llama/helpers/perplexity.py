@@ -27,7 +27,7 @@ from edgeinfer.runtime.llama.weights import open_model
 
 SKIPPED_TOKENS = 32
 _WINDOW_TOKENS = 1024
-#: Positions decoded at once; bounds the logits kept (64 rows of 262,144 floats are 67 MB).
+#: Positions per llama_decode; bounds the logits kept (64 rows of 262,144 floats are 67 MB).
 _BATCH_TOKENS = 64
 
 
@@ -55,7 +55,7 @@ def measure(argv: list[str]) -> dict[str, float]:
 
 
 def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
-    """Negative log-likelihoods in nats; of two contexts also their divergence and agreement."""
+    """Sum negative log-likelihoods in nats; for two contexts also their divergence and agreement."""
     sums = [0.0, 0.0, 0.0, 0.0]
     batch = Batch.of(contexts[0], max_outputs=_BATCH_TOKENS)
     for start in range(0, len(tokens) - 1, _BATCH_TOKENS):

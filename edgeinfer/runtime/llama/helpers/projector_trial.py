@@ -22,7 +22,7 @@ from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
 _CPU_S = 600
-#: Libraries, and stacks and heaps of threads, most of which is never touched.
+#: Address space (bytes) for libraries and threads' stacks and heaps, most of which is never touched.
 _MAPPED_BYTES = 4 << 30
 _SIDE = 64
 #: Sizes that are cut into tiles or scaled in other ways, without their pixels.
