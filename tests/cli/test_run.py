@@ -160,7 +160,7 @@ def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch
     with pytest.raises(UnknownModelError):
         host.engine("nosuch", LoadOptions())
     clock[0] += 30_000_000_000
-    monkeypatch.setattr(Host, "files", lambda *_: None)
+    monkeypatch.setattr(Host, "files", lambda *_, **__: None)
     monkeypatch.setattr(
         Host, "_load", lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready"))
     )
@@ -223,7 +223,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
     for more in (["--timings"], ["--json"]):
         clock[0] = 500_000_000
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
-        monkeypatch.setattr(host, "files", lambda model, *_: ModelFiles(name=model, paths=()))
+        monkeypatch.setattr(host, "files", lambda model, *_, **__: ModelFiles(name=model, paths=()))
         monkeypatch.setattr(host, "keep_blocks", lambda _engine: None)
         monkeypatch.setattr(host, "record_drift", lambda *_: None)
         monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)

@@ -6,6 +6,7 @@ import re
 import sqlite3
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import date, timedelta
 
@@ -15,6 +16,7 @@ import pytest
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import Config, DriftConfig
 from edgeinfer.host import Host
+from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Message, Tool, ToolChoice
 from edgeinfer.usage.daily_counts import DriftRecorder, drift_path, read_week
@@ -46,7 +48,7 @@ def engine(smollm2):
 
 
 @pytest.fixture
-def recording_engine(engine):
+def recording_engine(engine: LlamaEngine) -> Iterator[LlamaEngine]:
     """An engine whose answers are counted in this test's home."""
     engine.add_observer(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine

@@ -161,7 +161,7 @@ def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, c
     live_server = RemoteEndpoint(url=with_page(serve()).url, model="fake")
     monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
     monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
-    monkeypatch.setattr(Host, "files", lambda *_: None)
+    monkeypatch.setattr(Host, "files", lambda *_, **__: None)
     for endpoint in (None, live_server):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, endpoint=endpoint: endpoint)
         web.run(SimpleNamespace(model=None, json=True), Host())
