@@ -19,7 +19,7 @@ _by_code: dict[str, type[EdgeInferError]] = {}
 
 
 def kebab(name: str) -> str:
-    """`ModelNotPulled` → `model-not-pulled`. Without `re`, which the launcher would pay for."""
+    """Convert `ModelNotPulled` to `model-not-pulled`, without `re`, which would slow the launcher."""
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).lstrip("-")
 
 

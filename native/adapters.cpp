@@ -12,7 +12,7 @@
 
 #include "vectors.h"
 
-// ---- the parts of llama.cpp's private headers that are read (llama-adapter.h)
+// ---- the fields used of llama.cpp's private header llama-adapter.h
 
 struct llama_model;
 struct llama_adapter_lora_weight {
@@ -20,7 +20,7 @@ struct llama_adapter_lora_weight {
 };
 struct llama_adapter_lora {
     llama_model *model;
-    std::unordered_map<std::string, llama_adapter_lora_weight> pairs;  // by the weight's name
+    std::unordered_map<std::string, llama_adapter_lora_weight> pairs;  // weight's name → its A and B
     std::vector<void *> contexts, buffers;
     float alpha;
 };
@@ -30,11 +30,11 @@ namespace {
 INLINE Floats load(const float *p) { return load<Floats>(p); }
 INLINE Floats load(const ggml_fp16_t *p) { return from_halves(p); }
 INLINE Floats load(const ggml_bf16_t *p) { return from_bf16(p); }
-constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a dot, on every processor
-constexpr int kRanks = 4, kTokens = 8;              // of a unit of project()
-constexpr int kAtOnce = 4;                          // columns of add_block()
+constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a dot product, the same on every processor
+constexpr int kRanks = 4, kTokens = 8;              // ranks and tokens in a work unit of project()
+constexpr int kAtOnce = 4;                          // columns that add_block() computes together
 
-// the sum of n floats: halves are added until one is left
+// Returns the sum of n floats: halves are added until one float is left
 template <int n, class V> INLINE float sum_of(V x) {
     if constexpr (n == 1) {
         return x[0];
@@ -46,7 +46,7 @@ template <int n, class V> INLINE float sum_of(V x) {
     }
 }
 
-// dots[r] of x and the rows r of A, `by` times
+// dots[r] = by * dot product of x and row r of A
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
     Floats sums[kN][kParts]{};
     for (int i = 0; i < k; i += kSums)
@@ -61,7 +61,7 @@ template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, f
     }
 }
 
-// to[c][lane] += the sum of b[rank][lane] * t[c][rank] for kC columns; `lanes` of them are there
+// to[c][lane] += sum over rank of b[rank][lane] * t[c][rank], for kC columns and the first `lanes` lanes
 template <int kC, class T> INLINE void add_block(const T *b, int rank, const float *t, float *const *to, int lanes) {
     Floats sums[kC]{};
     for (int r = 0; r < rank; r++) {
@@ -73,7 +73,7 @@ template <int kC, class T> INLINE void add_block(const T *b, int rank, const flo
         else for (int i = 0; i < lanes; i++) to[c][i] += sums[c][i];
 }
 
-// f of the tensor's data; false for types that are not taken
+// Calls f with the tensor's data; returns false for unsupported types
 template <class F> bool with_type(ggml_type type, const void *data, F f) {
     switch (type) {
         case GGML_TYPE_F32: f((const float *)data); return true;
@@ -108,7 +108,7 @@ struct LoraPair {
 namespace {
 
 struct Adapter {
-    std::unordered_map<const void *, LoraPair> pairs;  // by the weight's address
+    std::unordered_map<const void *, LoraPair> pairs;  // weight's address → its A and B
 };
 
 // Rows of a batch that have an adapter: its tokens, and those of them that have outputs. Filled in by Python.
@@ -118,7 +118,7 @@ struct Rows {
     float scale;
 };
 
-struct Column {  // of a product
+struct Column {  // a column (row of the batch) of a product
     int at;
     float scale;
 };
@@ -133,23 +133,23 @@ struct AdapterPlan {
     struct Run {
         const LoraPair *pair;
         const std::vector<Column> *columns;
-        size_t at;  // in Additions::projected: [column][rank]
+        size_t at;  // offset in Additions::projected: [column][rank]
     };
     std::vector<Run> runs;
     size_t n_floats = 0;
-    const AdapterPlan *next = nullptr;  // of the next product that has one
+    const AdapterPlan *next = nullptr;  // plan of the next product that has one
 };
 
 namespace {
 
-// One llama_decode. Behind the last layer's attention llama.cpp keeps the rows with outputs alone.
+// The adapters of one llama_decode. After the last layer's attention, llama.cpp keeps only the rows with outputs.
 struct Step {
     int n_tokens, n_outputs;
-    bool is_whole = false, has_missed = false;  // a product with all tokens was there; one that was declined, or with other rows
+    bool is_whole = false, has_missed = false;  // seen: a product with all tokens; one that was declined or has other rows
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
-thread_local Step *t_step;  // the one that this thread plans: ggml plans in the thread that decodes
+thread_local Step *t_step;  // the step that this thread plans: ggml plans in the thread that decodes
 
 bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b) {
     const auto is_float = [](const ggml_tensor *t) { return with_type(t->type, nullptr, [](auto) {}); };
@@ -187,7 +187,7 @@ void Additions::project(float *work, int ith, int nth) {
     }
 }
 
-// To L2: to L1, or line by line between the blocks of the product, it took more time than it saved.
+// Prefetches to L2: prefetching to L1, or line by line between the product's blocks, took more time than it saved.
 void Additions::prefetch(int first, int n) const {
     if (!plan) return;
     const size_t rows = op->ne[0];
@@ -245,7 +245,7 @@ void plan_adapters(const ggml_tensor *op, bool is_accepted) {
 
 // ---- for runtime/llama/row_adapters.py
 
-// Null if a part of the adapter is not for the products of matmul.cpp: embeddings, experts, scaled weights, other types.
+// Returns null if the products of matmul.cpp cannot add a part of the adapter: embeddings, experts, scaled weights, other types.
 extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const ggml_tensor *(*tensor)(const llama_model *, const char *)) {
     auto adapter = new Adapter;
     for (const auto &[name, pair] : from->pairs) {
@@ -261,7 +261,7 @@ extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const
 }
 extern "C" void edgeinfer_adapter_close(Adapter *adapter) { delete adapter; }
 
-// Around a llama_decode, in its thread. Rows with one adapter are best next to each other.
+// Called before and after a llama_decode, in its thread. Rows with the same adapter are fastest next to each other.
 extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_tokens, int n_outputs) {
     t_step = new Step{n_tokens, n_outputs};
     auto &groups = t_step->groups;
@@ -272,7 +272,7 @@ extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_to
     }
     return t_step;
 }
-// True if everything was added; otherwise what was computed is of no use.
+// Returns whether every adapter was added; if not, the results of the step are invalid.
 extern "C" bool edgeinfer_adapters_end(Step *step) {
     t_step = nullptr;
     const bool is_complete = !step->has_missed;

@@ -2,9 +2,10 @@
 //
 // ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
-// vectors, so that what is read and converted once serves all of them. A row's bits depend on its query and on the cells
+// vectors, so that each cell is read and converted once for all of them. A row's bits depend on its query and on the cells
 // that it sees, as they were written (cell_order.cpp): not on where these lie, how many rows there are, which lanes they
-// have, or how many threads compute them. What is not seen adds exact zeros, and what is summed shrinks by powers of two alone, which rounds nothing.
+// have, or how many threads compute them. Masked cells add exact zeros, and sums are scaled only by powers of two, which rounds
+// nothing.
 //
 // The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.
@@ -17,28 +18,28 @@
 
 namespace {
 
-constexpr int kMostVectors = kRegisters == 32 ? 5 : 3;  // of rows, that are summed in registers
+constexpr int kMostVectors = kRegisters == 32 ? 5 : 3;  // most vectors of rows summed in registers
 INLINE Floats load(const float *p) { return load<Floats>(p); }
 
-constexpr int kBlock = 64;     // cells whose scores are computed at a time
-constexpr int kMostLanes = 80;  // rows at a time
-constexpr int kMostHead = 256;  // elements of a head
-constexpr size_t kMostShared = 16 << 20;  // bytes of scores that threads share
+constexpr int kBlock = 64;     // cells whose scores are computed together
+constexpr int kMostLanes = 80;  // most rows computed together
+constexpr int kMostHead = 256;  // most elements of a head
+constexpr size_t kMostShared = 16 << 20;  // most bytes of scores that threads share
 constexpr int kKeyStride = kMostHead + 16;  // floats: known when compiling, and not a power of two
 constexpr int kAhead = 64;
-constexpr float kLowest = -2e4f;  // scores from here down are of cells that are not seen
+constexpr float kLowest = -2e4f;  // lower scores belong to masked cells
 constexpr float kNoBase = -3e4f;  // less than any score's exponent of two
 
-// the whole number n for which e^x is 2^n times something between 0.7 and 1.5
+// Returns the integer n for which e^x is 2^n times a number between 0.7 and 1.5
 inline Integers exponent(Floats x) { return nearest(x * 1.44269504f); }
 
-// 2^n for n <= 0; 0 where that is below the least normal number
+// Returns 2^n for n <= 0; 0 if that is below the least normal number
 inline Floats power(Integers n) {
     n = n < -127 ? Integers{} - 127 : n;
     return (Floats)((n + 127) << 23);
 }
 
-// e^x / 2^base, for a base of exponent(x) or more; exactly 0 for cells that are not seen (Cephes' expf)
+// Returns e^x / 2^base, for base >= exponent(x); exactly 0 for masked cells (Cephes' expf)
 inline Floats exponential(Floats x, Integers base) {
     const Integers is_seen = x > all(kLowest);
     x = larger(x, all(kLowest));
@@ -81,7 +82,7 @@ void product_lanes(int n_i, int n_k, const float *a, size_t ak, const float *b, 
     for (int i = 0; i < n_i; i += kI) product_tile<kN, kI, kAI>(n_k, a + i * kAI, ak, b, c + i * lanes, lanes, add);
 }
 
-// as above for the lanes from `low` to `high`, and n_i that are a multiple of 16
+// The same for the lanes from `low` to `high`; n_i is a multiple of 16
 template <int kAI>
 void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, int low, int high,
              bool add) {
@@ -101,7 +102,7 @@ void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float 
 void to_floats(ggml_type type, const char *from, float *to, int n) {
     if (type == GGML_TYPE_F16) {
         for (int i = 0; i < n; i += kLanes) store(to + i, from_halves(from + 2 * i));
-    } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a half, which scales as many bytes
+    } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a half that scales 32 bytes
         for (int i = 0; i < n; i += 32, from += 34) {
             uint16_t scale;
             memcpy(&scale, from, 2);
@@ -114,16 +115,16 @@ void to_floats(ggml_type type, const char *from, float *to, int n) {
     }
 }
 
-// One operation: how much there is of what, and how it is shared out.
+// One attention operation: its sizes, and how threads divide it.
 struct Operation {
     const ggml_tensor *q, *k, *v, *mask, *sinks;
     ggml_tensor *out;
     int key_size, value_size, n_tokens, n_heads, n_cells, group, n_streams;
     float scale, bias, cap;
-    const int32_t *listed = nullptr;  // the cells that are summed, in order; null: all of them
+    const int32_t *listed = nullptr;  // cells to sum, in order; null: all cells
     int n_summed;
-    int n_chunks, lanes, n_units;  // a unit: a chunk of the tokens for one head of the cache
-    int n_parts;                   // of a unit's values, each by a thread, where there are few units
+    int n_chunks, lanes, n_units;  // a work unit: a chunk of the tokens × one KV head
+    int n_parts;                   // parts of a unit's values, one per thread, if there are few units
 
     Operation(const ggml_tensor *op, int n_threads)
         : q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), out((ggml_tensor *)op) {
@@ -179,7 +180,7 @@ public:
         values_ = sum_ + o.lanes;
     }
 
-    // all of it
+    // computes a whole unit
     void compute() {
         read_queries();
         clear(o_.value_size);
@@ -193,13 +194,13 @@ public:
         write(0, o_.value_size);
     }
 
-    // the scores of one block alone, to where all threads find them
+    // computes only the scores of one block, into memory shared by all threads
     void compute_scores(int cell, float *shared) {
         const Seen seen = look(cell);
         if (seen != Seen::none) score(cell, seen, shared + (size_t)cell * o_.lanes);
     }
 
-    // one part of the values, from the scores of all blocks
+    // computes one part of the values from the scores of all blocks
     void compute_part(int part, const float *shared) {
         const int pieces = o_.value_size / 32;  // quantized elements are stored by 32
         const int from = pieces * part / o_.n_parts * 32;
@@ -239,7 +240,7 @@ private:
 
     int count(int cell) const { return std::min(kBlock, o_.n_summed - cell); }
 
-    // elements of the cells of a block, `size` from `first` on
+    // reads `size` elements, from `first` on, of each cell of a block
     void read(const ggml_tensor *t, int cell, int first, int size, float *to, int stride) const {
         const int bytes = ggml_row_size(t->type, size), skipped = ggml_row_size(t->type, first);
         for (int c = 0; c < count(cell); c++) {
@@ -249,7 +250,7 @@ private:
         }
     }
 
-    // what is added to a token's scores of a block, gathered where that is no range of cells
+    // returns the mask of a token for a block, gathered if the block is not a range of cells
     const uint16_t *mask_of(int token, int cell) const {
         return o_.listed ? masks_[token - first_] : o_.mask_of(token, stream_) + cell;
     }
@@ -260,13 +261,13 @@ private:
         }
     }
 
-    // whether the unit's tokens see the cells of a block; what follows is for the lanes of those that do
+    // returns whether any token of the unit sees a block's cells; further work is for the lanes of those tokens
     Seen look(int cell) {
         low_ = 0, high_ = o_.lanes;
         if (!o_.mask) return Seen::every;
         if (o_.listed) gather_masks(cell);
         int from = end_, to = first_;
-        uint16_t others = 0;  // -inf is 0xfc00, and what is added to a cell that is seen 0
+        uint16_t others = 0;  // a mask value is -inf (0xfc00) for a masked cell, 0 for a visible one
         for (int t = first_; t < end_; t++) {
             const uint16_t *mask = mask_of(t, cell);
             uint16_t hidden = 0xffff;
@@ -297,7 +298,7 @@ private:
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
 
-    // scores become weights; what was summed shrinks where a larger score was found
+    // turns scores into weights; the sums so far are scaled down if a larger score was found
     void weigh(float *scores, int n_values) {
         for (int l = low_; l < high_; l += kLanes) {
             Floats most = all(kLowest);
@@ -346,16 +347,16 @@ private:
     const Operation &o_;
     int head_, stream_, first_, end_;
     uint16_t masks_[kMostLanes][kBlock];
-    int low_, high_;  // the lanes that see a block
+    int low_, high_;  // range of the lanes that see a block
     float *queries_, *scores_, *keys_, *cells_;
-    float *base_, *sum_, *values_;  // by rows, of 2^base: the exponent of the largest score, the sum of weights, weighted values
+    float *base_, *sum_, *values_;  // per row: exponent of the largest score; sum of weights and weighted values, in units of 2^base
 };
 
 
 class Attention : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
         if (!Operation::accepts(op)) return false;
-        // a graph may be computed with fewer threads than it was planned for, and share its work otherwise
+        // a graph may be computed with fewer threads than planned, and divide its work differently
         size = 0;
         for (int n = 1; n <= n_threads; n++) size = std::max(size, Operation(op, n).work_size(n));
         return true;

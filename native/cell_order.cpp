@@ -1,6 +1,6 @@
 // The order in which the cells of a KV cache were written, which is that of a sequence's positions.
 //
-// llama.cpp gives a token the lowest free cell, so a sequence that continues behind a cached prefix may have cells below it.
+// llama.cpp gives a token the lowest free cell, so a sequence that continues after a cached prefix may have cells below it.
 // Sums in the order of cells' indices then round otherwise than in an empty cache. Here each written key gets a number, and
 // attention.cpp takes the cells in the order of these numbers: those that a step sees, so that others' cost it nothing (300
 // tokens of one of four sequences of SmolLM2: 12 to 20 % less time).
@@ -17,14 +17,14 @@
 
 namespace {
 
-struct Numbers {  // of one layer's keys; memory is taken as cells are written
+struct Numbers {  // write order of one layer's cells; its memory grows as cells are written
     std::unique_ptr<int64_t, decltype(&free)> of_cell;
     int64_t n_cells, n_written = 0;
     explicit Numbers(int64_t n) : of_cell((int64_t *)calloc(n, sizeof(int64_t)), free), n_cells(n) {}
 };
-std::map<const char *, Numbers> g_numbers;  // by the address of the keys
+std::map<const char *, Numbers> g_numbers;  // address of a layer's keys → their numbers
 std::mutex g_lock;
-std::atomic<int64_t> g_n_made = 0;  // of Numbers
+std::atomic<int64_t> g_n_made = 0;  // count of Numbers ever made
 
 bool is_keys(const ggml_tensor *cache) { return !strncmp(cache->name, "cache_k", 7); }
 
@@ -47,15 +47,15 @@ class Writes : public ggml::cpu::tensor_traits {
             const int64_t cell = cells->type == GGML_TYPE_I64 ? ((int64_t *)cells->data)[i] : ((int32_t *)cells->data)[i];
             numbers.of_cell.get()[cell] = ++numbers.n_written;
         }
-        return false;  // ggml writes them
+        return false;  // ggml itself writes these cells
     }
 };
 Writes g_writes;
 
-// The order of a step: one for all layers of a cache, as these are written alike.
+// Cell order of a step, shared by all layers of a cache: they are written alike.
 struct Order {
     const void *cache = nullptr, *mask = nullptr;
-    int64_t n_written = 0, n_made = 0;  // a cache that lies where a freed one did may have as many writes
+    int64_t n_written = 0, n_made = 0;  // distinguishes a cache from a freed one at the same address with as many writes
     std::vector<int32_t> cells;
 
     bool is_of(const Order &o) const {
@@ -67,7 +67,7 @@ struct Order {
         std::vector<uint16_t> hidden(n, 0xffff);
         for (int t = 0; t < n_tokens; t++) {
             const uint16_t *row = (const uint16_t *)((const char *)op->src[3]->data + t * op->src[3]->nb[1]);
-            for (int c = 0; c < n; c++) hidden[c] &= row[c];  // -inf, 0xfc00, where all are that
+            for (int c = 0; c < n; c++) hidden[c] &= row[c];  // stays -inf (0xfc00) only if every row is
         }
         cells.clear();
         for (int c = 0; c < n; c++)
@@ -75,7 +75,7 @@ struct Order {
         sort(numbers.of_cell.get());
     }
 
-    void sort(const int64_t *number) {  // by merging what is in order: few runs of thousands of cells
+    void sort(const int64_t *number) {  // merges sorted runs: there are few runs of thousands of cells
         const auto is_before = [=](int a, int b) { return number[a] < number[b]; };
         std::vector<int> ends;
         for (size_t i = 1; i <= cells.size(); i++)
@@ -106,14 +106,14 @@ const std::vector<int32_t> *cell_order(const ggml_tensor *op) {
     return &order.cells;
 }
 
-// Cells [first, first + n) of a tensor of a cache were written, in this order, without an operation.
+// Records that cells [first, first + n) of a cache tensor were written, in this order, without an operation.
 extern "C" void edgeinfer_cells_written(const ggml_tensor *tensor, int64_t first, int64_t n) {
     if (!is_keys(tensor)) return;
     Numbers &numbers = numbers_of(tensor);
     for (int64_t cell = first; cell < first + n; cell++) numbers.of_cell.get()[cell] = ++numbers.n_written;
 }
 
-// The memory of caches from `low` to `high` goes back.
+// Forgets the caches at addresses from `low` to `high`, whose memory is returned.
 extern "C" void edgeinfer_cells_freed(const char *low, const char *high) {
     std::lock_guard lock(g_lock);
     g_numbers.erase(g_numbers.lower_bound(low), g_numbers.lower_bound(high));

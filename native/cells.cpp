@@ -23,20 +23,20 @@ struct Piece {  // bytes [at, at + size) of the state lie at `source`
 
 struct Transfer {
     uint64_t state;         // address of the state's first byte
-    Copied *copied;         // get: filled up to `capacity`, and counted beyond
+    Copied *copied;         // get: filled up to `capacity`; further ones are only counted
     uint64_t n_copied, capacity;
-    const Piece *pieces;    // set: by `at`
+    const Piece *pieces;    // set: sorted by `at`
     uint64_t n_pieces;
     uint64_t page;          // bytes
     uint64_t mapping;       // address where the pieces' file is mapped from its first byte on
-    int64_t file;           // its descriptor; -1: all is copied
+    int64_t file;           // descriptor of that file; -1: everything is copied
     uint64_t n_bytes, n_mapped;  // set: bytes found in pieces; ranges of pages that were mapped
     void (*written)(const ggml_tensor *, int64_t first, int64_t n);  // set: edgeinfer_cells_written, or null
 };
 
 thread_local Transfer *transfer = nullptr;
 
-// Have the whole pages of the cells be those of the file. Private: what is written later is not written to it.
+// Maps the file's pages in place of the cells' whole pages. Privately: later writes do not reach the file.
 bool map_pages(char *cells, const char *source, uint64_t size) {
     const uint64_t page = transfer->page;
     if (transfer->file < 0 || static_cast<uint64_t>(cells - source) % page) return false;
@@ -46,7 +46,7 @@ bool map_pages(char *cells, const char *source, uint64_t size) {
     const off_t offset = static_cast<off_t>(reinterpret_cast<uint64_t>(source) + first - transfer->mapping);
     const int access = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
     if (mmap(cells + first, length, access, flags, static_cast<int>(transfer->file), offset) == MAP_FAILED) {
-        mmap(cells + first, length, access, flags | MAP_ANONYMOUS, -1, 0);  // what was there may be gone
+        mmap(cells + first, length, access, flags | MAP_ANONYMOUS, -1, 0);  // a failed mmap may have unmapped the pages
         return false;
     }
     std::memcpy(cells, source, first);
@@ -56,7 +56,7 @@ bool map_pages(char *cells, const char *source, uint64_t size) {
 }
 }  // namespace
 
-// What get and set do from now on, on this thread.
+// Sets what get and set do from now on, on this thread.
 extern "C" void edgeinfer_cells(Transfer *now) { transfer = now; }
 
 extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *tensor, void *data, size_t offset, size_t size) {

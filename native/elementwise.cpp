@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kPiece = 512;   // elements of a row that a thread takes at a time
+constexpr int kPiece = 512;   // elements of a row that a thread computes per turn
 constexpr int kBlock = 1024;  // elements whose sums are floats; sums of blocks are doubles
 
 INLINE Floats load(const float *p) { return load<Floats>(p); }
@@ -29,7 +29,7 @@ INLINE float tree(const Floats (&sums)[kParts]) {
     const Quarter four = (x[0] + x[2]) + (x[1] + x[3]);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
-// f(the partial sum, the first element, how many there are) for each vector of n elements from `from` on
+// Calls f(index of the partial sum, first element, count) for each vector of n elements from `from` on
 template <class F> INLINE void each_vector(int from, int n, F f) {
     int i = from;
     for (; i + kSums <= n; i += kSums)
@@ -58,13 +58,13 @@ INLINE char *row_of(const ggml_tensor *t, int64_t row) {
 }
 bool is_floats(const ggml_tensor *t) { return !t || (t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float)); }
 float parameter(const ggml_tensor *op, int i) { return load<float>(op->op_params + i); }
-// this thread's share of n
+// Returns this thread's share of n
 struct Share {
     int64_t first, end;
     Share(const ggml_compute_params *p, int64_t n) : first(n * p->ith / p->nth), end(n * (p->ith + 1) / p->nth) {}
 };
 
-// ---- UNARY and GLU: of x, and of g for GLU
+// ---- UNARY (of x) and GLU (of x and g)
 
 typedef Floats (*Function)(Floats x, Floats g, const float *parameters);
 typedef void (*Map)(const float *x, const float *g, float *y, int n, const float *parameters);
@@ -127,7 +127,7 @@ void compute_map(const ggml_compute_params *params, const ggml_tensor *op) {
     }
 }
 
-// ---- rows that are normalized
+// ---- normalization of rows
 
 void scale_row(float *y, int n, float scale) {
     for (int i = 0; i < n; i++) y[i] *= scale;
@@ -194,7 +194,7 @@ void compute_ssm_conv(const ggml_compute_params *params, const ggml_tensor *op) 
             }
 }
 
-// Rows of a head's state after a token, and their products with `c`. `decays`: of each element, or one for all (Mamba-2).
+// Updates the rows of a head's state by a token and multiplies them with `c`. `decays`: one per element, or one for all (Mamba-2).
 template <bool kIsOne, int kR>
 void next_states(const float *before, float *after, int64_t size, const float *decays, float step, const float *b, const float *c, const float *x, float *y) {
     Floats sums[kR][kParts]{};
@@ -213,7 +213,7 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
     const ggml_tensor *s = op->src[0], *x = op->src[1], *dt = op->src[2], *a = op->src[3], *b = op->src[4], *c = op->src[5];
     const int64_t size = s->ne[0], dim = s->ne[1], n_heads = x->ne[1], group = n_heads / b->ne[1], n_tokens = x->ne[2];
     const int snapshots = op->op_params[0];
-    float *states = (float *)op->data + ggml_nelements(x);  // after the results
+    float *states = (float *)op->data + ggml_nelements(x);  // the states lie after the results
     const Share heads(params, n_heads);
     const auto at = [](const ggml_tensor *t, int64_t i2, int64_t i3) { return (const float *)((const char *)t->data + i2 * t->nb[2] + i3 * t->nb[3]); };
     for (int64_t seq = 0; seq < x->ne[3]; seq++) {
@@ -267,7 +267,7 @@ template <int kR, int kC, class W> void dots(const W *w, size_t stride, const fl
 }
 
 size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kTall + kSums) * sizeof(float); }  // of a thread
-// n rows of weights and a number of columns, whose addresses are `pitch` bytes apart
+// Multiplies n rows of weights with columns that lie `pitch` bytes apart
 template <class W> void products(const W *w, size_t stride, int n, const char *x, size_t x_pitch, char *to, size_t pitch, int64_t columns, int k) {
     for (int64_t column = 0, some; column < columns; column += some) {
         some = n == kTall && columns - column >= kWide ? kWide : 1;
@@ -289,7 +289,7 @@ void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
         const char *weights = (const char *)w->data + first * w->nb[1], *from = (const char *)x->data;
         char *to = (char *)op->data + first * sizeof(float);
         const int64_t major = group / op->ne[ids ? 1 : 2], minor = group % op->ne[ids ? 1 : 2];
-        if (ids) {  // a slot of a token
+        if (ids) {  // MUL_MAT_ID: a slot of a token
             weights += load<int32_t>((const char *)ids->data + minor * ids->nb[0] + major * ids->nb[1]) * w->nb[2];
             from += minor % x->ne[1] * x->nb[1] + major * x->nb[2], to += minor * op->nb[1] + major * op->nb[2];
         } else {
@@ -308,13 +308,13 @@ void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
 }
 bool takes_dots(const ggml_tensor *op) {
     const ggml_tensor *w = op->src[0];
-    if (op->op == GGML_OP_MUL_MAT && op->op_params[1]) return false;  // a hint at another arithmetic
+    if (op->op == GGML_OP_MUL_MAT && op->op_params[1]) return false;  // the graph asks for a different precision
     if (w->nb[0] != ggml_type_size(w->type) || (w->buffer && !ggml_backend_buffer_is_host(w->buffer))) return false;
     const bool is_float = w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
     return is_float || (w->ne[1] < 16 && ggml_get_type_traits(w->type)->to_float);  // more rows would take longer than ggml's
 }
 
-// ---- which
+// ---- choice of the operation
 
 typedef void (*Compute)(const ggml_compute_params *, const ggml_tensor *);
 Compute compute_of(const ggml_tensor *op) {

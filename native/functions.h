@@ -22,12 +22,12 @@ template <int n> INLINE Floats polynomial(Floats x, const float (&c)[n]) {
 }
 constexpr float kShift = 12582912;  // 1.5 * 2^23: a float near it has an integer in its lowest bits
 INLINE Floats shifted_exponent(Floats x) { return fma(x, all(1.44269504f), all(kShift)); }
-// e^x / 2^n - 1, for an x that is close to n * log(2)
+// Returns e^x / 2^n - 1, for an x close to n * log(2)
 INLINE Floats rest_of_exp(Floats x, Floats n) {
     const Floats r = fma(n, all(-1.42860677e-6f), fma(n, all(-0.693145752f), x));
     return fma(polynomial(r, {0.49999228f, 0.16667116f, 0.041890550f, 0.0083124777f}), r * r, r);
 }
-// as below where 2^n may be no float: in two steps; what is below the least normal number is rounded once
+// As exp_of, but scales by 2^n in two steps, since 2^n may not be a float; results below the least normal number round once
 __attribute__((noinline)) Floats exp_of_any(Floats x) {
     x = no_more(no_less(x, -104), 89);
     const Floats shifted = shifted_exponent(x);
@@ -35,7 +35,7 @@ __attribute__((noinline)) Floats exp_of_any(Floats x) {
     const Floats first = (Floats)((half + 127) << 23), second = (Floats)((n - half + 127) << 23);
     return fma(rest_of_exp(x, shifted - kShift), first, first) * second;
 }
-// e^x; 0 from -104 down, infinite from 89 up
+// Returns e^x; 0 from -104 down, infinite from 89 up
 INLINE Floats exp_of(Floats x) {
     const Floats shifted = shifted_exponent(x), n = shifted - kShift;
     if (__builtin_expect(exceed(size_of(n), 126), false)) return exp_of_any(x);
@@ -73,7 +73,7 @@ INLINE Floats softplus_of(Floats x) {  // log(1 + e^x) = max(x, 0) + log(1 + y),
 INLINE float exp_of(float x) { return exp_of(all(x))[0]; }
 INLINE float softplus_of(float x) { return softplus_of(all(x))[0]; }
 
-// what ALiBi multiplies the mask of a head with: a power of 2 with a fraction
+// Returns ALiBi's slope of a head, by which its mask is multiplied: a power of 2 with a fractional exponent
 inline float slope_of(float bias, int head, int n_heads) {
     if (bias <= 0) return 1;
     int most = 1;

@@ -28,13 +28,13 @@ struct Params {  // llama_model_params or llama_context_params; both are shorter
 };
 using Word = uint64_t;
 constexpr int32_t kThrown = -100;
-thread_local std::jmp_buf *escape = nullptr;  // of the guarded call in progress
+thread_local std::jmp_buf *escape = nullptr;  // return point of the guarded call in progress
 thread_local char reason[512];
 std::terminate_handler terminate_before = nullptr;
 
 void note(const char *message) { std::snprintf(reason, sizeof reason, "%s", message); }
 
-void note_exception() {  // in a handler only
+void note_exception() {  // only inside a catch handler
     try {
         throw;
     } catch (const std::exception &error) {
@@ -44,7 +44,7 @@ void note_exception() {  // in a handler only
     }
 }
 
-void on_abort(const char *message) {  // ggml_abort calls this, and abort() if it returns
+void on_abort(const char *message) {  // ggml_abort calls this, and then abort() if this returns
     if (escape) throw std::runtime_error(message);
     std::fprintf(stderr, "%s\n", message);
 }
@@ -83,10 +83,10 @@ extern "C" void edgeinfer_guard(void *(*set_abort_callback)(void (*)(const char 
     terminate_before = std::set_terminate(on_terminate);
 }
 
-// What the last guarded call of this thread has thrown; "" if it has returned.
+// Returns the message thrown by this thread's last guarded call; "" if it returned normally.
 extern "C" const char *edgeinfer_reason() { return reason; }
 
-// Waiting for the device is inside, because it is there that most errors show.
+// The guarded call includes waiting for the device, where most errors show.
 extern "C" int32_t edgeinfer_decode(int32_t (*decode)(void *, Batch), void (*synchronize)(void *),
                                     void *context, Batch batch) {
     int32_t code = kThrown;
@@ -97,12 +97,12 @@ extern "C" int32_t edgeinfer_decode(int32_t (*decode)(void *, Batch), void (*syn
     return has_returned ? code : kThrown;
 }
 
-// Call a function of up to six integers and pointers; whether it has returned.
+// Calls a function of up to six integers and pointers; returns whether it returned normally.
 extern "C" bool edgeinfer_call(Word (*function)(Word, Word, Word, Word, Word, Word), const Word *words, Word *result) {
     return guarded([&] { *result = function(words[0], words[1], words[2], words[3], words[4], words[5]); });
 }
 
-// The same for one word, or two, and parameters of `size` bytes after them.
+// The same for a function of one or two words followed by a structure of `size` bytes.
 extern "C" bool edgeinfer_call_with(void *function, int n_words, const Word *words, const void *params,
                                     size_t size, Word *result) {
     Params copy{};

@@ -40,15 +40,15 @@ struct ggml_backend_buffer_type {
 };
 
 extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
-ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for other operations
+ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // returns null for other operations
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op);
-// The cells that any row of an attention sees, as they were written; null without a KV cache.
+// Returns the cells that any row of an attention sees, in the order of writing; null without a KV cache.
 const std::vector<int32_t> *cell_order(const ggml_tensor *op);
 bool matmul_takes(const ggml_tensor *weight);
 
-// What the LoRA adapters of a step add to one product (adapters.cpp); nothing without any. Of one thread.
+// Additions of a step's LoRA adapters to one product (adapters.cpp); empty without adapters. Used by one thread.
 struct AdapterPlan;
 class Additions {
     const ggml_tensor *op;
@@ -58,9 +58,9 @@ class Additions {
 public:
     explicit Additions(const ggml_tensor *op) : op(op), plan((const AdapterPlan *)op->extra) {}
     size_t size() const;
-    void project(float *work, int ith, int nth);  // A x, this thread's share; a barrier follows
-    void prefetch(int first, int n) const;        // B of these rows of the weights, and as much of the next product's A
-    void add(int first, int n) const;             // kLanes divides `first`
+    void project(float *work, int ith, int nth);  // computes this thread's share of A x; a barrier follows
+    void prefetch(int first, int n) const;        // prefetches B of these weight rows, and as much of the next product's A
+    void add(int first, int n) const;             // `first` is a multiple of kLanes
 };
 // Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend leaves alone.
 void plan_adapters(const ggml_tensor *op, bool is_accepted);
@@ -68,9 +68,9 @@ void plan_adapters(const ggml_tensor *op, bool is_accepted);
 // Weights of a model that is larger than memory (streaming.cpp); null where all of them fit.
 struct Stream;
 extern Stream *g_stream;
-void stream_note(const ggml_tensor *op, bool is_accepted);  // each product, in the order of the graph that is computed next
-// By one thread, before a product; `firsts` counts the columns of the experts before each.
+void stream_note(const ggml_tensor *op, bool is_accepted);  // called for each product, in the order of the next graph
+// Called by one thread before a product; firsts[e]: number of columns of the experts before e.
 void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads);
-const uint8_t *stream_weight(const ggml_tensor *op);  // by each thread: waits for them
-// Waits for one expert. A thread goes through them in order, and at last to the one behind the last.
+const uint8_t *stream_weight(const ggml_tensor *op);  // called by each thread; waits for the weight
+// Waits for one expert. A thread asks for them in order, and at the end for the index after the last.
 const uint8_t *stream_expert(const ggml_tensor *op, int thread, int expert);

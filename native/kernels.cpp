@@ -1,6 +1,6 @@
 // libedgeinfer-kernels-*.so.1: the in-tree kernels (attention.cpp, cell_order.cpp, matmul.cpp, elementwise.cpp) and their entry into ggml's CPU backend.
 //
-// They enter as repacked weights do: ggml asks each "extra buffer type" for each operation of a graph, and computes it in
+// They are registered as repacked weights are: ggml asks each "extra buffer type" for each operation of a graph, and computes it in
 // its own threads. This one is never a place for weights.
 #include <atomic>
 #include <cstdio>
@@ -14,7 +14,7 @@ namespace {
 
 bool is_product(const ggml_tensor *op) { return op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID; }
 
-// Whether ggml computes the same bits with each instruction set: copies, single operations on floats, sums of doubles in order.
+// Returns whether ggml computes the same bits with each instruction set: copies, single operations on floats, sums of doubles in order.
 bool is_independent(const ggml_tensor *op) {
     switch (op->op) {
         case GGML_OP_NONE: case GGML_OP_DUP: case GGML_OP_ADD: case GGML_OP_ADD_ID: case GGML_OP_ADD1: case GGML_OP_ACC:
@@ -54,11 +54,11 @@ class Hook : public ggml::cpu::extra_buffer_type {
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
         for (auto traits_for : {attention_for, cell_writes_for})
             if (ggml::cpu::tensor_traits *traits = traits_for(op)) return traits;
-        if (is_product(op) && op->src[0]->type == GGML_TYPE_BF16 && matmul_takes(op->src[0])) note_dependent(op);  // vdpbf16ps rounds otherwise
+        if (is_product(op) && op->src[0]->type == GGML_TYPE_BF16 && matmul_takes(op->src[0])) note_dependent(op);  // vdpbf16ps rounds differently
         return matmul_for(op);
     }
 };
-// Is asked about an operation that the other declines.
+// Second buffer type: ggml asks it about an operation that the first one declines.
 class SecondHook : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {
@@ -73,7 +73,7 @@ ggml_backend_buffer_type g_entries[2];
 
 }  // namespace
 
-// "": every operation that was computed has the same bits with AVX2, AVX-512 and NEON.
+// Returns "" if every computed operation has the same bits with AVX2, AVX-512 and NEON.
 extern "C" const char *edgeinfer_dependent_operation() { return g_dependent; }
 
 // `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.

@@ -51,7 +51,7 @@ INLINE int to_bytes(Integers x, int8_t *to) {
     return _mm_extract_epi32(sums, 0) + _mm_extract_epi32(sums, 1);
 }
 
-INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0 and 4
+INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of rows 0 and 4
     return (Dwords)_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(p + 4 * stride)), _mm_loadu_si128((const __m128i *)p));
 }
 INLINE Dwords floats_of_four_halves(const uint8_t *p, size_t stride) {  // of row 0 and 4

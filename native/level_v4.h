@@ -5,15 +5,15 @@ namespace {
 
 // Columns (rows of a batch) of the kernel that unpacks weights in registers: in all, and at a time; of the other one, at a time.
 constexpr int kFew = 16, kColumns = 8, kTile = 6;
-constexpr bool kSignedBytes = false;  // whether weights of 8 bits are int8 for add_dots(), or uint8
-constexpr bool kSaturates = false;    // whether it needs to know how large they are
-constexpr bool kGathers = false;      // whether a half of each row is read by itself, or with what follows it
+constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
+constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
+constexpr bool kGathers = false;      // whether each row's half is read separately from what follows it
 constexpr bool kDotsOfRows = true;    // whether one column is multiplied with weights in Order::kRows
 constexpr int kSpansAhead = 6144;     // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one is NaN
+INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // returns b if either is NaN
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
 INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // whether one does
@@ -33,13 +33,13 @@ INLINE Dwords fifth_bits_of(Dwords high, int i) {
     UNROLL for (int j = 0; j < 16; j++) table[j] = (j * 0x00204081 & 0x01010101) << 4;
     return (Dwords)_mm512_permutexvar_epi32((__m512i)(high >> 4 * i), (__m512i)table);
 }
-// stores the integers as bytes; their sum
+// Stores the integers as bytes; returns their sum
 INLINE int to_bytes(Integers x, int8_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8((__m512i)x));
     return _mm512_reduce_add_epi32((__m512i)x);
 }
 
-INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes of row 0, 4, 8 and 12
+INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of rows 0, 4, 8 and 12
     __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)p));
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 4 * stride)), 1);
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
@@ -80,7 +80,7 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[
     }
 }
 
-// The instructions by name: not all processors of this level have them, so the compiler is not told that they are there.
+// Instructions written as asm: not all processors of this level have them, so the compiler may not use them itself.
 INLINE Floats dot_pairs(Floats sum, Dwords w, Dwords x) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;

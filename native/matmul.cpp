@@ -19,16 +19,16 @@
 
 namespace {
 
-constexpr int kRows = 2 * kLanes;  // of a slab
+constexpr int kRows = 2 * kLanes;  // rows of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 constexpr bool kTakesSpans = kSpansAhead > 0;
 
-// from of_rows() of row 0, 1, 2 and 3 to a dword of each row
+// Transposes of_rows() of rows 0, 1, 2 and 3 to one dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
     const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
     out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
 }
-// n dwords of each row from p on; the last ones are read together with some before them
+// Reads n dwords of each row from p on; the last ones are read together with some before them
 template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
     static_assert(n >= 4);
 #pragma GCC unroll 16
@@ -47,7 +47,7 @@ template <Order kOrder, int n> INLINE void weights(const uint8_t *p, size_t stri
     }
 }
 INLINE Floats halves_of_rows(const uint8_t *p, size_t stride) {
-    constexpr int kOnce = kLanes < 16 ? 1 : 4;  // so many in a general register: a tenth less time than 16 insertions
+    constexpr int kOnce = kLanes < 16 ? 1 : 4;  // values per general register: a tenth less time than 16 insertions
     std::conditional_t<kOnce == 1, uint16_t, uint64_t> x __attribute__((vector_size(2 * kLanes)));
     UNROLL for (int i = 0; i < kLanes / kOnce; i++) {
         uint64_t some = 0;
@@ -61,7 +61,7 @@ INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
     UNROLL for (int i = 0; i < kLanes; i++) x[i] = p[i * stride];
     return x;
 }
-// Two blocks from p on, each a half and n dwords
+// Reads two blocks from p on, each a half and n dwords
 template <Order kOrder, int n> INLINE void two_blocks(const uint8_t *p, size_t stride, Floats (&d)[2], Dwords (&x)[2][n]) {
     if constexpr (kGathers || kOrder == Order::kRows) {
         UNROLL for (int i = 0; i < 2; i++, p += 2 + 4 * n) d[i] = halves_of_rows(p, stride), weights<kOrder, n>(p + 2, stride, x[i]);
@@ -77,8 +77,8 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
-// What kernels need to know of a format. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates. kMostBySpan: so many columns are faster with spans as lanes.
+// Properties of a format for the kernels. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
+// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32 && (kLanes < 16 || !min);
@@ -175,7 +175,7 @@ struct IQ4_NL : Shape<32, false, kMostByte> {
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
     static constexpr bool kTakesRows = kLanes < 16;
-    static constexpr int kMostBySpan = 0;  // transposing takes longer than memory
+    static constexpr int kMostBySpan = 0;  // transposing takes longer than reading memory
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
@@ -367,14 +367,14 @@ struct BF16Pairs : PairShape {
 
 // ---- activations
 
-// What a block of activations adds beside its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
+// Data of a block of activations besides its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
 // for formats with minima, scale * sum of bytes.
 struct Extra {
     float scale;
     union { int32_t start; float sum; };
 };
 
-// Activations by groups of columns: [group][block][column][32 bytes], and extras [group][block of kSub][column].
+// Layout of activations by groups of columns: [group][block][column][32 bytes], and extras [group][block of kSub][column].
 //
 // With spans as lanes, dwords instead: [dword of a span][column][pitch], and scales, then starts or sums,
 // [block of a span][column][pitch]: the spans of a row, and then its first kLanes ones again, so that lanes which begin at any
@@ -468,7 +468,7 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
     }
 }
 
-// where a kernel is in the activations of a group of columns: all lanes meet the same ones
+// Position of a kernel in a column group's activations: all lanes read the same ones
 template <class T, int kC> struct Position {
     const int8_t *x;
     const Extra *e;
@@ -485,7 +485,7 @@ template <class T, int kC> struct Position {
         else x += 32 * kC - 16;
     }
 };
-// the same where lanes are spans: each lane meets its own
+// The same if lanes are spans: each lane reads its own activations
 template <class T, int kC> struct SpanPosition {
     const int32_t *x;
     const float *scales;
@@ -538,7 +538,7 @@ INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const u
     return ahead;
 }
 
-// kLanes rows and kC columns; out[column][lane]. `ahead`: the weights that are wanted next.
+// Multiplies kLanes rows with kC columns into out[column][lane]. `ahead`: weights to prefetch.
 template <class T, int kC>
 void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
     Position<T, kC> at{x, e};
@@ -581,7 +581,7 @@ void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, floa
         for (span += kLanes; span >= spans;) span -= spans;
     }
     for (int c = 0; c < kC; c++)
-        for (int row = 0; row < kLanes; row += 4, products += 4 * spans) {  // four chains of additions at a time
+        for (int row = 0; row < kLanes; row += 4, products += 4 * spans) {  // four independent chains of additions
             float totals[4]{};
             for (int i = 0; i < spans; i++)
                 UNROLL for (int j = 0; j < 4; j++) totals[j] += products[j * spans + i];
@@ -604,11 +604,11 @@ template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<
         to += 2;
     });
 }
-// sums[column][2 * kLanes], which go on from what they are unless this is the first chunk
+// Adds a chunk to sums[column][2 * kLanes]; the first chunk starts them
 template <class T, int kC>
 void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first, const uint8_t *ahead, int share) {
     Position<T, kC> at{x, e};
-    for (int begin = 0; begin < k; begin += kSpan, is_first = false) {  // one span at most of floats, whose sum goes on
+    for (int begin = 0; begin < k; begin += kSpan, is_first = false) {  // at most kSpan columns at a time; float sums carry over
         Floats sums[2][kC]{};
         const auto each_total = [&](auto f) __attribute__((always_inline)) {
             for (int c = 0; c < kC; c++)
@@ -619,7 +619,7 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
             ahead = prefetch(ahead, share);
             Floats m[2]{};
             if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-            if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // stay in memory: the dots need the registers
+            if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // keep the sums in memory: the dot products need the registers
             multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
         }
         each_total([&](Floats sum, float *total) { store(total, T::kFloat ? sum : (is_first ? Floats{} : load<Floats>(total)) + sum); });
@@ -630,9 +630,9 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
 
 size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
-struct Place { int32_t slot, token; };  // a column of MUL_MAT_ID
+struct Place { int32_t slot, token; };  // token and expert slot of a MUL_MAT_ID column
 
-// MUL_MAT, or one expert of MUL_MAT_ID: the weights, and the columns that they are multiplied with
+// A MUL_MAT, or one expert of a MUL_MAT_ID: its weights, and the columns they are multiplied with
 struct Product {
     const uint8_t *weights;
     const ggml_tensor *op;
@@ -662,13 +662,13 @@ template <class T> struct Operation {
     static constexpr int kSubs = T::kActs / T::kSub, kChunk = T::kChunk;
     const ggml_tensor *op, *w, *x, *ids;
     int k, rows, n, experts;
-    int most_by_span = 0, pitch = 0;  // columns
+    int most_by_span = 0, pitch = 0;  // both in columns
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
         k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
         n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
         if (!T::kMostBySpan || k % kSpan || w->nb[1] != (size_t)k / T::kGroup * T::kBytes) return;
-        const int most = k <= 5120 ? T::kMostBySpan : 1;  // while their activations, which each span loads, stay in L1
-        if (n > (ids ? 64 : most)) return;  // any expert may get so few; of many columns few do, and each would take more memory
+        const int most = k <= 5120 ? T::kMostBySpan : 1;  // as long as their activations, which each span loads, stay in L1
+        if (n > (ids ? 64 : most)) return;  // with many columns, few experts get so few, and each column would take more memory
         most_by_span = most, pitch = k / kSpan + kLanes;
         if (pitch % 64 == 0) pitch += 16;  // multiples of 256 bytes share few sets of L1
     }
@@ -692,7 +692,7 @@ template <class T> struct Operation {
         int8_t *bytes = (int8_t *)work + 64 + places_size();
         Extra *extras = (Extra *)(bytes + bytes_size());
         uint8_t *own = work + shared_size() + params->ith * thread_size();
-        // several units a claim, while each thread has some: less waiting for the counter and for each other's cache lines
+        // threads claim several units together, while there are enough: less waiting for the counter and for each other's cache lines
         const int claim = n > kFew ? 1 : std::clamp(rows / (16 * kLanes * params->nth), 1, 64 / kLanes);
         if (params->ith == 0) {
             next.store(params->nth * claim, std::memory_order_relaxed);
@@ -706,7 +706,7 @@ template <class T> struct Operation {
             return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
                            Layout(count, k / T::kActs, rows, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
-        int at = 0;  // blocks of activations of all products
+        int at = 0;  // counts the activation blocks of all products
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
                   end = (int64_t)all * (params->ith + 1) / params->nth;
         for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / T::kActs), expert++)
@@ -764,7 +764,7 @@ template <class T> struct Operation {
         }
     }
 
-    // The same block of all spans, then the next, so that threads do not write to the same cache lines
+    // Goes block by block through all spans, so that threads do not write to the same cache lines
     template <int kC> void quantize_spans(const Product &p, int begin, int end) const {
         const int spans = k / kSpan;
         int32_t *x = (int32_t *)p.bytes, *scales = (int32_t *)p.extras, *seconds = scales + kSpan / T::kSub * kC * pitch;
@@ -840,7 +840,7 @@ template <class T> struct Operation {
     }
 };
 
-// f(Format{}) for the tensor's type; false for others
+// Calls f(Format{}) for the tensor's type; returns false for unsupported types
 template <class F> bool with_format(ggml_type type, F f) {
 #if defined(__AVX512VNNI__)
     static const bool has_pairs = __builtin_cpu_supports("avx512bf16");
@@ -860,7 +860,7 @@ public:
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
         if (!is_known || w->ne[1] < 16 || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
-        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // not another device's, nor repacked
+        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // false for another device's or repacked weights
     }
     static bool accepts(const ggml_tensor *op) {
         const ggml_tensor *w = op->src[0], *x = op->src[1];

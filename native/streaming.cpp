@@ -1,10 +1,10 @@
-// Weights of a model that is larger than memory: which of them stay there, and where the others are read to.
+// Weights of a model that is larger than memory: decides which stay in memory, and where the others are read to.
 //
 // The weight of a product is pinned (its pages of the mapped file are brought in once), or streamed through a ring in the order
 // of the graph, or it holds a mixture's experts, which lie in slots. The order is the one in which MulMat::work_size is called before a
-// graph is computed: names say little about it. What the kernels do not multiply is read through the mapping.
+// graph is computed: names tell little about it. Weights that the kernels do not multiply are read through the mapping.
 //
-// The kernel keeps nothing of what is read in a circle, hence all that fits is pinned. Readers are threads with pread(2), for
+// Linux's page cache keeps nothing of weights read in a cycle, so all that fit are pinned. Readers are threads with pread(2), for
 // filters of containers and CRIU refuse io_uring; they read past the page cache (O_DIRECT), which pins the rest.
 #include <fcntl.h>
 #include <signal.h>
@@ -35,11 +35,11 @@ Stream *g_stream;
 namespace {
 
 constexpr int kReaders = 8;
-constexpr size_t kOnce = 2 << 20;     // bytes of a read
-constexpr size_t kLeast = 2 << 20;    // a smaller weight is not streamed
+constexpr size_t kOnce = 2 << 20;     // bytes per read
+constexpr size_t kLeast = 2 << 20;    // least bytes of a streamed weight
 constexpr size_t kAhead = 128 << 10;  // readahead(2) drops what exceeds two limits of the device, silently
 constexpr int kPopulateRead = 22;     // MADV_POPULATE_READ, since Linux 5.14
-constexpr double kHalf = 64;          // tokens after which a use of an expert counts half
+constexpr double kHalf = 64;          // half-life of an expert's use, in tokens
 constexpr int kLeastSlots = 4, kManyFaults = 64, kLostShare = 16;
 constexpr int kShort = -1, kChanged = -2;  // failures without an errno: the file ends too early, or was written to
 const int64_t kPage = sysconf(_SC_PAGESIZE);
@@ -50,18 +50,18 @@ int64_t round_up(int64_t n) { return round_down(n + kPage - 1); }
 struct File {
     std::atomic<int> direct;  // -1 where the file system has no O_DIRECT
     int buffered;
-    uint8_t *base;  // of the mapping
+    uint8_t *base;  // start of the mapping
     struct stat opened;
 };
 struct Load {
     const uint8_t *at = nullptr;
-    int parts = 0;  // reads that have not ended
+    int parts = 0;  // number of unfinished reads
 };
-struct Read {  // of whole pages
+struct Read {  // a read of whole pages
     File *file;
     int64_t offset;
     size_t bytes;
-    uint8_t *to;  // null for the page cache
+    uint8_t *to;  // destination; null: the page cache
     Load *load;
 };
 enum Kind { kFixed, kPinned, kStreamed, kExperts, kMapped };
@@ -69,16 +69,16 @@ struct Weight;
 struct Slice : Load {  // an expert
     Weight *of;
     double key = -INFINITY;  // log2 of its uses, halved each kHalf tokens: greater keys stay greater
-    int64_t group = -1;      // in which it was wanted last
-    size_t place;  // in Stream::cached
+    int64_t group = -1;      // group that used the expert last
+    size_t place;  // index in Stream::cached
 };
 struct Weight : Load {
     File *file;
     int64_t offset;
-    size_t bytes;  // of an expert, if it has some
+    size_t bytes;  // bytes of one expert, if the weight has experts
     Kind kind;
     int losses = 0;
-    size_t in_ring = 0;  // bytes, with those that are skipped before it
+    size_t in_ring = 0;  // bytes in the ring, with those skipped before it
     const ggml_tensor *ids = nullptr;
     std::vector<Slice> slices;
     int64_t low() const { return round_down(offset); }
@@ -110,12 +110,12 @@ struct Stream {
 
     size_t slot_room, in_slots = 0;
     std::vector<std::pair<void *, size_t>> areas;
-    std::map<size_t, std::vector<uint8_t *>> free_slots;  // by their size; pages are in memory only while they hold a slice
+    std::map<size_t, std::vector<uint8_t *>> free_slots;  // size → free slots; pages are in memory only while they hold a slice
     std::vector<Slice *> cached;
-    Weight *present = nullptr;  // whose experts are multiplied, from `cursor` on not asked for
-    std::vector<int> uses, reached;  // by expert, and the expert that each thread is at
+    Weight *present = nullptr;  // weight whose experts are being multiplied; those from `cursor` on are not requested yet
+    std::vector<int> uses, reached;  // uses per expert, and the expert that each thread is at
     size_t cursor = 0;
-    const ggml_tensor *ids = nullptr;  // which experts: the same for all weights of a layer, which are a group
+    const ggml_tensor *ids = nullptr;  // chosen experts: the same for all weights of a layer, which form a group
     int64_t group = 0, tokens = 0;
 
     double waited_s = 0;
@@ -130,7 +130,7 @@ struct Stream {
             const ssize_t some = pread(direct >= 0 ? direct : r.file->buffered, r.to + n, r.bytes - n, r.offset + n);
             if (some > 0) n += some;
             else if (!some) return kShort;
-            else if (errno == EINVAL && direct >= 0) r.file->direct = -1;  // tmpfs, and some of FUSE
+            else if (errno == EINVAL && direct >= 0) r.file->direct = -1;  // tmpfs and some FUSE file systems lack O_DIRECT
             else if (errno != EINTR) return errno;
         }
         if (r.file->direct < 0) posix_fadvise(r.file->buffered, r.offset, r.bytes, POSIX_FADV_DONTNEED);
@@ -184,7 +184,7 @@ struct Stream {
             const auto file = std::find_if(files.begin(), files.end(), [&](const File &f) {
                 return from->data >= f.base && from->data < f.base + f.opened.st_size;
             });
-            if (file == files.end()) return;  // another model's, or an activation
+            if (file == files.end()) return;  // the data belong to another model, or are an activation
             w = &add(op, &*file, is_accepted);
         }
         if (w->kind == kMapped) return;
@@ -221,7 +221,7 @@ struct Stream {
     uint8_t *allocate(size_t bytes) {
         void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (p == MAP_FAILED) return nullptr;
-        madvise(p, bytes, MADV_DONTFORK);  // and no huge pages: a gigabyte of them took 10 s of compaction
+        madvise(p, bytes, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
         areas.push_back({p, bytes});
         return (uint8_t *)p;
     }
@@ -244,7 +244,7 @@ struct Stream {
         wait(lock, [&] { return std::none_of(streamed.begin(), streamed.end(), [](const Weight *w) { return w->parts; }); });
         head = tail = 0, in_ring = write_at = 0, streamed.clear();
     }
-    // Spreads what is streamed over the graph, so that reading never pauses.
+    // Spreads the streamed weights over the graph, so that reading never pauses.
     void choose() {
         int64_t missing = to_stream, total = 0;
         for (auto &[data, w] : weights) missing -= w.kind == kStreamed ? (int64_t)w.bytes : 0;
@@ -267,7 +267,7 @@ struct Stream {
         madvise(w.file->base + low, high - low, MADV_DONTNEED);
         posix_fadvise(w.file->buffered, low, high - low, POSIX_FADV_DONTNEED);
     }
-    // Pages that other programs' need for memory has taken come back once; a weight that loses them again is streamed.
+    // Reads back, once, pages that were evicted for other programs; a weight that loses pages again is streamed.
     void stream_what_is_lost() {
         rusage now;
         if (getrusage(RUSAGE_SELF, &now) || now.ru_majflt - faults < kManyFaults) return;
@@ -302,7 +302,7 @@ struct Stream {
             write_at += bytes;
         }
     }
-    // Frees what lies before the weight. One that is not next (of another graph, after an abort) is come to by skipping.
+    // Frees the ring before the weight. If it is not the next one (another graph, or after an abort), skips to it.
     void go_to(const Weight *w, std::unique_lock<std::mutex> &lock) {
         for (; streamed[tail % streamed.size()] != w; tail++, head = std::max(head, tail)) {
             if (tail == head) continue;
@@ -315,11 +315,11 @@ struct Stream {
 
     // ---- experts
 
-    // Whether no thread multiplies with it any more, nor will
+    // Returns whether no thread uses the slice, now or later in this product
     bool is_past(const Slice &s) const {
         return s.of != present || &s - s.of->slices.data() < *std::min_element(reached.begin(), reached.end());
     }
-    // Lets go of the expert that is used least; its pages stay for one of `same` bytes. False if all are needed.
+    // Evicts the least used expert; its slot stays for one of `same` bytes. Returns false if all are needed.
     bool let_go_of_one(bool is_urgent, size_t same) {
         Slice *victim = nullptr;
         for (Slice *s : cached) {
@@ -339,7 +339,7 @@ struct Stream {
         cached[s.place] = cached.back(), cached[s.place]->place = s.place;
         cached.pop_back();
     }
-    // Has an expert in a slot, or on its way to one; false while there is no room.
+    // Starts to load an expert into a slot unless it is there; returns false while there is no room.
     bool keep(Slice &s, int n_uses, bool is_urgent) {
         const Weight &w = *s.of;
         const size_t bytes = w.slot_bytes();
@@ -356,7 +356,7 @@ struct Stream {
         s.group = group;
         return true;
     }
-    // Asks for the experts of the present product in their order, as far as there is room; threads that go on make some.
+    // Requests the current product's experts in order, as far as there is room; threads that finish an expert make room.
     void keep_wanted() {
         for (; cursor < uses.size(); cursor++)
             if (uses[cursor] && !keep(present->slices[cursor], uses[cursor], true)) return;
@@ -402,7 +402,7 @@ struct Stream {
         return s.at;
     }
 
-    // ---- from outside of a graph's computation
+    // ---- called outside of a graph's computation
 
     int open(int n, const char *const *paths, uint8_t *const *bases) {
         for (int i = 0; i < n; i++) {
@@ -410,7 +410,7 @@ struct Stream {
             f.base = bases[i], f.buffered = ::open(paths[i], O_RDONLY | O_CLOEXEC);
             f.direct = ::open(paths[i], O_RDONLY | O_CLOEXEC | O_DIRECT);
             if (f.buffered < 0 || fstat(f.buffered, &f.opened)) return errno;
-            madvise(f.base, f.opened.st_size, MADV_RANDOM);  // a row of the token table is a page
+            madvise(f.base, f.opened.st_size, MADV_RANDOM);  // each row of the token table is about a page
         }
         if (ring_bytes && !(ring = allocate(ring_bytes))) return ENOMEM;
         sigset_t all, before;  // signals are for the threads that expect them
@@ -419,7 +419,7 @@ struct Stream {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         return 0;
     }
-    // The failure since the last call, 0 for none. What was read is forgotten then.
+    // Returns the failure since the last call, 0 for none. After a failure, all read weights are dropped.
     int end() {
         std::unique_lock<std::mutex> lock(mutex);
         int code = std::exchange(failure, 0);
@@ -446,7 +446,7 @@ struct Stream {
 };
 
 namespace {
-// A page that the file no longer has, or that the disk does not give, reads as zeros, and the step ends in an error.
+// SIGBUS handler: a page that the file lost, or that the disk cannot read, becomes zeros, and the step ends in an error.
 void on_bus_error(int number, siginfo_t *info, void *) {
     uint8_t *page = (uint8_t *)round_down((intptr_t)info->si_addr);
     if (g_stream)
@@ -456,7 +456,7 @@ void on_bus_error(int number, siginfo_t *info, void *) {
                 mmap(page, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
                 return;
             }
-    sigaction(number, &g_before, nullptr);  // another's: it comes again, to whom it came before
+    sigaction(number, &g_before, nullptr);  // not ours: the signal repeats and goes to the previous handler
 }
 }  // namespace
 
@@ -466,7 +466,7 @@ const uint8_t *stream_weight(const ggml_tensor *op) { return g_stream->weight(op
 const uint8_t *stream_expert(const ggml_tensor *op, int thread, int expert) { return g_stream->expert(op, thread, expert); }
 
 extern "C" {
-// Between two steps, as the others: an errno, or 0. Of one model at a time.
+// Called between two steps, like the following functions; returns an errno, or 0. One model at a time.
 int edgeinfer_stream_start(int n, const char *const *paths, uint8_t *const *bases, int64_t ring_bytes, int64_t expert_bytes, int64_t streamed_bytes) {
     if (g_stream) return EBUSY;
     auto *stream = new Stream;
@@ -479,14 +479,14 @@ int edgeinfer_stream_start(int n, const char *const *paths, uint8_t *const *base
     return 0;
 }
 int edgeinfer_stream_end() { return g_stream ? g_stream->end() : 0; }
-// Has the next graphs stream so many bytes, and keep experts in so many.
+// Sets how many bytes of weights the next graphs stream, and how many bytes the experts' slots may take.
 void edgeinfer_stream_aim(int64_t streamed_bytes, int64_t expert_bytes) {
     std::lock_guard<std::mutex> lock(g_stream->mutex);
     const auto &sizes = g_stream->free_slots;
     const size_t least = sizes.empty() ? 0 : kLeastSlots * sizes.rbegin()->first;
     g_stream->to_stream = streamed_bytes, g_stream->slot_room = std::max<size_t>(expert_bytes, least), g_stream->is_dirty = true;
 }
-// Bytes read, seconds waited, weights moved to the ring; bytes pinned, streamed, in slots
+// Returns bytes read, seconds waited, weights moved to the ring; bytes pinned, streamed, and in slots
 void edgeinfer_stream_statistics(double *to) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);

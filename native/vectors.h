@@ -1,12 +1,12 @@
-// Vectors of a register each: a float, an integer or a dword (four bytes of weights) for each lane. What differs between
-// processors is in one file a level; a level has the constants and functions that level_v4.h has.
+// Vectors of one register: a float, an integer or a dword (four bytes of weights) per lane. The differences between
+// processors are in one file per level; each has the constants and functions that level_v4.h has.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #include "hook.h"
 
-#define UNROLL _Pragma("GCC unroll 8")  // of loops of up to eight: whole
+#define UNROLL _Pragma("GCC unroll 8")  // unrolls loops of up to eight rounds completely
 
 namespace {
 
@@ -22,7 +22,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int8_t Table __attribute__((vector_size(16)));
 
-// How vectors of a block have its bytes: a dword of each row; the same, after arrange(); from four to four, 16 bytes of each of
+// Orders of a block's bytes in vectors: a dword of each row; the same, after arrange(); from four to four, 16 bytes of each of
 // some rows, which takes no transposing; or a dword of each lane that meets activations of its own.
 enum class Order { kDwords, kArranged, kRows, kSpans };
 

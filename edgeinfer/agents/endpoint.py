@@ -123,7 +123,7 @@ def start(
     *,
     dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
-    """Start `command`, a `serve`, in a session of its own; return the endpoint and its pid.
+    """Start `command`, a `serve`, in a separate session; return the endpoint and its pid.
 
     Its log is in the state folder. Raises ServeError if it exits before it listens.
     """

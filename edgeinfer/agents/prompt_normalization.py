@@ -87,11 +87,11 @@ _REMINDER = ("<system-reminder>", "</system-reminder>")
 #: Most reminders remembered, and the longest (characters).
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
-#: Codex's turn about the folder, and the parts of it that name one.
+#: Opening tag of Codex's turn about the working folder, and its parts that name a folder.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: goose's note about the moment, the folder and its tasks, at another place in each request.
+#: Matches goose's note about the time, the folder and its tasks; it moves in each request.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
@@ -277,7 +277,7 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Agents keep a project's memory in a folder of its path with these characters replaced.
+#: Characters that agents replace in a project's path to name the folder of its memory.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
 #: Most characters of markup between the last line that names a folder and the user's text.
 _MARKUP = 80

@@ -121,7 +121,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
 def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Override Codex's configuration by arguments; the key is in a variable of its own."""
+    """Override Codex's configuration by arguments; the key is in a separate variable."""
     provider = f"model_providers.{PROVIDER}"
     overrides: dict[str, Any] = {
         "model": target.model,

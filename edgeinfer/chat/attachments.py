@@ -58,7 +58,7 @@ def missing_files(text: str) -> list[str]:
 
 
 def missing_note(text: str) -> str:
-    """Say which files a question names that are not there; "" if all are."""
+    """Say which files a question names that are not there; return "" if all are."""
     missing = missing_files(text)
     return f"No such file: {', '.join(missing)}. The question was sent without." if missing else ""
 

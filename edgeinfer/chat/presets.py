@@ -41,7 +41,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """Parse an option's value; None for `default`. Raises UsageError outside its range."""
+    """Parse an option's value; return None for `default`. Raises UsageError outside its range."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None

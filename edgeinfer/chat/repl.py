@@ -281,7 +281,8 @@ class Repl:
         self.show_text(text)
         self._write("? ")
         with contextlib.suppress(OSError):  # nothing to wait for: a text in memory, or Windows
-            # a read would go on when the calls have been stopped, and take the next question
+            # a blocking read would continue after the calls have been stopped, and take the next
+            # question
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:

@@ -152,7 +152,7 @@ class ChatSession:
     def refresh(self) -> bool:
         """Read the conversation again if another process changed it; return whether one did.
 
-        A look at an unchanged one takes 0.05 ms. A deleted conversation is left for a new one. Raises
+        Checking an unchanged one takes 0.05 ms. A deleted conversation is left for a new one. Raises
         StoreError.
         """
         before = self.conversation
@@ -441,7 +441,7 @@ class ChatSession:
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
-        """Copy the branch on show into a conversation of its own and open it."""
+        """Copy the branch on show into a separate conversation and open it."""
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="")

@@ -17,7 +17,7 @@ SYSTEM = "system prompt: text, @FILE or name of a saved one"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of load scope; None: the configuration decides."""
+    """Add the load-scope options; for one that is not typed (None), the configuration decides."""
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="this help with every option")
     group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:

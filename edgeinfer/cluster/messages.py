@@ -75,7 +75,7 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A replica (Ray's id) has the request; the answer follows, however long that takes."""
+    """A replica (Ray's id) has accepted the request; its answer follows."""
 
     replica: str
 

@@ -229,7 +229,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """Return the non-default values of `options` that need a snapshot of their own."""
+    """Return the non-default values of `options` that need a separate snapshot."""
     return {
         option.field: str(getattr(options, option.field))
         for option in LOAD_OPTIONS

@@ -179,7 +179,7 @@ def hint_for(error: EdgeInferError) -> str:
 
 
 def quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Call it, ignoring processes that have ended; `contextlib.suppress` costs a 3 ms import."""
+    """Run `call`, ignoring processes that have ended; `contextlib.suppress` costs a 3 ms import."""
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

@@ -117,7 +117,7 @@ class Exit(LauncherMessage):
 
 
 class Stage(LauncherMessage):
-    """Of a build: `fraction` of a stage is done, 0 to 1 in decimals, "" if unknown."""
+    """Progress of a build: `fraction` of a stage is done, 0 to 1 in decimals, "" if unknown."""
 
     name: str
     fraction: str
@@ -217,7 +217,7 @@ def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()
 
 
 def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
-    """Wait for one message and its descriptors; None when the other side is gone."""
+    """Wait for one message and its descriptors; return None when the other side is gone."""
     fds: list[int] = []
     try:
         head = _exactly(link, 4, fds)

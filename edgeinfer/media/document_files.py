@@ -1,6 +1,6 @@
 """Read documents: PDF, DOCX and HTML as text, with numbers of pages, or a PDF's pages as pictures.
 
-Each file is read in a process of its own with a picture's limits (`document_reader_process`).
+Each file is read in a separate process with a picture's limits (`document_reader_process`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _caching = threading.Lock()
 
 
 def is_document(data: bytes) -> bool:
-    """Tell by its first bytes if a file is a PDF, a DOCX file or an HTML page."""
+    """Return whether a file is a PDF, a DOCX file or an HTML page, judged by its first bytes."""
     is_docx = data.startswith(b"PK\x03\x04") and b"word/" in data
     return is_docx or is_pdf(data) or _is_html(data)
 
 
 def is_pdf(data: bytes) -> bool:
-    """Tell by its magic bytes if a file is a PDF."""
+    """Return whether a file is a PDF, judged by its magic bytes."""
     return b"%PDF-" in data[:1024]
 
 

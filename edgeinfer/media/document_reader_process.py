@@ -99,7 +99,7 @@ def _picture(page: pypdfium2.PdfPage) -> bytes:
 
 
 def _docx(data: bytes) -> Iterator[bytes]:
-    """Yield the text of a Word document as one page: it has none of its own."""
+    """Yield the text of a Word document as one page: the file does not record pages."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         member = archive.getinfo("word/document.xml")
         if member.file_size > _MOST_XML:

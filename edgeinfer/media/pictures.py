@@ -83,7 +83,7 @@ def format_of(data: bytes) -> str:
 
 
 def is_picture(data: bytes) -> bool:
-    """Tell by its magic bytes if a file is a picture."""
+    """Return whether a file is a picture, judged by its magic bytes."""
     return bool(format_of(data))
 
 
@@ -118,7 +118,7 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:
-    """Decode a file's bytes in a process of its own, with limits: 0.1 s for a photo.
+    """Decode a file's bytes in a separate process, with limits: 0.1 s for a photo.
 
     Raises InvalidRequestError, which names `param`, for a file that is none of the formats, broken, or
     too large.

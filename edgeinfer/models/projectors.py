@@ -34,7 +34,7 @@ _PATCHES_BY_WIDTH = 16
 
 
 def is_projector(file_name: str) -> bool:
-    """Tell by its name if a file is a projector, as llama.cpp's converter names them."""
+    """Return whether a file is a projector, judged by the name that llama.cpp's converter gives."""
     return "mmproj" in file_name.lower() and file_name.lower().endswith(".gguf")
 
 

@@ -39,8 +39,8 @@ T = TypeVar("T")
 def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
     """Hold the model's lock and yield the folder for what is unfinished, removed if it stays empty.
 
-    `kept` says what an error does not lose; `suffix` is the folder's, of what is no model. Raises
-    ModelBusyError, DiskFullError, CatalogError for what the disk refuses.
+    `kept` tells what an error does not lose; `suffix`: the folder's suffix if it is not a model's.
+    Raises ModelBusyError, DiskFullError, CatalogError for what the disk refuses.
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:

@@ -45,7 +45,9 @@ def need_room(folder: Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError, which ends with what is not lost: `but`."""
+    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError, whose message ends with `but`: what is not
+    lost.
+    """
     try:
         yield
     except OSError as error:

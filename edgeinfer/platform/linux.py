@@ -61,7 +61,7 @@ def refuse_threads() -> None:
 
 
 def map_this_user(uid: int, gid: int) -> None:
-    """Keep user and group what they are outside, in a new user namespace; other groups stay."""
+    """Map user and group to themselves in a new user namespace; other groups stay."""
     for name, text in (
         ("uid_map", f"{uid} {uid} 1"),
         ("setgroups", "deny"),
@@ -101,7 +101,7 @@ def pivot_root(folder: str) -> None:
 
 
 def become_init(flags: int, uid: int, gid: int) -> None:
-    """Set up the child of `clone(flags)`: map this user's ids, mount a /proc of its own.
+    """Set up the child of `clone(flags)`: map this user's ids, mount a separate /proc.
 
     Without namespaces it adopts orphans, as the init of a pid namespace does anyway.
     """

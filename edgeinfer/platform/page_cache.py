@@ -16,7 +16,7 @@ def is_cold(path: str | Path) -> bool:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # or each probe reads more
-        # at random places: a page that was asked for is read, and the next sample would find it
+        # random offsets: a probed page gets cached, so probing it again would call the file warm
         offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
         missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
     return missing > _PROBES * _COLD_PART

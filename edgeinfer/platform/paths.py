@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
 #: Prefixes of the names of models in external stores: Ollama's, Hugging Face's, LM Studio's.
 FOUND = ("ollama/", "hf:", "lmstudio/")
-#: Where Ollama's clients look for it, and the variable that names another port.
+#: Address at which Ollama's clients look for it, and the variable that names another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
 _XDG = {

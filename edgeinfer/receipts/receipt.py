@@ -113,7 +113,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, content=None)
 
     def alteration(self) -> str:
-        """Name of the part that was changed after the receipt was made; "" if none was."""
+        """Describe what was changed after the receipt was made; return "" if nothing was."""
         content, signature = self.content, self.signature
         if self.digest() != self.sha256:
             return "the receipt was altered: its digest does not fit"
@@ -285,7 +285,7 @@ def _file_digest(path: str, _stamps: str) -> str:
 
 
 def parse(data: bytes) -> Receipt:
-    """Read a receipt from anybody. Raises ReceiptError saying what is wrong with it."""
+    """Parse an untrusted receipt. Raises ReceiptError saying what is wrong with it."""
     return to_receipt(parse_json(data))
 
 
@@ -326,7 +326,7 @@ def _refuse_constant(name: str) -> None:
 
 @functools.lru_cache(maxsize=4)
 def load_key(path: str) -> SigningKey | None:
-    """Read the configured signing key; None if `path` is "". Raises ConfigError."""
+    """Read the configured signing key; return None if `path` is "". Raises ConfigError."""
     if not path:
         return None
     file = Path(path).expanduser()

@@ -257,11 +257,11 @@ class LlamaEngine:
         self._preparer.n_ctx = loaded.n_ctx
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached or attaching has failed; False after the timeout."""
+        """Wait until devices are attached or attaching has failed; return False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until prefixes are on disk; False after the timeout. Only while idle."""
+        """Wait until prefixes are on disk; return False after the timeout. Only while idle."""
         if self._cache is None:
             return True
         self._loop.stop()

@@ -47,7 +47,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt diverges from the cached prefixes: after its first `n_tokens`.
+    """The point where a prompt diverges from the cached prefixes: after its first `n_tokens`.
 
     `before`, `here`: its text around that place; `there`: the cached text instead. `cause`: "text"
     differs, the cached prefix comes to its "end", "nothing" is cached, "none" (all was cached), or

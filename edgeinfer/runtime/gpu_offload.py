@@ -79,7 +79,7 @@ class GpuOffload:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached, or will not be; False after the timeout."""
+        """Wait until devices are attached, or will not be; return False after the timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
@@ -227,8 +227,8 @@ class GpuOffload:
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
-#: Backends with a device that failed in this process, and how. A lost device stays lost, and what was
-#: interrupted in its backend is not fit for a second try.
+#: Backends with a device that failed in this process, and the failure. A lost device stays lost, and
+#: its interrupted backend cannot be used again.
 _failed: dict[str, str] = {}
 
 

@@ -73,7 +73,7 @@ _SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
-    """Length of the longest common prefix of two lists, known to agree before `start`."""
+    """Return the length of the longest common prefix of two lists, known to agree before `start`."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -87,7 +87,7 @@ class SequenceMemory(Protocol):
     """llama.cpp's side of the cache."""
 
     def remove(self, seq_id: int, start: int, stop: int) -> bool:
-        """Remove positions [start, stop) (stop -1: to the last); False if a part cannot be removed."""
+        """Remove positions [start, stop), stop -1: to the last; return False if that is impossible."""
 
     def copy(self, source: int, target: int, stop: int) -> None:
         """Let `target` share positions [0, stop) of `source`."""
@@ -231,7 +231,7 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> CachedSequence | None:
-        """Get a cached sequence with the longest prefix of `tokens`; None if every id is active."""
+        """Return a cached sequence with the longest prefix of `tokens`; None if every id is active."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.active and not source.pinned and n == len(source.tokens):
             source.active = True  # the next turn of the same conversation: go on in place
@@ -274,7 +274,7 @@ class KvCache:
         cached_seq.tokens.extend(tokens)
 
     def truncate(self, cached_seq: CachedSequence, n: int) -> bool:
-        """Keep the first `n` tokens. False, and all dropped, if the model does not support it."""
+        """Keep the first `n` tokens; return False, all dropped, if the model does not support it."""
         if n == len(cached_seq.tokens):
             return True
         position = cached_seq.tokens.position(n)
@@ -329,7 +329,7 @@ class KvCache:
                 self._free_cells.append(cell)
 
     def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens after the first `keep`. False if moved cells are shared."""
+        """Drop `drop` tokens after the first `keep`; return False if moved cells are shared."""
         if not self.supports_truncation or any(
             self._ref_counts[cell] > 1 for cell in cached_seq.cells[keep:]
         ):
@@ -390,7 +390,7 @@ class KvCache:
             self.drop(cached_seq)
 
     def make_room(self, n: int) -> bool:
-        """Evict, least recently used first, pinned last, until `n` cells are free; False if too few."""
+        """Evict (LRU, pinned last) until `n` cells are free; return False if too few can be."""
         while len(self._free_cells) < n:
             if not self._evict_one():
                 return False
@@ -410,7 +410,7 @@ _AROUND = 12
 
 @dataclass(frozen=True, slots=True)
 class LongestMatch:
-    """The cached sequence closest to a prompt: `n` tokens agree, and it goes on with `continuation`."""
+    """The cached sequence closest to a prompt: `n` tokens agree, then `continuation` follows."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()

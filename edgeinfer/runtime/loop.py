@@ -71,7 +71,7 @@ class DecodeLoop:
         return done.result()
 
     def wake(self) -> None:
-        """Make the loop look for cancelled requests."""
+        """Wake the loop, so that it notices cancelled requests."""
         self._scheduler.executor.abort_cancelled()
         with self._changed:
             self._changed.notify_all()

@@ -354,7 +354,7 @@ def _draft_compute_bytes(draft: Shape, options: LoadOptions) -> int:
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
-    """Return the bytes left for the KV cache, and if the weights stay on disk for want of memory.
+    """Return the bytes left for the KV cache, and whether the weights stay on disk for lack of memory.
 
     Weights without room for the least context are read from the disk as they are needed: then an
     automatic context is small, and a quarter of the memory is kept from a requested one.
@@ -570,7 +570,7 @@ def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
 
 
 def _usable(room: Room, sizes: _Sizes) -> int:
-    """Return the memory of a device for layers."""
+    """Return how much of a device's memory (bytes) layers may use."""
     margin = max(_MARGIN_BYTES, room.free_bytes // _MARGIN_SHARE)
     return max(0, room.free_bytes - margin - sizes.compute)
 

@@ -1,6 +1,6 @@
 """Text normalization before tokenizing that some models need and llama.cpp lacks.
 
-A converted file names it under a key of its own, which llama.cpp ignores.
+A converted file names it under a separate key, which llama.cpp ignores.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineTotals(msgspec.Struct, kw_only=True):
-    """Sums since the engine started."""
+    """Totals since the engine started."""
 
     requests_total: int = 0
     cancelled_total: int = 0
@@ -206,7 +206,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model's layers are since a device was attached, or lost: "29 of 29 on CUDA0", "none"."""
+    """Placement of layers after a device was attached or lost: "29 of 29 on CUDA0", "none"."""
 
     model: str
     layers: str
@@ -239,7 +239,7 @@ def _ring() -> deque[float]:
 
 
 class Counters(EngineTotals, kw_only=True):
-    """Sums since the engine started, and latencies in milliseconds."""
+    """Counters since the engine started, and latencies in milliseconds."""
 
     ttft_ms: deque[float] = msgspec.field(default_factory=_ring)
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)

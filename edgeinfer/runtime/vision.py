@@ -184,7 +184,7 @@ class Vision:
     def _read(
         self, folder: BlockFolder | None, digest: bytes
     ) -> tuple[tuple[int, int], list[Rows]] | None:
-        """Read a picture's size and rows from disk; None without usable ones."""
+        """Read a picture's size and rows from disk; return None without usable ones."""
         block = folder.read(folder.names.rows(digest)) if folder is not None else None
         if block is None:
             return None

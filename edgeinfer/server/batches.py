@@ -67,7 +67,7 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
-    """POST `body` as JSON for `caller`. Raises nothing of its own: failures are answers."""
+    """POST `body` as JSON for `caller`. Does not raise: failures are answers."""
     import httpx2  # 75–120 ms, only for batches
 
     async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:

@@ -73,7 +73,7 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Take the first item of the next caller whose item may begin; None if there is none."""
+        """Take the first item of the next caller whose item may begin; return None if there is none."""
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()

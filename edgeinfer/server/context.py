@@ -44,7 +44,7 @@ class RequestContext:
     path_id: str
     #: Headers of the answer, from every handler and middleware.
     reply_headers: dict[str, str]
-    #: Set once the request is admitted.
+    #: The HTTP request; set once it is admitted.
     request: Request = field(init=False)
     caller: Caller = NOBODY
     #: Only requests with the same salt share cached prefixes; "" shares with all.

@@ -245,7 +245,9 @@ class Preparation:
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run what decodes a request's files in a thread. Raises what it does, and Problem 503."""
+        """Run `work`, which decodes a request's files, in a thread. Raises what it raises, and Problem
+        503.
+        """
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:
@@ -264,7 +266,7 @@ class Preparation:
             raise
 
     def failure(self) -> str:
-        """Name a pool in which no thread became free for `timeout_s`; "" if there is none."""
+        """Name a pool in which no thread became free for `timeout_s`; return "" if there is none."""
         for pool in (self._plain, self._constrained):
             if pool.is_stuck(self._timeout_s):
                 return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"

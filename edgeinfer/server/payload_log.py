@@ -107,7 +107,7 @@ class PayloadLog:
         self._sync()
 
     def _next(self) -> _Exchange | None:
-        """Wait for a request; meanwhile flush what is new to the disk, at most once a second."""
+        """Wait for a request; meanwhile flush new lines to the disk, at most once a second."""
         left_s = self._sync_s - time.monotonic()
         with contextlib.suppress(queue.Empty):
             if self._unsynced and left_s > 0:

@@ -172,7 +172,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
 
 
 def load_time_place(param: str) -> str:
-    """Name the flag of a load option that a request names; "" for any other field."""
+    """Name the flag of a load option that a request names; return "" for any other field."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
             return f"; it is a load option: start the endpoint with {option.flag}"

@@ -132,7 +132,7 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
-    """Name the field whose number is out of range; "" if the body is no object."""
+    """Name the field whose number is out of range; return "" if the body is no object."""
     with contextlib.suppress(msgspec.ValidationError):
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
@@ -144,7 +144,7 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
 
 @contextlib.contextmanager
 def _json_only() -> Iterator[None]:
-    """Raise Problem for what is no JSON; what is JSON of another type is left to the caller."""
+    """Raise Problem if the body is not JSON; JSON of a wrong type is left to the caller."""
     try:
         yield
     except msgspec.ValidationError:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Raises InvalidRequestError when two tools have one name."""
+    """Return the tools. Raises InvalidRequestError when two have one name."""
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequestError("two tools have the same name", param="tools")
     return tools

@@ -76,7 +76,7 @@ class Index(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """Where the parts of a shipped file are, bytes from its start; a length of 0 means: not there."""
+    """Offsets (bytes) and lengths of the parts of a shipped file; a length of 0: the part is absent."""
 
     path: Path
     app: str
@@ -141,7 +141,7 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
 
 
 def parse_index(raw: bytes) -> Index | None:
-    """Parse an index; None if `raw` is not one."""
+    """Parse an index; return None if `raw` is not one."""
     try:
         document: dict[str, Any] = json.loads(raw)
         version = document["version"]

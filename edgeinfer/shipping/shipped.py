@@ -1,4 +1,4 @@
-"""Where the shipped file is, and where its application was unpacked. Stdlib only.
+"""Paths of the shipped file and of its unpacked application. Stdlib only.
 
 The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
 unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are

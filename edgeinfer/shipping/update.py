@@ -325,7 +325,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/
 
 
 class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where releases lie, and the public keys (64 hexadecimal digits) that may sign them."""
+    """Address of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
 
     url: str = ""
     keys: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
 
-#: The parked process's pid in a namespace of its own: so high that no helper there has it.
+#: The parked process's pid in a separate namespace: so high that no helper there has it.
 PARKED_PID = 30000
 #: The parked process's descriptors after stdio: the socket of its link, the pipe that wakes it.
 LINK_FD, WAKE_FD = 60, 61

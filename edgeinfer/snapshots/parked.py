@@ -104,7 +104,7 @@ class Stages:
             self.report(None)
 
     def report(self, fraction: float | None) -> None:
-        """Tell how much of the stage is done."""
+        """Report how much of the stage is done."""
         done = "" if fraction is None else f"{fraction:.4f}"
         messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 

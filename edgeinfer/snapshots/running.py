@@ -1,6 +1,6 @@
 """Find our running processes in /proc, and what each has loaded.
 
-No records are written: an app has the same pid in a namespace of its own every time it is resumed, and
+No records are written: an app has the same pid in a separate namespace every time it is resumed, and
 files named after pids would outlive a `kill -9`. A launcher is known by its program and its arguments,
 an app by its launcher being its ancestor.
 """

@@ -291,7 +291,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """`**/` stands for any folders, none included; a pattern without `/` looks at the file's name."""
+    """Return whether a path matches; `**/` is any folders or none, without `/` only the name counts."""
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

@@ -346,7 +346,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _tool(entry: dict[str, Any]) -> ToolInfo | None:
-    """Parse a tool; None if its name is not printable or its schema is not that of an object."""
+    """Parse a tool; return None if its name is not printable or its schema is not that of an object."""
     name, claims = entry.get("name"), entry.get("annotations")
     schema = entry.get("inputSchema") or {}
     if not isinstance(name, str) or not name or not name.isprintable():

@@ -74,7 +74,7 @@ class StdioTransport:
     Without a `folder` the child starts in an empty private one.
     """
 
-    #: Only HTTP servers have sessions.
+    #: Session id and protocol version; only HTTP servers have sessions.
     session = version = ""
 
     def __init__(

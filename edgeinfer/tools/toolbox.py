@@ -79,7 +79,7 @@ class Toolbox:
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
-        #: Set by `close`: it ends every start.
+        #: Set by `close` to end every start of a server in progress.
         self._closing = Stop()
         self._records = _read_records()
 

@@ -204,7 +204,7 @@ class Answering:
         return card.ask(self._ask)
 
     def _ask(self, text: str) -> str | None:
-        """Show a text and wait for what is typed; None if the calls are stopped."""
+        """Show a text and wait for what is typed; return None if the calls are stopped."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
         stop = tools.running if tools is not None else None

@@ -183,7 +183,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message; after a failure, or in another conversation, take all back."""
+        """Send the next queued message; put all back into the composer after a failure or a switch."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:

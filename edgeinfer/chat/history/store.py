@@ -456,7 +456,7 @@ class ConversationStore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Read one state of the file, whatever is written meanwhile."""
+        """During the block, read one consistent state of the file, whatever others write."""
         with _store_errors(self.name):
             self.db.execute("BEGIN")
             try:

@@ -102,7 +102,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cut(self) -> str:
-        """Say why this answer was cut and what to type next; "" if it was not cut, or failed."""
+        """Say why this answer was cut and what to type next; return "" if it was not cut, or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"
         at_limit = f"stopped at {self.stats.completion_tokens:,} tokens"

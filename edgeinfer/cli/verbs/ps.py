@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """List running processes, or what was used by day; change nothing. Raises StoreError."""
+    """List running processes, or the use by day; change nothing. Raises StoreError."""
     if options.usage:
         from edgeinfer.usage.daily_counts import drift_path, read_usage  # 80 ms: numpy
 

@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Check a model of another program as using it does; None if none has it, or it is ours."""
+    """Check a model of another program as using it does; return None if none has it, or it is ours."""
     ref = resolve(source)
     stored = ref.external
     if not stores.is_name(source) and (stored is None or stored.problem):

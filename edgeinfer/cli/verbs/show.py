@@ -49,7 +49,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
-    """Plan the offload to this machine's GPUs; None if there are none, or offload is off."""
+    """Plan the offload to this machine's GPUs; return None if there are none, or offload is off."""
     request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
@@ -69,7 +69,7 @@ _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 
 def attention_note(shape: Shape, devices: Offload | None) -> str:
-    """Explain why CUDA will be slow with the attention of this model; "" if it will not."""
+    """Explain why CUDA will be slow with the attention of this model; return "" if it will not."""
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
         return ""
@@ -317,7 +317,7 @@ def _sampling(entry: Model, n_params: int) -> dict[str, float]:
 
 
 def _check(ref: ModelRef) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the draft model, and what is to say of the model's own files."""
+    """Return the paths of the draft model, and a note about the model's own files."""
     try:
         files = ref.files()
     except EdgeInferError as error:

@@ -147,7 +147,7 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
     by_pattern = (config.get("alpha_pattern") or {}).items()
     own = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
     alpha = float(next(own, config.get("lora_alpha", 8)))

@@ -165,7 +165,10 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
-    """SentencePiece merges the pair whose result scores best: here the rank of its first merge."""
+    """Put the tokens with SentencePiece's scores, and return the keys.
+
+    SentencePiece merges the pair whose result scores best: here the rank of its first merge.
+    """
     model = tokenizer["model"]
     rank: dict[str, int] = {}
     for index, (left, right) in enumerate(_merges(model)):

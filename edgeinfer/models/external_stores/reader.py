@@ -104,7 +104,9 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """A program's models. Their names begin with `prefix`; `fix` is said of an unusable one, "{}"."""
+    """A program's models. Their names begin with `prefix`; `fix`: the hint for an unusable one, whose
+    name replaces "{}".
+    """
 
     name: ClassVar[str]
     prefix: ClassVar[str]

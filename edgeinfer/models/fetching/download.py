@@ -155,7 +155,7 @@ def _receive(
 
 
 def _after_416(remote: Remote, response: httpx2.Response, partial_file: Path, start: int) -> None:
-    """ "Range not satisfiable": the partial file is complete, or longer than the file is now."""
+    """Handle "Range not satisfiable": the partial file is complete, or longer than the file is now."""
     total = response.headers.get("Content-Range", "").rpartition("/")[2]
     expected = int(total) if total.isdecimal() else remote.size_bytes
     if expected != start:

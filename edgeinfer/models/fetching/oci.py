@@ -142,7 +142,7 @@ class Registry:
         return manifest
 
     def manifest_content(self, reference: str = "") -> bytes:
-        """Return the manifest's bytes of a tag or digest, which is verified; "" is the source's."""
+        """Return the manifest of a tag, or verified of a digest; "": the source's reference."""
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
         content = self.send("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content

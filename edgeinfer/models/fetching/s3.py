@@ -21,7 +21,7 @@ from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import StoredObject
 
 _GOOGLE = "https://storage.googleapis.com"
-#: How long a signed address lasts: what S3 allows at most.
+#: How long (s) a signed address lasts: the longest that S3 allows.
 _SIGNED_S = 7 * 24 * 3600
 
 

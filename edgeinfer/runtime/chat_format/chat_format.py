@@ -325,7 +325,7 @@ class ChatFormat:
 
 
 def _first_part(marker: str) -> str:
-    """`<|channel|>` of `<|channel|>analysis<|message|>`."""
+    """Return the first marker of several: `<|channel|>` of `<|channel|>analysis<|message|>`."""
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 

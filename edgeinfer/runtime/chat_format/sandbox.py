@@ -280,7 +280,7 @@ class GenerationTag(Extension):
 
 
 class _Guard(NodeTransformer):
-    """Put a tick in every loop and macro, and weigh whatever builds a value out of others."""
+    """Charge each loop and macro a tick, and weigh expressions that build values from others."""
 
     def _call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
         call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)

@@ -47,7 +47,7 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Stands for a text in probes and where a continued answer goes on; no template touches it.
+#: Placeholder of a text in probes, and of the end of a continued answer; no template changes it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
@@ -247,7 +247,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
 
 
 def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
-    """Render a probe; "" if the template refuses it. Raises ExhaustedError, MemoryError."""
+    """Render a probe; return "" if the template refuses it. Raises ExhaustedError, MemoryError."""
     try:
         return template.render_raw(list(messages), {"tools": tools, "add_generation_prompt": True})
     except (ExhaustedError, MemoryError):

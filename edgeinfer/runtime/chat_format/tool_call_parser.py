@@ -317,7 +317,7 @@ def _ends_in_string(code: str) -> bool:
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
-    """Parse (name, arguments as JSON) of every call; None for anything but literal keywords."""
+    """Parse (name, arguments as JSON) of every call; return None for anything but literal keywords."""
     if len(code) > _MAX_PYTHON:
         return None
     try:

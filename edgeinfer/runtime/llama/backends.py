@@ -76,7 +76,7 @@ def this_machine() -> str:
 
 
 def file_name(name: str) -> str:
-    """`vulkan` → `libggml-vulkan.so`. Raises UsageError for a name that no backend has."""
+    """Return a backend's file name, `libggml-vulkan.so`. Raises UsageError for an unknown one."""
     if name not in NAMES:
         raise UsageError(f"there is no backend {name!r}: one of {', '.join(NAMES)}")
     return f"libggml-{name}.so"
@@ -213,11 +213,11 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """Tell if layers on a device were requested, so that a failure is reported."""
+        """True if layers on a device were requested, so that a failure is reported."""
         return self.layers not in ("auto", "none", 0)
 
     def opens_backends(self) -> bool:
-        """Tell if backends are opened: without a request only if there may be a GPU."""
+        """Return whether backends are opened: without a request only if there may be a GPU."""
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
@@ -233,7 +233,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(devices) if self.is_explicit else ()
 
     def room(self, device: Device) -> Room:
-        """Return the memory that may be used of a device."""
+        """Return how much of a device's memory may be used."""
         free = device.free_bytes
         return Room(name=device.name, free_bytes=free)
 

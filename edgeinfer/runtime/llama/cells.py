@@ -238,7 +238,9 @@ class CellCopies:
 
     @contextlib.contextmanager
     def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Record llama.cpp's copies from `buffers` to `state`, in a list filled at the end."""
+        """During the block, record llama.cpp's copies from `buffers` to `state`; yield a list that is
+        filled at its end.
+        """
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):
@@ -285,7 +287,7 @@ class CellCopies:
             self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
 
     def _may_map(self, n: int) -> bool:
-        """Tell if the kernel leaves this process room for `n` separately mapped ranges."""
+        """Return whether the kernel leaves this process room for `n` separately mapped ranges."""
         if self._n_free < 2 * n and time.monotonic() - self._counted_at > _COUNT_S:
             self._counted_at = time.monotonic()
             self._n_free = int(_MAPPINGS_SHARE * _most_mappings()) - sum(1 for _ in areas())
@@ -376,7 +378,7 @@ class CellMemory:
                 self.copies.forget_order(buffer.memory)
 
     def can_be_pages_of(self, shift: int) -> bool:
-        """Tell if cells lie in a page as those `shift` cells before them do."""
+        """Return whether cells lie in a page as those `shift` cells before them do."""
         return bool(self.copies and self.rows) and not any(
             shift * row % mmap.PAGESIZE for row in self.rows
         )

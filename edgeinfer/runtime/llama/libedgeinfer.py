@@ -105,7 +105,7 @@ def _fits(binding_version: str) -> bool:
 
 
 def cpu_library() -> str:
-    """Find the mapped library of ggml's CPU variant; "" without variants."""
+    """Find the mapped library of ggml's CPU variant; return "" without variants."""
     try:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
@@ -115,7 +115,7 @@ def cpu_library() -> str:
 
 
 def variant_of(path: str) -> str:
-    """`…/libggml-cpu-zen4.so` → `zen4`; "" for ""."""
+    """Return the CPU variant in a library's name: `…/libggml-cpu-zen4.so` → `zen4`; "" for ""."""
     return Path(path).stem.removeprefix("libggml-cpu-")
 
 

@@ -33,7 +33,7 @@ _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set unset variables, and remove them again: no child process inherits them."""
+    """Set the unset variables during the block, then remove them: no child process inherits them."""
     variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= variables
     try:
@@ -60,7 +60,7 @@ with _environment_while_mapped():
     L: Any = _import_binding()
 #: The folder of the binding.
 _PACKAGE = Path(L.__file__).resolve().parent
-#: llama.cpp's log levels (ggml.h); a line of level CONT goes on with the one before.
+#: llama.cpp's log levels (ggml.h); a line of level CONT continues the previous one.
 _INFO = 2
 _WARN = 3
 _CONT = 5
@@ -187,7 +187,7 @@ def variant_dirs() -> list[Path]:
 
 def ggml_library() -> ctypes.CDLL:
     """Open libggml, with the functions that edgeinfer calls declared."""
-    # libllama is linked against the soname; the wheel's libggml.so has a registry of its own
+    # libllama is linked against the soname; the wheel's libggml.so has a separate registry
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {

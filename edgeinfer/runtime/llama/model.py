@@ -109,7 +109,7 @@ class LlamaModel:
         self._streaming = self._streaming or streaming.start(files.paths, plan)
 
     def stop_streaming(self) -> None:
-        """Return the memory that streaming takes. Idempotent; no step is running."""
+        """Free the memory that streaming takes. Idempotent; no step is running."""
         if self._streaming is not None:
             self._streaming.stop()
             self._streaming = None

@@ -107,7 +107,7 @@ def check() -> None:
 
 
 def statistics() -> StreamingStatistics:
-    """Return what is streamed in this process; zeros if all weights fit."""
+    """Return the statistics of streaming in this process; zeros if all weights fit."""
     return _active.statistics() if _active is not None else StreamingStatistics()
 
 

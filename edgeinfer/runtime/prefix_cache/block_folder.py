@@ -52,7 +52,7 @@ _CLEAR_S = 10.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Sums since the store was opened. Bytes are of files."""
+    """Counters since the store was opened. Bytes are those of files."""
 
     blocks_written: int = 0
     bytes_written: int = 0
@@ -175,7 +175,7 @@ class BlockFolder:
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
-        """Read a block's header, its checksum unverified; None without a readable one."""
+        """Read a block's header, its checksum unverified; return None without a readable one."""
         try:
             with open(open_own(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
@@ -217,7 +217,7 @@ class BlockFolder:
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def read(self, name: bytes) -> KvBlock | None:
-        """Read a block, mapped and verified; None without a usable one."""
+        """Read a block, mapped and verified; return None without a usable one."""
         path = self.path(name)
         try:
             block = self._map(path)

@@ -72,8 +72,7 @@ class PrefixCache:
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
     ) -> Restore | None:
-        """Start to read the blocks of `tokens` beyond the `cached` ones in memory; None if not worth
-        it.
+        """Start to read blocks of `tokens` beyond the `cached` ones; return None if not worth it.
 
         The blocks begin at or before `cached`. An unchecked model is checked now if the gain is large
         and no other request waits (`is_alone`).
@@ -178,7 +177,7 @@ class PrefixCache:
             self.kv.truncate(cached_seq, 0)
 
     def close(self, timeout_s: float) -> bool:
-        """Store pending blocks; False after the timeout."""
+        """Store pending blocks; return False after the timeout."""
         self.kv.before_drop = lambda cached_seq: None
         return self.folder.close(timeout_s)
 

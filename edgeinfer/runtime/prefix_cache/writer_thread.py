@@ -49,12 +49,12 @@ class WriterThread:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until another job is taken; False after the timeout."""
+        """Wait until another job is taken; return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has_room, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every job is done; False after the timeout."""
+        """Wait until every job is done; return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 

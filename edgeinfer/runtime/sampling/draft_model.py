@@ -1,6 +1,6 @@
 """A draft model: a small model of the same vocabulary, whose tokens the large one verifies.
 
-It has a context of its own, whose cells hold the same texts. It computes what it lacks of a text only
+It has a separate context, whose cells hold the same texts. It computes what it lacks of a text only
 when a draft may pay, so a text that it drafts nothing of costs nothing. Only the decode thread uses it.
 """
 

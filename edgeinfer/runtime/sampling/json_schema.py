@@ -383,7 +383,7 @@ def locate(
 
 
 def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that say something about one value, each once."""
+    """Yield each schema that applies to the same value, through references and combinators, once."""
     waiting, seen = list(schemas), set[int]()
     while waiting:
         schema = waiting.pop(0)

@@ -67,7 +67,7 @@ def _hash(tokens: Iterable[Any]) -> Any:
 
 
 def common_suffix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common suffix, up to LONGEST."""
+    """Return the length of the longest common suffix, up to LONGEST."""
     n = min(len(a), len(b), LONGEST)
     differs = np.flatnonzero(a[len(a) - n :] != b[len(b) - n :])
     return n - 1 - int(differs[-1]) if len(differs) else n

@@ -191,7 +191,7 @@ _LEAST_WEIGHT = 0.04
 
 
 class Acceptance:
-    """A running rate of draft tokens that were right, each after only right ones.
+    """Running acceptance rate: the share of right draft tokens among those after only right ones.
 
     `start` is what is assumed before any was verified, and counts as `n_tokens`.
     """
@@ -248,8 +248,8 @@ class SuffixDrafter:
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:
-        """Return the length of match to look for next: a shorter one would not pay. It grows by one a
-        token, and looking for it at eight streams in every step takes 1 % of a 135M's.
+        """Return the least length of a match to look for next: a shorter one would not pay. It grows by
+        one a token, and looking for it at eight streams in every step takes 1 % of a 135M's.
         """
         rates = zip(_LENGTHS, *self._rates, strict=True)
         paying = (n for n, *both in rates if max(r.rate for r in both) >= least_chance)

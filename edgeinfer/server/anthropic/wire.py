@@ -89,7 +89,7 @@ class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
 
 
 class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
-    """A document, before which stand its title and what is said of it."""
+    """A document; its title and context stand before its text."""
 
     hints: ClassVar = _CACHE | {"citations"}
 
@@ -227,7 +227,7 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 
 
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens, which takes what is going to be asked."""
+    """POST /v1/messages/count_tokens; the body is a request that is going to be sent."""
 
     hints: ClassVar = _CACHE | frozenset(
         "betas billing_policy context_management diagnostics fallback_credit_token fallbacks "
@@ -262,7 +262,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):
-    """`details` are for a client that goes on by itself without what it asked for."""
+    """`details` are for a client that retries by itself without the unsupported part."""
 
     type: str
     message: str

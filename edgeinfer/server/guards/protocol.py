@@ -23,7 +23,7 @@ from edgeinfer.server.limits import Limits
 _LINGER_S = 2.0
 
 
-#: Pause (s) between two looks for whether a client of a half-closed connection is still there.
+#: Interval (s) at which a half-closed connection is checked for its client.
 _LOOK_AGAIN_S = 1.0
 
 

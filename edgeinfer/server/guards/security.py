@@ -117,7 +117,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(host: str) -> str:
-    """Normalize a Host header: `Localhost:8080` → `localhost`, `[::1]:80` → `[::1]`; "" if invalid."""
+    """Return a Host header's name: `Host:80` → `host`, `[::1]:80` → `[::1]`; "" if invalid."""
     match = _HOST.fullmatch(host)
     return match[1].lower() if match else ""
 

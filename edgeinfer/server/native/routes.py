@@ -175,7 +175,7 @@ _SNAPSHOT_REFUSALS = {"409": ErrorReply, "507": ErrorReply}
 
 @ROUTES.post("/v1/models/{id}/snapshot", also=_SNAPSHOT_REFUSALS, uses_model=False, is_admin=True)
 async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> wire.SnapshotReply:
-    """Take a snapshot of a loaded model, which goes on; later launches resume it."""
+    """Take a snapshot of a loaded model, which keeps running; later launches resume the snapshot."""
     endpoint = context.endpoint
     model = endpoint.models.resolve(context.path_id)
     async with endpoint.taking:

@@ -91,7 +91,7 @@ class RerankReply(Reply, frozen=True, kw_only=True):
 
 
 class VerifyRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/verify. `model` None: the one that the receipt names."""
+    """POST /v1/verify. `model` None: the model that the receipt names."""
 
     receipt: JsonObject
 
@@ -146,7 +146,7 @@ class RecallReply(Reply, frozen=True, kw_only=True):
     n_tokens: int
 
 
-#: A name for a snapshot, begun with a letter or digit; "" for the one it has by its options.
+#: Name for a snapshot, begun with a letter or digit; "": a name derived from its options.
 SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0-9._+-]*)?$")]
 
 

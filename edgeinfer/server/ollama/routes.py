@@ -48,7 +48,7 @@ async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Respons
 
 @ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
 async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
-    """Answer a prompt, go on with it, or fill the gap before a suffix."""
+    """Answer a prompt, continue it, or fill the gap before a suffix."""
     if not (body.prompt or body.suffix):
         return await _load_or_unload(context, body, render.generate_piece)
     return await _answer(

@@ -315,7 +315,7 @@ class OllamaShowReply(Reply, frozen=True, kw_only=True):
 
 
 class OllamaStatus(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """How far a change is; the last one is "success"."""
+    """Progress of a change; the last status is "success"."""
 
     status: str
     digest: str = ""

@@ -214,7 +214,7 @@ Tools = Annotated[list[ToolParam], Meta(max_length=256)]
 
 
 class TextFormat(Wire, frozen=True, tag="text", tag_field="type"):
-    """No constraint."""
+    """A response format without a constraint."""
 
 
 class JsonObjectFormat(Wire, frozen=True, tag="json_object", tag_field="type"):

@@ -97,7 +97,7 @@ class Access:
         return name is not None and self._keys.is_first(name)
 
     def redeem(self, code: str, user: str) -> bool:
-        """Use up a code; False if it is not one, too old, used, or sent by another user."""
+        """Use up a code; return False if it is not one, too old, used, or sent by another user."""
         made_at, nonce, signature, *_ = [*code.split("-", 2), "", ""]
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False

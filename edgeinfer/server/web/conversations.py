@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Begin = Callable[[ChatSession], Answer]
-#: Pause (s) between two looks at the store; one at an unchanged store takes 0.1 ms.
+#: Interval (s) at which the store is polled; polling an unchanged store takes 0.1 ms.
 _LOOK_S = 0.05
 #: Most answers generated concurrently for the page.
 _MOST_ANSWERS = 16
@@ -309,7 +309,7 @@ class Conversations:
 
     @contextlib.contextmanager
     def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
-        """Open the answer's conversation with a connection of its own."""
+        """Open the answer's conversation with a separate connection."""
         with contextlib.closing(self._open_store()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools

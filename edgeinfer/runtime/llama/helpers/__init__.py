@@ -1,4 +1,4 @@
-"""Programs that run in processes of their own and answer in lines of JSON on stdout."""
+"""Programs that run in separate processes and answer in lines of JSON on stdout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Load one backend library and print the result: `python -m` this, NAME.
 
-Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. A process of its own, because a driver
+Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. A separate process, because a driver
 may print, keep open files, or crash.
 """
 
@@ -16,7 +16,7 @@ from edgeinfer.runtime.llama.backend_loading import load
 
 
 def main(argv: list[str]) -> int:
-    """Load the backend; 0 if there was an answer."""
+    """Load the backend; return 0 if there was an answer."""
     die_with_parent()
     answer = msgspec.json.encode(load(argv[0]))
     sys.stdout.buffer.write(answer + b"\n")

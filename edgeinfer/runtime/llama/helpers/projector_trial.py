@@ -1,6 +1,6 @@
 """Open a projector with its model and encode one picture: `python -m` this, PROJECTOR MODEL…
 
-Prints "" as JSON if it works, otherwise the reason. A process of its own, because a wrong projector
+Prints "" as JSON if it works, otherwise the reason. A separate process, because a wrong projector
 ends the one that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
 """
 

@@ -1,4 +1,4 @@
-"""Run llama.cpp's quantizer in a process of its own: `python -m` this, JOB in JSON.
+"""Run llama.cpp's quantizer in a separate process: `python -m` this, JOB in JSON.
 
 It writes a line of JSON to stdout for each tensor, `{"event": "progress", "done", "total"}`, and at the
 end `{"event": "done"}` or `{"event": "error", "kind", "message"}`. A model file that makes llama.cpp
@@ -50,7 +50,7 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Quantize as `argv[0]` says; 0 when the target is whole."""
+    """Quantize as `argv[0]` says; return 0 when the target is whole."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
     libllama.lib()  # the backends; then the log is taken over
