@@ -10,7 +10,7 @@ from edgeinfer import errors as e
 from edgeinfer.safe_text import without_controls
 
 #: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4
-#: network, 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted.
+#: network, 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted; `verify` has 9 of its own.
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),

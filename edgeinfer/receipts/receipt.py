@@ -78,9 +78,9 @@ class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
 class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     """A receipt. `content` is left out of a private one, `signature` where no key is configured.
 
-    `constraint_sha256` is the digest of schema, grammar and tools, "" without any. `index` counts the
-    answers of one request from 0. `seconds` is how long prefill and generation took. `sha256` is the
-    digest of all fields above it.
+    `constraint_sha256` is the salted digest of schema, grammar and tools, "" without any. `index`
+    counts the answers of one request from 0. `seconds` is how long prefill and generation took.
+    `sha256` is the digest of all fields above it.
     """
 
     version: Literal[1]
@@ -159,9 +159,13 @@ def make_receipt(
     if reason or record is None:
         return Refusal(refused=reason or "the engine recorded no tokens")
     logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
+    try:
+        adapters = tuple(_adapters(request, info))
+    except (OSError, KeyError):
+        return Refusal(refused="an adapter was unloaded, or its file is gone")
     content = Content(
         salt=secrets.token_hex(32),
-        request=_sparse(_without_server_fields(request)),
+        request=sparse(without_server_fields(request)),
         prompt=record.prompt,
         answer=record.answer,
         logprobs=tuple(logprobs),
@@ -173,12 +177,12 @@ def make_receipt(
         kernel_revision=KERNEL_REVISION,
         model=info.model,
         model_sha256=info.sha256,
-        adapters=tuple(_adapters(request, info)),
+        adapters=adapters,
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
         sampling=_with_floats(request.sampling),
-        constraint_sha256=_constraint_digest(request),
+        constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
         n_answer=len(record.answer),
         finish_reason=finished.reason,
@@ -227,7 +231,7 @@ _SERVER_FIELDS = (
 ).split()
 
 
-def _without_server_fields(request: GenerateRequest) -> GenerateRequest:
+def without_server_fields(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the defaults of fields that lie elsewhere or change no answer."""
     defaults = GenerateRequest()
     return msgspec.structs.replace(
@@ -235,26 +239,26 @@ def _without_server_fields(request: GenerateRequest) -> GenerateRequest:
     )
 
 
-def _sparse(value: Any) -> Any:
+def sparse(value: Any) -> Any:
     """Return what JSON has of a value, of structs only the fields that are not their defaults."""
     if isinstance(value, tuple):
-        return [_sparse(element) for element in value]
+        return [sparse(element) for element in value]
     if not isinstance(value, msgspec.Struct):
         return msgspec.to_builtins(value, str_keys=True)
     config = value.__struct_config__
     tag = {config.tag_field: config.tag} if config.tag_field else {}
     fields = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
-    return tag | {f.encode_name: _sparse(v) for f, v in fields if v != _default(f)}
+    return tag | {f.encode_name: sparse(v) for f, v in fields if v != _default(f)}
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
-def _constraint_digest(request: GenerateRequest) -> str:
+def constraint_digest(request: GenerateRequest, salt: str) -> str:
     if request.constraint is None and not request.tools:
         return ""
-    return _sha256((request.constraint, request.tools, request.tool_choice))
+    return _sha256((salt, request.constraint, request.tools, request.tool_choice))
 
 
 def _sha256(value: Any) -> str:
@@ -305,6 +309,8 @@ def to_receipt(document: Any) -> Receipt:
     """Convert a parsed document. Raises ReceiptError."""
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
+        if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):
+            raise ValueError(f"no check reads the field {min(unknown)!r} of sampling")
         msgspec.json.encode(receipt)  # refuses text that is no Unicode, and integers beyond 64 bits
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
@@ -331,9 +337,13 @@ def load_key(path: str) -> SigningKey | None:
         return None
     file = Path(path).expanduser()
     try:
+        is_shared = file.stat().st_mode & 0o077
         key = parse_key(file.read_text("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigError(f"receipts.key: {file}: {error.strerror}") from error
+    if is_shared:
+        problem = f"receipts.key: other users of this machine may open {file}"
+        raise ConfigError(problem, hint=f"chmod 600 {file}")
     if key is None:
         hint = f"make one: `openssl genpkey -algorithm ed25519 -out {file}`"
         raise ConfigError(f"receipts.key: {file} is not an Ed25519 key", hint=hint)

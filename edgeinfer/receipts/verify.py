@@ -12,15 +12,28 @@ from typing import Any, Literal
 import msgspec
 
 from edgeinfer.errors import ReceiptError
-from edgeinfer.receipts.receipt import Content, Receipt, file_digest
-from edgeinfer.runtime.events import Finished, PromptLogprobs, TokenRecord
-from edgeinfer.runtime.interface import Engine
+from edgeinfer.receipts.receipt import (
+    Content,
+    Receipt,
+    constraint_digest,
+    file_digest,
+    sparse,
+    without_server_fields,
+)
+from edgeinfer.runtime.events import FinishReason, TokenRecord
+from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION
 
 #: Between the kernels of llama.cpp and ours, log-probabilities of an answer's tokens differ by 0.04 to
 #: 0.09 on average and by 0.3 at most (SmolLM2 and Gemma 3, four answers of 150 tokens each).
 MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
+#: Of equal revisions only the rounding of a receipt's log-probabilities differs.
+_ROUNDING = 0.001
+#: Revisions of one kind of processor lie within this range (`revision.py`).
+_REVISIONS = 1000
+_TOO_FEW_LOGPROBS = "the receipt does not have a log-probability for each token"
 
 Verdict = Literal["verified", "within tolerance", "differs"]
 
@@ -33,12 +46,22 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None
 
 
+class Quote(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer as it stands next to its receipt; `calls` are (name, arguments), None is not known."""
+
+    text: str
+    reasoning: str | None = None
+    calls: tuple[tuple[str, str], ...] | None = None
+
+
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check. `position` counts the answer's tokens from 0, up to the first that differs.
 
     `expected` stands in the receipt there, `chosen` is what this engine generates; None is an end.
     `mean_difference` and `most_difference` are those of log-probabilities, where only they were
-    compared. `seconds` is the time of the check, `generation_seconds` that of the answer.
+    compared. `text` is that of the tokens, None where they were not generated again, and
+    `is_text_compared` says whether it was compared with what stands next to the receipt. `seconds` is
+    the time of the check, `generation_seconds` that of the answer.
     """
 
     verdict: Verdict
@@ -49,6 +72,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     own_revision: int = KERNEL_REVISION
     n_prompt: int
     n_answer: int
+    finish_reason: FinishReason
+    text: str | None = None
+    is_text_compared: bool = False
     position: int | None = None
     expected: TokenChoice | None = None
     chosen: TokenChoice | None = None
@@ -65,20 +91,36 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
-def verify(receipt: Receipt, engine: Engine) -> Verification:
-    """Check a receipt. Raises ReceiptError if that is impossible here, and what `submit` raises."""
-    return _Check(receipt, engine).run()
+def verify(receipt: Receipt, engine: Engine, quote: Quote | None = None) -> Verification:
+    """Check a receipt, and the answer that stands next to it.
+
+    Raises ReceiptError if that is impossible here, and what `submit` raises.
+    """
+    return ReceiptCheck(receipt, engine, quote).run()
 
 
-class _Check:
-    def __init__(self, receipt: Receipt, engine: Engine) -> None:
+class ReceiptCheck:
+    """One check, which can be cancelled from another thread."""
+
+    def __init__(self, receipt: Receipt, engine: Engine, quote: Quote | None = None) -> None:
         self._receipt, self._engine = receipt, engine
+        self._quote = quote
         self._findings: dict[str, Any] = {}
+        self._generation: Generation | None = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Let `run` end soon with ReceiptError; idempotent."""
+        self._is_cancelled = True
+        if self._generation is not None:
+            self._generation.cancel()
 
     def run(self) -> Verification:
+        """Check. Raises as `verify`."""
         receipt = self._receipt
         began_s = time.perf_counter()
-        reason = receipt.alteration() or self._other_model()
+        alteration = receipt.alteration()
+        reason = alteration or self._other_model()
         verdict: Verdict = "verified"
         if not reason:
             if receipt.content is None:
@@ -94,11 +136,12 @@ class _Check:
         return Verification(
             verdict="differs" if reason else verdict,
             reason=reason,
-            model=receipt.model,
-            signer=receipt.signer,
+            model=self._engine.info.model,
+            signer="" if alteration else receipt.signer,
             kernel_revision=receipt.kernel_revision,
             n_prompt=receipt.n_prompt,
             n_answer=receipt.n_answer,
+            finish_reason=receipt.finish_reason,
             seconds=round(time.perf_counter() - began_s, 4),
             generation_seconds=receipt.seconds,
             **self._findings,
@@ -107,6 +150,13 @@ class _Check:
     def _other_model(self) -> str:
         """Say how the model differs; raise ReceiptError if another load of it can be compared."""
         receipt, info = self._receipt, self._engine.info
+        if (
+            receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
+            or receipt.kernel_revision >= 2 * _REVISIONS
+        ):
+            problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
+            hint = f"check it with edgeinfer {receipt.program!r}"
+            raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
         if not info.sha256:
             hint = "`edgeinfer pull FILE` records it"
             raise ReceiptError(f"{info.model} is a file whose digest is unknown", hint=hint)
@@ -123,6 +173,8 @@ class _Check:
             request = msgspec.convert(content.request, GenerateRequest)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ReceiptError(f"this is no receipt: content.request: {error}") from error
+        if sparse(without_server_fields(request)) != content.request:
+            raise ReceiptError("this is no receipt: content.request has fields that no check reads")
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
         return msgspec.structs.replace(
@@ -135,11 +187,14 @@ class _Check:
 
     def _lora(self) -> tuple[tuple[str, float], ...]:
         """Find the receipt's adapters by their digests. Raises ReceiptError."""
-        loaded = {file_digest(adapter.path): adapter.name for adapter in self._engine.info.lora}
+        try:
+            loaded = {file_digest(adapter.path): adapter.name for adapter in self._engine.info.lora}
+        except OSError as error:
+            raise ReceiptError(f"the file of an adapter is gone: {error.filename}") from error
         for adapter in self._receipt.adapters:
             if adapter.sha256 not in loaded:
                 hint = "load the model with it: `--lora FILE`"
-                raise ReceiptError(f"the adapter {adapter.name} is not loaded", hint=hint)
+                raise ReceiptError(f"the adapter {adapter.name!r} is not loaded", hint=hint)
         return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
 
     def _limits(self, content: Content, request: GenerateRequest) -> str:
@@ -151,9 +206,17 @@ class _Check:
         n_prompt, n_answer = len(content.prompt), len(content.answer)
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             raise ReceiptError(f"the receipt has a token beyond the vocabulary of {info.n_vocab}")
-        if n_prompt + n_answer > info.n_ctx:
-            problem = f"the receipt has {n_prompt + n_answer} tokens, and the context {info.n_ctx}"
-            raise ReceiptError(problem, hint=f"load the model with `--ctx {receipt.n_ctx}`")
+        # a prompt of both, for their log-probabilities, leaves room for one more token
+        n_tokens = n_prompt + n_answer + (receipt.kernel_revision != KERNEL_REVISION)
+        if n_tokens > info.n_ctx:
+            problem = f"the check takes {n_tokens} tokens, and the context has {info.n_ctx}"
+            hint = f"load the model with `--ctx {max(receipt.n_ctx, n_tokens)}`"
+            raise ReceiptError(problem, hint=hint)
+        is_forced = request.constraint or request.tools or request.reasoning_budget is not None
+        if None in content.logprobs and not is_forced:
+            return "the receipt lacks log-probabilities, and nothing forced a token"
+        if constraint_digest(request, content.salt) != receipt.constraint_sha256:
+            return "the digest of schema, grammar and tools does not fit"
         if (n_prompt, n_answer) != (receipt.n_prompt, receipt.n_answer):
             return "the numbers of tokens do not fit"
         most = receipt.n_ctx - n_prompt
@@ -169,8 +232,8 @@ class _Check:
         """Say how the answer differs from what this engine generates, "" if it does not."""
         reason, answer = self._receipt.finish_reason, content.answer
         is_whole = reason in ("stop", "tool_calls")  # one more token shows if it goes on
-        finished = self._generate(request, answer, len(answer) + is_whole)
-        record = _record(finished)
+        generated = self._generate(request, answer, len(answer) + is_whole)
+        finished, record = generated.finish, _record(generated)
         if difference := self._prompt_difference(record, content):
             return difference
         position = _first_difference(record.answer, answer)
@@ -178,13 +241,53 @@ class _Check:
             return self._token_difference(record, answer, position)
         if is_whole and (finished.reason, finished.stop_sequence) != (reason, content.stop_sequence):
             return f"the answer ends by {finished.reason!r}, and the receipt says {reason!r}"
+        if len(content.logprobs) != len(answer):
+            return _TOO_FEW_LOGPROBS
+        for i, (own, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
+            if own is not None and value is not None and not abs(own - value) <= _ROUNDING:
+                return (
+                    f"the log-probability of token {i} is {own:.3f}, and the receipt says {value:.3f}"
+                )
+        self._findings["text"] = generated.text
+        return self._quote_difference(self._quote, generated, request) if self._quote else ""
+
+    def _quote_difference(self, quote: Quote, answer: Collected, request: GenerateRequest) -> str:
+        """Say what of the answer next to the receipt is not that of the tokens, "" if all is."""
+        self._findings["is_text_compared"] = True
+        prompt = request.prompt if isinstance(request.prompt, str) else ""
+        raw = answer.reasoning + answer.text
+        # /v1/completions joins both, and `echo` puts the prompt before them
+        is_equal = quote.text in (answer.text, raw, prompt + raw)
+        if self._receipt.finish_reason in (
+            "cancelled",
+            "deadline",
+        ):  # its last characters were kept back
+            is_equal = is_equal or answer.text.startswith(quote.text)
+        elif quote.reasoning is not None and quote.reasoning != answer.reasoning:
+            return "the reasoning next to the receipt is not that of its tokens"
+        if not is_equal:
+            return "the text next to the receipt is not that of its tokens"
+        calls = tuple((call.name, call.arguments) for call in answer.calls.values())
+        if quote.calls is not None and quote.calls != calls:
+            return "the tool calls next to the receipt are not those of its tokens"
         return ""
 
-    def _generate(self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int) -> Finished:
+    def _generate(
+        self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int
+    ) -> Collected:
         replay = Replay(answer=answer, time=self._receipt.time)
-        request = msgspec.structs.replace(request, replay=replay, max_tokens=max_tokens)
-        (finished,) = (event for event in self._engine.submit(request) if isinstance(event, Finished))
-        return finished
+        return self._collect(msgspec.structs.replace(request, replay=replay, max_tokens=max_tokens))
+
+    def _collect(self, request: GenerateRequest) -> Collected:
+        generation = self._generation = self._engine.submit(request)
+        if self._is_cancelled:
+            generation.cancel()
+        answer = Collected()
+        for event in generation:
+            answer.add(event)
+        if answer.finish.reason in ("cancelled", "deadline"):
+            raise ReceiptError("the check was cancelled", hint="run it again")
+        return answer
 
     def _prompt_difference(self, record: TokenRecord, content: Content) -> str:
         position = _first_difference(record.prompt, content.prompt)
@@ -212,6 +315,8 @@ class _Check:
         first = self._generate(request, content.answer[:1], 1)  # for the prompt, which is rendered
         if difference := self._prompt_difference(_record(first), content):
             return difference
+        if len(content.logprobs) != len(content.answer):
+            return _TOO_FEW_LOGPROBS
         teacher = GenerateRequest(
             prompt=content.prompt + content.answer,
             prompt_logprobs=0,
@@ -219,10 +324,9 @@ class _Check:
             cache_prompt=False,
             lora=request.lora,
         )
-        events = [event for event in self._engine.submit(teacher) if isinstance(event, PromptLogprobs)]
-        own = [token.chosen.logprob for token in events[0].tokens[len(content.prompt) - 1 :]]
-        if len(content.logprobs) != len(own):
-            return "the receipt does not have a log-probability for each token"
+        logprobs = self._collect(teacher).prompt
+        assert logprobs is not None
+        own = [token.chosen.logprob for token in logprobs.tokens[len(content.prompt) - 1 :]]
         pairs = zip(own, content.logprobs, strict=True)
         differences = [abs(a - b) for a, b in pairs if b is not None]
         if not differences:
@@ -237,14 +341,12 @@ class _Check:
         )
 
 
-def _record(finished: Finished) -> TokenRecord:
+def _record(answer: Collected) -> TokenRecord:
     """Return the tokens of a replay. Raises ReceiptError if they mean nothing on this engine."""
-    record = finished.record
+    record = answer.finish.record
     assert record is not None
     if record.irreproducible:
         raise ReceiptError(f"this engine cannot check receipts: {record.irreproducible}")
-    if finished.reason in ("cancelled", "deadline"):
-        raise ReceiptError("the check was cancelled", hint="run it again")
     return record
 
 

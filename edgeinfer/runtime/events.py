@@ -142,9 +142,8 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a prompt and its answer, and the log-probability of each token of the answer.
 
     It is None for a token that a constraint or a spent budget forced. In a replay that ended at a token
-    that differs, `logprobs` has that token's only, and `replayed_logprob` is that of the token that was
-    expected in its place. `irreproducible`: why another engine may get different tokens; "" if it
-    cannot.
+    that differs, `replayed_logprob` is that of the token that was expected in its place.
+    `irreproducible`: why another engine may get different tokens; "" if it cannot.
     """
 
     prompt: tuple[int, ...]

@@ -40,6 +40,7 @@ from edgeinfer.server.wire_types import Slot
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from edgeinfer.receipts.verify import ReceiptCheck
     from edgeinfer.tools.loop import ChatTools
 
 #: Number of finished generations that /slots lists.
@@ -83,7 +84,7 @@ class Endpoint:
         self.draining = False
         #: Whether the default model was ever loaded.
         self.was_ready = False
-        self.running: set[Generation] = set()
+        self.running: set[Generation | ReceiptCheck] = set()
         self.last_activity = time.monotonic()
         #: Generations in each model, waiting or running.
         self.generation_counts: Counter[str] = Counter()

@@ -1,11 +1,13 @@
 """Receipts of the real models: every answer's verifies, and none that was changed does."""
 
+import argparse
 import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.errors import EdgeInferError, ReceiptError
+from edgeinfer.cli.verbs.run import _check_receipt_path, _write_receipt
+from edgeinfer.cli.verbs.verify import Check, VerifyResult, add_arguments, describe, find_receipts, run
+from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
 from edgeinfer.receipts.verify import verify, with_content
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Adapter, Chosen, EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import (
     Choice,
     GenerateRequest,
@@ -354,26 +358,156 @@ def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
     assert receipt.alteration() or receipt == receipts.to_receipt(_EXAMPLE)
 
 
-def _example() -> dict[str, Any]:
-    finished = msgspec.convert(
-        {
-            "type": "finished",
-            "reason": "stop",
-            "usage": {},
-            "timings": {},
-            "record": {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]},
-        },
-        Finished,
+_FINISHED = msgspec.convert(
+    {
+        "type": "finished",
+        "reason": "stop",
+        "usage": {},
+        "timings": {},
+        "record": {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]},
+    },
+    Finished,
+)
+_INFO = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
+_EXAMPLE: dict[str, Any] = json.loads(
+    msgspec.json.encode(make_receipt(with_record(GenerateRequest(prompt="a b")), _FINISHED, _INFO))
+)
+
+_FORGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an ignored field of the request": ({}, {"cache_salt": "x"}),
+    "an unknown field of the request": ({}, {"judged": "true"}),
+    "the digest of the schema": ({"constraint_sha256": "ab" * 32}, {}),
+    "a newer revision": ({"kernel_revision": 900}, {}),
+    "no revision": ({"kernel_revision": 900_000}, {}),
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", _FORGED)
+def test_a_field_that_changes_no_token_cannot_be_forged(engines: Engines, kind: str) -> None:
+    engine, (fields, asked) = engines["smollm2"], _FORGED[kind]
+    (receipt,) = _receipts(engine, _request("schema"))
+    request = {**_content(receipt).request, **asked}
+    forged = _redigested(msgspec.structs.replace(receipt, **fields), request=request)
+    words = "differs"
+    with contextlib.suppress(ReceiptError):
+        words = verify(forged, engine).verdict
+    assert words == "differs"
+
+
+@pytest.mark.model
+def test_forged_names_and_log_probabilities_do_not_verify(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request())
+    renamed = _redigested(msgspec.structs.replace(receipt, model="gpt\x1b[2J"))
+    assert verify(renamed, engine).model == engine.info.model
+    first, *rest = _content(receipt).logprobs
+    assert first is not None
+    assert "log-probability" in verify(_redigested(receipt, logprobs=(first - 1, *rest)), engine).reason
+    for revision in (0, receipt.kernel_revision):
+        old = msgspec.structs.replace(receipt, kernel_revision=revision)
+        assert verify(_redigested(old, logprobs=(None, *rest)), engine).verdict == "differs"
+    key = SigningKey(b"k" * 32)
+    altered = msgspec.structs.replace(sign(receipt, key), model="other")
+    assert (verify(altered, engine).verdict, verify(altered, engine).signer) == ("differs", "")
+    document = json.loads(msgspec.json.encode(receipt))
+    document["sampling"]["creativity"] = 11
+    with pytest.raises(ReceiptError, match="creativity"):
+        receipts.to_receipt(document)
+
+
+def _beside(receipt: Receipt, text: str) -> dict[str, dict[str, Any]]:
+    """Return each document that an answer with a receipt may stand in."""
+    entry = json.loads(msgspec.json.encode(receipt))
+    reply = {"choices": [{"index": 0, "message": {"content": text}}], "receipt": entry}
+    return {
+        "chat": reply,
+        "completion": {"choices": [{"index": 0, "text": text}], "receipt": entry},
+        "several": {"choices": [{"index": 0, "message": {"content": text}}], "receipts": [entry]},
+        "batch": {"response": {"body": reply}},
+        "payload log": {"data": {"answers": [{"text": text, "receipt": entry}]}},
+        "ollama": {"message": {"content": text}, "receipt": entry},
+    }
+
+
+@pytest.mark.model
+def test_a_changed_answer_next_to_its_receipt_differs(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request())
+    text = verify(receipt, engine).text
+    assert text
+    for changed, verdict in ((text, "verified"), (text + " Not.", "differs"), ("", "differs")):
+        for kind, document in _beside(receipt, changed).items():
+            [entry], _ = find_receipts(document)
+            result = verify(receipts.to_receipt(entry.document), engine, entry.quote)
+            assert (result.verdict, result.is_text_compared) == (verdict, True), kind
+    [entry], _ = find_receipts({"output": [], "receipt": _beside(receipt, "")["chat"]["receipt"]})
+    assert entry.quote is None
+
+
+@pytest.mark.model
+def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request("cut by length"))
+    content = _content(receipt)
+    few = {"answer": content.answer[:5], "logprobs": content.logprobs[:5]}
+    cut = _redigested(msgspec.structs.replace(receipt, finish_reason="cancelled", n_answer=5), **few)
+    assert "the first 5 tokens of an answer that was cancelled" in describe(verify(cut, engine))
+    old = verify(_redigested(msgspec.structs.replace(receipt, kernel_revision=0)), engine)
+    checks = (
+        Check(place="a", verification=old),
+        Check(place="b", verification=verify(receipt, engine)),
     )
-    from edgeinfer.runtime.options import Chosen, EngineInfo
-
-    info = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
-    receipt = make_receipt(with_record(GenerateRequest(prompt="a b")), finished, info)
-    document: dict[str, Any] = json.loads(msgspec.json.encode(receipt))
-    return document
+    statuses = [VerifyResult(checks=checks[n:]).exit_code for n in (0, 1)]
+    assert statuses == [9, 0]
+    assert VerifyResult(checks=(*checks, Check(place="c", error="torn"))).exit_code == 5
 
 
-_EXAMPLE = _example()
+def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
+    odd = [b"{", b"", b"[1]", b"5", b'{"data": 5}', b'{"data": {"answers": 7}}', b'{"receipts": 3}']
+    odd += [b'{"choices": 4, "receipt": 6}', b'{"receipt": {"content_sha256": []}}', b'{"torn":']
+    log = tmp_path / "a.jsonl"
+    log.write_bytes(b"\n".join(odd))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    result = run(parser.parse_args([str(log)]), None)  # type: ignore[arg-type]
+    assert [check.place.rpartition(":")[2] for check in result.checks] == ["1", "10", "9"]
+    assert {check.verdict for check in result.checks} == {"not checked"}
+    assert result.exit_code == 5
+
+
+def test_an_adapter_that_is_gone_refuses_the_receipt_only() -> None:
+    asked = with_record(GenerateRequest(prompt="a b"))
+    for loaded, used in (((Adapter("a", "/nowhere/a.gguf", 1.0),), None), ((), (("a", 1.0),))):
+        request = msgspec.structs.replace(asked, lora=used)
+        info = msgspec.structs.replace(_INFO, lora=loaded)
+        refusal = make_receipt(request, _FINISHED, info)
+        assert isinstance(refusal, Refusal)
+        assert "adapter" in refusal.refused
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key.pem"
+    file.write_text("x")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="other users"):
+        receipts.load_key(str(file))
+
+
+def test_a_receipt_goes_into_a_fifo_and_a_file_of_its_owner_s(tmp_path: Path) -> None:
+    fifo, file = tmp_path / "fifo", tmp_path / "file"
+    os.mkfifo(fifo)
+    receipt = receipts.to_receipt(_EXAMPLE)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(fifo.read_bytes)
+        _write_receipt(receipt, fifo, is_private=False)
+        assert receipts.parse(read.result()) == receipt
+    assert fifo.is_fifo()
+    _write_receipt(receipt, file, is_private=False)
+    assert file.stat().st_mode & 0o777 == 0o600
+    for path, is_private in ((tmp_path / "none/file", False), (fifo, True), (tmp_path, False)):
+        with pytest.raises(UsageError):
+            _check_receipt_path(path, is_private=is_private)
 
 
 @pytest.mark.model

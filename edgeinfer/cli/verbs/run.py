@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import re
 import signal
 import sys
@@ -106,6 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
     """Answer one prompt. Raises UsageError, and what resolving, loading and generating raise."""
+    if options.receipt:
+        _check_receipt_path(Path(options.receipt), is_private=options.private)
     model, ref, prompt = _split_words(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
@@ -178,6 +181,24 @@ def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
     return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
 
 
+def _is_stream(path: Path) -> bool:
+    """Return whether a path is a device, a FIFO or an open file: written to, and never replaced."""
+    is_open_file = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return is_open_file or (path.exists() and not path.is_file())
+
+
+def _check_receipt_path(path: Path, *, is_private: bool) -> None:
+    """Refuse, before an answer is generated, a path that no receipt can be written to."""
+    folder, hint = path.absolute().parent, "name another file for --receipt"
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint=hint)
+    if _is_stream(path):
+        if is_private:
+            raise UsageError(f"{path} is no file that FILE.content could stand next to", hint=hint)
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} is no folder that you may write to", hint=hint)
+
+
 def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) -> None:
     """Write the receipt, a private one's content next to it, or say why there is none."""
     if isinstance(receipt, Refusal):
@@ -185,7 +206,12 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
         return
     public = receipt.without_content() if is_private else receipt
     try:
-        write_whole(path, msgspec.json.encode(public) + b"\n", 0o644)
+        line = msgspec.json.encode(public) + b"\n"
+        if _is_stream(path):
+            with path.open("ab") as file:
+                file.write(line)
+        else:
+            write_whole(path, line, None if is_private else 0o600)
         if is_private:
             secret = path.with_name(f"{path.name}.content")
             write_whole(secret, msgspec.json.encode(receipt) + b"\n", 0o600)

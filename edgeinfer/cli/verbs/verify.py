@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,29 @@ from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import MAX_BYTES, Receipt
-from edgeinfer.receipts.verify import TokenChoice, Verification, verify, with_content
+from edgeinfer.receipts.verify import Quote, TokenChoice, Verification, verify, with_content
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
 #: Most receipts that are named when several of a sample differ or are refused.
 _MOST_NAMED = 20
+#: Exit status if log-probabilities only were compared, of another kernel revision.
+WITHIN_TOLERANCE = 9
+#: What an answer was that has no end of its own.
+_CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt's verification, or why it could not be checked; `place` is its file and line."""
+    """A receipt's verification, or why it could not be checked; `place` is its file and line.
+
+    `lacks_text`: an answer stands next to the receipt, or should, and was not compared.
+    """
 
     place: str
     verification: Verification | None = None
     error: str = ""
+    lacks_text: bool = False
 
     @property
     def verdict(self) -> str:
@@ -52,29 +61,42 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """Exit status: 1 if an answer differs, 5 if a receipt could not be checked."""
+        """Exit status: 1 if an answer differs, 5 if a receipt could not be checked, 9 if one is only
+        within the tolerance.
+        """
         verdicts = {check.verdict for check in self.checks}
-        return 1 if "differs" in verdicts else 5 * ("not checked" in verdicts)
+        statuses = {"differs": 1, "not checked": 5, "within tolerance": WITHIN_TOLERANCE}
+        return next((status for verdict, status in statuses.items() if verdict in verdicts), 0)
 
     def human(self) -> str:
         if len(self.checks) == 1 and self.checks[0].verification and not self.without_receipt:
-            return describe(self.checks[0].verification)
+            note = f"\n{_NO_TEXT}" if self.checks[0].lacks_text else ""
+            return describe(self.checks[0].verification) + note
         kinds = ("verified", "within tolerance", "differs", "not checked")
         verdicts = [check.verdict for check in self.checks]
         counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds]
         suspects = [check for check in self.checks if check.reason]
-        lines = [f"{check.place}: {check.verdict}: {check.reason}" for check in suspects[:_MOST_NAMED]]
+        named = suspects[:_MOST_NAMED]
+        lines = [escape_hidden(f"{c.place}: {c.verdict}: {c.reason}") for c in named]
         if len(suspects) > _MOST_NAMED:
             lines.append(f"and {len(suspects) - _MOST_NAMED} more")
+        if n_texts := sum(check.lacks_text for check in self.checks):
+            lines.append(f"{n_texts} of them: {_NO_TEXT}")
         total = f"{', '.join(counts)} of {len(self.checks)} receipts"
         without = f"; {self.without_receipt} answers have none" if self.without_receipt else ""
         return "\n".join([*lines, f"{total}{without}"])
 
 
+_NO_TEXT = "text not compared: only the tokens in the receipt were"
+
+
 def describe(result: Verification) -> str:
     """Return the verdict for a person, with the first token that differs."""
     signer = f", signed by {result.signer}" if result.signer else ", not signed"
-    lines = [f"{result.verdict}: {result.n_answer} tokens of {result.model}{signer}"]
+    part = f"{result.n_answer} tokens of {result.model}"
+    if cut := _CUT.get(result.finish_reason):
+        part = f"the first {result.n_answer} tokens of an answer {cut}, of {result.model}"
+    lines = [f"{result.verdict}: {part}{signer}"]
     if result.reason:
         lines.append(result.reason)
     if result.position is not None:
@@ -119,26 +141,33 @@ def _share(text: str) -> float:
 
 
 def run(options: argparse.Namespace, host: Host) -> VerifyResult:
-    """Check; exit status 1 if an answer differs. Raises UsageError, ReceiptError."""
+    """Check; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if (options.receipt is None) == (options.log is None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
-    sample: list[tuple[str, Any]] = []
+    sample, unread = list[Entry](), list[Check]()
     n_receipts = n_without = 0
     for place, line in _lines(options):
-        entries, n_answers = find_receipts(receipts.parse_json(line))
+        try:
+            entries, n_answers = find_receipts(receipts.parse_json(line), place)
+        except ReceiptError as error:
+            if place == options.receipt:
+                raise
+            unread.append(Check(place=place, error=error.message))
+            continue
         n_receipts += len(entries)
         n_without += n_answers - len(entries)
-        sample += [(place, entry) for entry in entries if random.random() < options.sample]
-    if not n_receipts:
+        sample += [entry for entry in entries if random.random() < options.sample]
+    if not n_receipts and not unread:
         raise ReceiptError(
             f"{options.receipt or options.log} has no receipt",
             hint="`edgeinfer run --receipt FILE` writes one",
         )
-    if (n_receipts, n_without, len(sample)) == (1, 0, 1):  # its error is the command's
-        entry = _read(sample[0][1], options.content)
-        with contextlib.closing(_load(entry, options, host)) as engine:
-            return VerifyResult(checks=(Check(place=sample[0][0], verification=verify(entry, engine)),))
-    return VerifyResult(checks=tuple(_check_all(sample, options, host)), without_receipt=n_without)
+    if (n_receipts, n_without, len(sample), unread) == (1, 0, 1, []):  # its error is the command's
+        receipt = _read(sample[0].document, options.content)
+        with contextlib.closing(_load(receipt, options, host)) as engine:
+            return VerifyResult(checks=(_verify(sample[0], receipt, engine),))
+    checks = (*unread, *_check_all(sample, options, host))
+    return VerifyResult(checks=checks, without_receipt=n_without)
 
 
 def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
@@ -152,14 +181,28 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
                 if path.suffix != ".jsonl":
                     yield str(path), file.read(MAX_BYTES + 1)
                     continue
-                for number, line in enumerate(file, 1):
-                    if line.endswith(b"\n"):  # else it was torn by a crash
+                for number in itertools.count(1):
+                    line = rest = file.readline(MAX_BYTES + 1)
+                    while rest and not rest.endswith(b"\n"):  # of a line that is too long
+                        rest = file.readline(MAX_BYTES)
+                    if not line:
+                        break
+                    if not line.isspace():
                         yield f"{path}:{number}", line
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
 
 
-def find_receipts(document: Any) -> tuple[list[Any], int]:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A receipt as it was found, and the answer next to it; None if that is not known there."""
+
+    place: str = ""
+    document: dict[str, Any]
+    quote: Quote | None = None
+    is_alone: bool = False
+
+
+def find_receipts(document: Any, place: str = "") -> tuple[list[Entry], int]:
     """Return the receipts of a document, and how many answers it has.
 
     It is a receipt, an answer of the endpoint, a line of a batch, or a line of a payload log.
@@ -167,14 +210,62 @@ def find_receipts(document: Any) -> tuple[list[Any], int]:
     if not isinstance(document, dict):
         return [], 0
     if "content_sha256" in document:
-        return [document], 1
+        return [Entry(place=place, document=document, is_alone=True)], 1
     if isinstance(body := document.get("response"), dict) and "body" in body:
-        return find_receipts(body["body"])
-    answers = [document]
+        return find_receipts(body["body"], place)
     if isinstance(data := document.get("data"), dict):
-        answers = [answer for answer in data.get("answers", ()) if isinstance(answer, dict)]
-    several = [entry for answer in answers for entry in answer.get("receipts", [answer.get("receipt")])]
-    return [e for e in several if isinstance(e, dict) and "content_sha256" in e], len(several)
+        answers = [answer for answer in _list(data.get("answers")) if isinstance(answer, dict)]
+        several = [(answer.get("receipt"), answer) for answer in answers]
+    else:
+        several = list(_pairs(document))
+    entries = [
+        Entry(place=place, document=receipt, quote=_quote(answer))
+        for receipt, answer in several
+        if isinstance(receipt, dict) and "content_sha256" in receipt
+    ]
+    return entries, len(several)
+
+
+def _pairs(document: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the receipts of an answer of the endpoint, each with its choice."""
+    several = _list(document["receipts"]) if "receipts" in document else [document.get("receipt")]
+    choices = [choice for choice in _list(document.get("choices")) if isinstance(choice, dict)]
+    by_index = {index: choice for choice in choices if isinstance(index := choice.get("index"), int)}
+    for index, receipt in enumerate(several):
+        yield receipt, by_index.get(index) if choices else document
+
+
+def _quote(answer: Any) -> Quote | None:
+    """Return what stands in a choice, or in an answer of a payload log or an API; None if unknown."""
+    if not isinstance(answer, dict):
+        return None
+    if isinstance(message := answer.get("message"), dict):
+        answer = message
+        text = message.get("content") or ""
+    else:
+        names = ("text", "content", "response", "result")
+        text = next((answer[name] for name in names if isinstance(answer.get(name), str)), None)
+    reasoning = answer.get("reasoning_content", answer.get("reasoning"))
+    calls = [_call(call) for call in _list(answer.get("tool_calls"))]
+    if not isinstance(text, str):
+        return None
+    return Quote(
+        text=text,
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+        calls=None if None in calls else tuple(call for call in calls if call is not None),
+    )
+
+
+def _call(call: Any) -> tuple[str, str] | None:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return None
+    name, arguments = function.get("name"), function.get("arguments")
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, str) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _read(document: Any, content: str | None) -> Receipt:
@@ -190,41 +281,45 @@ def _read(document: Any, content: str | None) -> Receipt:
 def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
     name = options.model or receipt.model
     if not options.model and name.startswith(("/", ".", "~")):  # a receipt chooses no file to open
-        raise ReceiptError(f"the receipt's model is a file, {name}", hint="name a model: `--model`")
+        raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
     load = requesting.load_options(options, host.config.load)
     if options.kv_type is None:
         load = msgspec.structs.replace(load, kv_type=receipt.kv_type)
     return host.engine(name, msgspec.structs.replace(load, is_counted=False))
 
 
-def _check_all(
-    sample: list[tuple[str, Any]], options: argparse.Namespace, host: Host
-) -> Iterator[Check]:
+def _check_all(sample: list[Entry], options: argparse.Namespace, host: Host) -> Iterator[Check]:
     """Check a sample, one model after the other; what cannot be checked is named."""
-    entries = list[tuple[str, Receipt]]()
-    for place, document in sample:
+    entries = list[tuple[Entry, Receipt]]()
+    for entry in sample:
         try:
-            entries.append((place, _read(document, options.content)))
+            entries.append((entry, _read(entry.document, options.content)))
         except ReceiptError as error:
-            yield Check(place=place, error=error.message)
+            yield Check(place=entry.place, error=error.message)
     entries.sort(key=lambda entry: _load_key(entry[1]))
-    for _, group in groupby(entries, key=lambda entry: _load_key(entry[1])):
+    for _, group in itertools.groupby(entries, key=lambda entry: _load_key(entry[1])):
         same = list(group)
         try:
             with contextlib.closing(_load(same[0][1], options, host)) as engine:
-                for place, receipt in same:
-                    yield _check(place, receipt, engine)
+                for entry, receipt in same:
+                    yield _check(entry, receipt, engine)
         except EdgeInferError as error:
-            for place, _ in same:
-                yield Check(place=place, error=error.message)
+            for entry, _ in same:
+                yield Check(place=entry.place, error=error.message)
 
 
 def _load_key(receipt: Receipt) -> tuple[str, str]:
     return receipt.model, receipt.kv_type
 
 
-def _check(place: str, receipt: Receipt, engine: Engine) -> Check:
+def _check(entry: Entry, receipt: Receipt, engine: Engine) -> Check:
     try:
-        return Check(place=place, verification=verify(receipt, engine))
+        return _verify(entry, receipt, engine)
     except EdgeInferError as error:
-        return Check(place=place, error=error.message)
+        return Check(place=entry.place, error=error.message)
+
+
+def _verify(entry: Entry, receipt: Receipt, engine: Engine) -> Check:
+    result = verify(receipt, engine, entry.quote)
+    lacks_text = not entry.is_alone and not result.is_text_compared and result.verdict != "differs"
+    return Check(place=entry.place, verification=result, lacks_text=lacks_text)

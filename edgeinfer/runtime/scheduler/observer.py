@@ -39,10 +39,7 @@ class RequestObserver(Protocol):
 
 
 class TokenRecorder(SequenceObserver):
-    """Records the tokens of one request with their log-probabilities.
-
-    In a replay only the token that differs from `replayed` has one: it takes 0.1 to 0.4 ms.
-    """
+    """Records the tokens of one request with their log-probabilities."""
 
     def __init__(self, prompt: Sequence[int], replayed: Sequence[int] | None) -> None:
         self._prompt, self._replayed = tuple(prompt), replayed
@@ -56,27 +53,22 @@ class TokenRecorder(SequenceObserver):
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        if self._replayed is None:
-            self._logits, self._log_sum = logits, log_sum(logits)
-        else:
-            self._logits = logits.copy()  # a constraint is about to change them
+        # a constraint is about to change them
+        self._logits = logits if self._replayed is None else logits.copy()
+        self._log_sum = log_sum(logits)
 
     def on_token(self, token: int) -> None:
         n, logits = len(self._answer), self._logits
         self._answer.append(token)
         self._logits = None
+        # masked logits differ, but not that of `token`
+        self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         if self._replayed is None:
-            # masked logits differ, but not that of `token`
-            logprob = None if logits is None else float(logits[token]) - self._log_sum
-            self._logprobs.append(logprob)
             return
         expected = self._replayed[n] if n < len(self._replayed) else None
         self.differs = token != expected
-        if self.differs and logits is not None:
-            total = log_sum(logits)
-            self._logprobs = [float(logits[token]) - total]
-            if expected is not None:
-                self._replayed_logprob = float(logits[expected]) - total
+        if self.differs and logits is not None and expected is not None:
+            self._replayed_logprob = float(logits[expected]) - self._log_sum
 
     def record(self) -> TokenRecord:
         return TokenRecord(

@@ -14,20 +14,23 @@ from edgeinfer import __version__
 from edgeinfer.agents.prompt_normalization import predict_prefix
 from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError
-from edgeinfer.receipts.receipt import parse_json, to_receipt
-from edgeinfer.receipts.verify import Verification, verify
+from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
+from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
+from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation import answer
+from edgeinfer.server.metrics import version_of
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
 from edgeinfer.server.request_fields import common_fields, overridden, seed_of, stop_strings
 from edgeinfer.server.wire_types import ModelFields, PromptUsage
@@ -101,12 +104,50 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
-@ROUTES.post("/v1/verify")
+#: Largest receipt (bytes) over HTTP: parsing it holds Python's lock for 0.1 s.
+_MAX_RECEIPT_BYTES = 4 << 20
+
+
+@ROUTES.post("/v1/verify", max_body_bytes=_MAX_RECEIPT_BYTES)
 async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> Verification:
     """Check the receipt of an answer."""
-    receipt = to_receipt(parse_json(context.body or b"")["receipt"])  # no key may stand in it twice
-    model = ModelFields(model=body.model or receipt.model, keep_alive=body.keep_alive)
-    return await with_engine(context, model, lambda engine: verify(receipt, engine))
+    receipt = await context.endpoint.in_thread(_read_receipt, context.body or b"")
+    context.name_model(body.model or receipt.model)
+    stay_s = context.stay_s(body.keep_alive)
+    with await context.endpoint.models.acquire(context.model, stay_s) as lease:
+        context.version = version_of(lease.engine.info.sha256)
+        check = ReceiptCheck(receipt, lease.engine)
+        working = asyncio.ensure_future(_check_in_turn(context, lease.engine, check))
+        result = await unless(until_disconnected(context.request.receive), working)
+        if result is None:
+            await asyncio.wait([working])  # the engine is in use until then
+            raise Problem(400, "The client left.", code="client_disconnected")
+    return result
+
+
+def _read_receipt(body: bytes) -> Receipt:
+    return to_receipt(parse_json(body)["receipt"])  # no key may stand in it twice
+
+
+async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
+    """Check as one more generation in the model's queue. Raises QueueFullError, what `run` raises."""
+    endpoint, caller = context.endpoint, context.caller.turn
+    has_slot = False
+    endpoint.queue(context.model, engine.info.n_parallel, 1, caller)
+    try:
+        await endpoint.engine_slots[context.model].take(caller, 1)
+        has_slot = True
+        endpoint.running.add(check)
+        running = asyncio.wrap_future(endpoint.engine_calls.begin(caller, check.run))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:  # the client left
+            check.cancel()
+            await asyncio.wait([running])
+            raise
+    finally:
+        endpoint.running.discard(check)
+        endpoint.unqueue(context.model, 1, caller if has_slot else "")
 
 
 def _piece(raw: bytes) -> str | list[int]:

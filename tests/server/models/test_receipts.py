@@ -2,11 +2,15 @@
 
 import json
 import re
+import socket
+import threading
 
 import pytest
 from fake_engine import FakeEngine
 
 from edgeinfer.cli.verbs.verify import find_receipts
+from edgeinfer.errors import ReceiptError
+from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.server.payload_log import PayloadLog
 
 CHAT = "/v1/chat/completions"
@@ -56,6 +60,13 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     assert receipt["sampling"]["seed"] is not None
     result = check(real, receipt)
     assert (result["verdict"], result["n_answer"]) == ("verified", 12)
+    [entry], _ = find_receipts(
+        json.loads(reply.text) if not fields.get("stream") else {"receipt": receipt}
+    )
+    if entry.quote:
+        assert entry.quote.text == result["text"]
+    else:
+        assert fields.get("stream") or path in ("/v1/responses", "/v1/messages")
     receipt["content"]["answer"][3] ^= 1
     assert check(real, receipt)["verdict"] == "differs"
 
@@ -93,8 +104,10 @@ def test_the_payload_log_has_receipts(real, tmp_path, until, monkeypatch):
         assert "receipt" not in reply.text
     until(lambda: len(lines_of(tmp_path)) == 2, "two lines")
     for line in lines_of(tmp_path):
-        [receipt], n_answers = find_receipts(json.loads(line))
-        assert (check(real, receipt)["verdict"], n_answers) == ("verified", 1)
+        [entry], n_answers = find_receipts(json.loads(line))
+        result = check(real, entry.document)
+        assert (result["verdict"], n_answers) == ("verified", 1)
+        assert entry.quote.text == result["text"] != ""
 
 
 def test_an_answer_without_receipt_is_given_and_says_why(serve):
@@ -103,3 +116,32 @@ def test_an_answer_without_receipt_is_given_and_says_why(serve):
         reply = live_server.chat(receipt=True, stream=stream)
         assert "recorded no tokens" in last_object(reply)["receipt"]["refused"]
         assert re.search("Hello", reply.text)
+
+
+@pytest.mark.model
+def test_a_check_ends_with_its_client_and_counts_in_the_queue(real, until, monkeypatch):
+    whole = last_object(real.client.post(CHAT, json={"messages": TURNS, "max_tokens": 4} | SAMPLED))
+    cancelled, begun = threading.Event(), threading.Event()
+
+    def run(self):
+        begun.set()
+        assert cancelled.wait(60)
+        raise ReceiptError("the check was cancelled")
+
+    monkeypatch.setattr(ReceiptCheck, "run", run)
+    monkeypatch.setattr(ReceiptCheck, "cancel", lambda self: cancelled.set())
+    address = real.client.base_url
+    body = json.dumps({"receipt": whole["receipt"]}).encode()
+    with socket.create_connection((address.host, address.port)) as client:
+        head = f"POST /v1/verify HTTP/1.1\r\nhost: {address.host}\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert begun.wait(60)
+        assert sum(real.endpoint.generation_counts.values()) == 1
+    assert cancelled.wait(60)
+    until(lambda: not real.endpoint.generation_counts and not real.endpoint.running, "the end")
+
+
+@pytest.mark.model
+def test_a_long_body_is_refused_before_it_is_parsed(real):
+    reply = real.client.post("/v1/verify", json={"receipt": {"program": "x" * (5 << 20)}})
+    assert reply.status_code == 413
