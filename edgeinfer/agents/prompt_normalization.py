@@ -166,7 +166,7 @@ def _reminder(turn: Message) -> str:
 def normalize(
     turns: Sequence[Message], rules: Collection[PromptRule] = NAMES
 ) -> tuple[Turns, tuple[PromptRule, ...]]:
-    """Return the turns with lines moved where there is a turn for them, and the rules that applied."""
+    """Return the turns after the rules moved lines (if a target turn exists), and the applied rules."""
     system = list(itertools.takewhile(_is_system, turns))
     messages = list(turns[len(system) :])
     applied: list[PromptRule] = []

@@ -47,7 +47,7 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Answer by a replica; health and the list of models are answered here and wake none."""
+        """Forward to a replica; answer health and the list of models here, waking no replica."""
         path = request.scope["path"]  # a foreign Host may make no URL
         route = app.match_route(path)
         try:
@@ -148,7 +148,7 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
 
 
-#: Fields that become the prompt, in the order in which templates write them; of every dialect.
+#: Fields of all dialects that become the prompt, in the order in which templates write them.
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 

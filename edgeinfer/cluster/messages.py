@@ -65,7 +65,7 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
 
 
 class Request(NamedTuple):
-    """A client's request. `prefix_hashes` are those of `prefix_affinity.prefix_hashes`."""
+    """A client's request. `prefix_hashes`: of its prompt, by `prefix_affinity.prefix_hashes`."""
 
     method: str
     target: str

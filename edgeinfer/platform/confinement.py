@@ -75,7 +75,7 @@ _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
 _THIRD_ARGUMENT = 32
 _CLONE_THREAD = 0x00010000
-#: The bit of a call's number in the 32-bit interface of x86-64.
+#: Bit that marks a call's number as one of x86-64's 32-bit interface (x32).
 _X32 = 0x40000000
 
 #: For each architecture its audit number; `clone` and `clone3`; the calls that compute, use memory and
@@ -107,10 +107,10 @@ _MODES = {
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
 }
 _SETUID_OR_SETGID = 0o6000
-#: setsockopt; SOL_SOCKET, and there SO_SNDBUF SO_RCVBUF SO_SNDBUFFORCE SO_RCVBUFFORCE.
+#: Number of setsockopt; SOL_SOCKET, and its options SO_SNDBUF SO_RCVBUF SO_SNDBUFFORCE SO_RCVBUFFORCE.
 _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
-#: socket socketpair.
+#: Numbers of socket and socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 #: inet inet6 netlink: those of a namespace. A unix socket reaches a program that listens in the folder,
 #: and vsock the host of a virtual machine.

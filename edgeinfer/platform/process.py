@@ -98,7 +98,7 @@ def die_with_parent(number: int = _SIGKILL) -> None:
 
 
 def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn` by which Linux ends the child, across exec, when this thread ends."""
+    """Return a `preexec_fn`: Linux then ends the child, even after exec, when this thread ends."""
     if sys.platform != "linux":
         return None
     import ctypes

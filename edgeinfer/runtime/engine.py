@@ -285,7 +285,7 @@ class LlamaEngine:
             self._constraints.prepare(self._loaded.vocab)
             self._chat_format.warm_up()
             libllama.build_info()  # cached: the prefix cache needs it
-            # on the decode thread: OpenMP creates a team of threads for each thread that computes
+            # run on the decode thread: OpenMP creates a team of threads for each thread that computes
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._scheduler.measure_steps(max(self._loaded.vocab.bos, 0)))
         else:

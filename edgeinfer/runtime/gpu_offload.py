@@ -142,7 +142,7 @@ class GpuOffload:
             while not self.call(lambda: self._switch(device_context)):
                 time.sleep(_SWITCH_S)
         except BaseException as error:
-            # what a lost device holds is left alone: freeing waits for it
+            # memory on a lost device is not freed: freeing would wait for the device for ever
             is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
             if self._device_context is None and not is_lost:
                 device_context.loaded.free()

@@ -46,7 +46,7 @@ class Engine(Protocol):
         """
 
     def health(self) -> str:
-        """Return the error after which no request is answered, "" while healthy. Does not block."""
+        """Return the error that stopped the engine, "" while healthy. Does not block."""
 
     @property
     def info(self) -> EngineInfo: ...

@@ -272,7 +272,7 @@ class ChatTools:
     def _approve(
         self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
-        """Return the tool and its arguments, or the use that has ended without a call."""
+        """Return the tool and its arguments, or the finished use if the call is refused or invalid."""
         if stop.is_set:
             return use.end("stopped", "the user stopped the calls")
         try:

@@ -303,7 +303,7 @@ class TurnActions:
         self._code_at += 1
 
     def click(self, message: Transcript.Clicked) -> None:
-        """Fold, copy or page, by the clicked mark."""
+        """Do what the clicked mark stands for: fold, copy, or show another alternative."""
         entry = message.entry
         kind, _, number = message.mark.partition(":")
         if kind == "fold":

@@ -319,7 +319,7 @@ class ConversationStore:
         """Return all turns of a conversation by id, unfinished ones joined with their journal."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
-        # while calls run, an older answer that was killed may be unfinished: only the end streams
+        # only the head turn streams; an older unfinished answer was killed
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
         for turn in [turn for turn in turns.values() if turn.status == "streaming"]:

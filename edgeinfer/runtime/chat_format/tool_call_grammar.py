@@ -165,7 +165,7 @@ def _xml_function(name: str, arguments: str) -> str:
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
-    """Write a call as the family does, for earlier turns and as an example."""
+    """Write a call in the family's notation, for earlier turns and as an example."""
     if form.inner == "xml":
         call = _xml_function(name, arguments)
     else:

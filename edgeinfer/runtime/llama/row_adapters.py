@@ -80,7 +80,7 @@ class LoadedAdapter:
 
 
 class RowAdapters:
-    """The adapters of a batch: of each sequence's tokens, and of its outputs."""
+    """The adapters of a batch's rows: those of each sequence's tokens, and of its outputs."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[AdapterKey, tuple[int, int, int, int]]] = []

@@ -37,7 +37,7 @@ class BlockSearch:
         return tokens
 
     def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the longest checkpoint after `parent` of which all tokens are those of `tokens`."""
+        """Find the longest checkpoint after `parent` whose tokens are all a prefix of `tokens`."""
         blocks = self._read(self._checkpoint_names(parent, tokens))
         matches = [(name, len(saved)) for name, saved in blocks if tokens[: len(saved)] == saved]
         return max(matches, key=_length, default=_NONE)

@@ -69,7 +69,7 @@ class BatchPlanner:
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _FORCED_TOKENS
 
     def _prefills_burst_first(self, members: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Return whether to prefill a burst's short prompts before second tokens: 2 % faster at 16
+        """Return whether to prefill a burst's short prompts before any decoding: 2 % faster at 16
         streams.
         """
         pending = sum(s.n_pending for s in members if not s.is_decoding)

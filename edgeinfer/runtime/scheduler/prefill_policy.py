@@ -42,7 +42,8 @@ class ChunkSizer:
         return n_tokens * (self._long_s or self.s_per_token) if self._is_measured else 0.0
 
     def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return the tokens of prompts for a batch with `room` left next to `n_decoding` tokens.
+        """Return how many prompt tokens a batch may take that has `room` left after `n_decoding`
+        tokens.
 
         `pending` are the prompts' lengths. Short prompts stay together while they are bit-identical to
         unbatched ones.

@@ -229,7 +229,7 @@ def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, 
 def prompts(
     prompt: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
 ) -> list[str | tuple[int, ...]]:
-    """List `most` prompts at most, text or token ids. Raises InvalidRequestError for mixed kinds."""
+    """Return the prompts (at most `most`), text or token ids. Raises InvalidRequestError if mixed."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

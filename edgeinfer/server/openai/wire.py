@@ -134,7 +134,7 @@ class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
-    """An earlier answer, as our own responses, the official clients and other servers spell it."""
+    """An earlier answer, in the forms of our responses, the official clients and other servers."""
 
     hints: ClassVar = frozenset(
         {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}

@@ -62,7 +62,7 @@ class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
-    """An earlier answer's text, as our own responses and the official clients spell it."""
+    """Text of an earlier answer, in the form of our responses and of the official clients."""
 
     hints: ClassVar = frozenset({"annotations", "logprobs", "parsed"})
 

@@ -124,7 +124,7 @@ class Growing:
 
 @lru_cache(256)
 def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
-    """Render a whole text as a block each of HTML."""
+    """Render a whole text as a list of HTML blocks."""
     return tuple(Growing(text, report).blocks)
 
 

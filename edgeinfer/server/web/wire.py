@@ -112,7 +112,7 @@ class ListedModel(Reply, frozen=True, kw_only=True):
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`: when it was written (Unix time), or its blocks of HTML."""
+    """A report of `edgeinfer eval`: in a list with `written_at` (Unix time), opened with `blocks`."""
 
     name: str
     written_at: int = 0
