@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from edgeinfer.config.config_file import Config, load_config
+from edgeinfer.config.load_options import NO_DRAFT
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.runtime.events import CacheReport
@@ -129,6 +130,10 @@ class Host:
         stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
+        if draft and draft != NO_DRAFT:
+            from edgeinfer.models.draft_check import refuse_unfit  # imported here as in `resolve`
+
+            refuse_unfit(ref, draft)
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:

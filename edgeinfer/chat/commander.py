@@ -316,6 +316,8 @@ class Commander:
         receipt = answer.receipt(load_key(config_file.load_config().receipts.key))
         if isinstance(receipt, Refusal):
             raise UsageError(f"no receipt: {receipt.refused}", hint="docs/guides/receipts.md says why")
+        if argument.startswith("-"):
+            raise UsageError(f"/receipt takes no option: {argument}", hint="`/receipt FILE.json`")
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
         text = msgspec.json.encode(receipt).decode()
         self.front.show_text(f"Written to {formats.write(path, text)}; `edgeinfer verify` checks it.")

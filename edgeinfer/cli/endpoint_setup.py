@@ -89,7 +89,8 @@ def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelR
     if model == host.loaded_model:
         return model, None
     ref = host.resolve(model)
-    return host.files(ref).name, ref
+    draft = requesting.load_options(options, host.config.load).draft
+    return host.files(ref, draft=draft).name, ref
 
 
 async def _serve(

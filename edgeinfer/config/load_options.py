@@ -209,7 +209,8 @@ LORA = AdaptersOption(
 DRAFT = ModelOption(
     "draft",
     "",
-    "a smaller model of the same vocabulary that drafts tokens; `none`: ignore models.toml's",
+    "a smaller pulled model or FILE.gguf that drafts, e.g. qwen3-0.6b for qwen3-4b; the text stays the "
+    "same; none: ignore models.toml's",
     name="draft",
     metavar="MODEL",
 )
@@ -250,7 +251,13 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, s
     if adapters := differing(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)
-    unrequested = (field for field in exact if wanted.get(field) != requested.get(field))
+    unrequested = (
+        field
+        for field in exact
+        if wanted.get(field) != requested.get(field)
+        # "none" is what a model without a draft model of its own has anyway
+        and not (field not in requested and wanted.get(field) == NO_DRAFT == actual.get(field))
+    )
     return next(unrequested, "")
 
 

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_WARM = "`edgeinfer warm` builds it now"
-
-
 class LaunchedApp:
     """A running app: supervisor, link, and the `fds` of its request, kept for a cold start instead."""
 
@@ -70,14 +67,14 @@ class Apps:
             return self.cold(request, fds, reason)
         try:
             folder, manifest = choice.find()
-            return self.resume(folder, manifest, request, fds)
+            return self.resume(choice, folder, manifest, request, fds)
         except EdgeInferError as error:
             if choice.resume == "always":
                 raise
             reason = error
         except OSError as error:
             reason = EdgeInferError(f"the snapshot could not be resumed: {error}")
-        return self.cold(request, fds, reason, hint_for(reason))
+        return self.cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
         """Start the app of the verb. Raises as `start`."""
@@ -99,7 +96,12 @@ class Apps:
         client_link.close()
 
     def resume(
-        self, folder: str, manifest: format.Manifest, request: LaunchRequest, fds: list[int]
+        self,
+        choice: selection.LaunchChoice,
+        folder: str,
+        manifest: format.Manifest,
+        request: LaunchRequest,
+        fds: list[int],
     ) -> LaunchedApp:
         """Begin to restore an app from this snapshot. Raises OSError."""
         link, app_link = _socket.socketpair()
@@ -107,7 +109,7 @@ class Apps:
         child = supervise.resume(manifest, folder, app_link.fileno())
         app_link.close()
         request.how, request.snapshot = "resumed", manifest.name
-        request.reason, request.hint = "", _WARM
+        request.reason, request.hint = "", choice.warm_hint
         app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
         # record the last use: the least recently used snapshots are pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
@@ -167,12 +169,12 @@ class Apps:
         quietly(os.waitpid, app.child.pid, 0)
 
 
-def hint_for(error: EdgeInferError) -> str:
-    """Return the command that makes the next start a resumed one, or why none does."""
+def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
+    """Return the command that makes the next start of `choice` a resumed one, or why none does."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
         from edgeinfer.snapshot_format import criu  # not for a launch that resumes a known one
 
-        return criu.FILTERED if criu.is_filtered() else _WARM
+        return criu.FILTERED if criu.is_filtered() else choice.warm_hint
     from edgeinfer import error_text  # 1 ms, and only before a cold start
 
     return error_text.hint(error)

@@ -125,7 +125,7 @@ class Launcher:
             hint = "build it again: `edgeinfer warm`"
             exit.fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
-        cold_app = self._apps.cold(app.request, app.fds, error, hint_for(error))
+        cold_app = self._apps.cold(app.request, app.fds, error, hint_for(error, self._apps.choice))
         if app is self._main:
             self._main = cold_app
 

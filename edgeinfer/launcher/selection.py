@@ -32,6 +32,13 @@ class LaunchChoice:
         self.resume = resume
         self.snapshot = snapshot
 
+    @property
+    def warm_hint(self) -> str:
+        """The hint of a cold start: the command that builds the snapshot of this choice."""
+        values = ((row.flag, self.options.get(row.field)) for row in LOAD_OPTIONS if row.flag)
+        typed = [f"{flag} {value}" for flag, value in values if value is not None]
+        return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
+
     def find(self) -> tuple[str, format.Manifest]:
         """Return folder and manifest of the snapshot. Raises as `find` and `find_named`."""
         if self.snapshot:

@@ -180,6 +180,9 @@ def make_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
             raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
+    except FileExistsError as error:
+        message = f"payloads cannot be logged: {folder} is a file, not a folder"
+        raise ServeError(message, hint="name a folder: --log-payloads FOLDER") from error
     except OSError as error:
         message = f"payloads cannot be logged to {folder}: {error.strerror}"
         hint = f"name a folder of your own, or `chmod 700 {folder}`"

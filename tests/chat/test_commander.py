@@ -188,6 +188,8 @@ def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path
             commander.run("/receipt")
         front.session.set(sampling={"temperature": 0.9})
         ask(commander, "Name a ship.")
+        with pytest.raises(UsageError, match="takes no option: --private"):
+            commander.run("/receipt --private")
         commander.run("/receipt")
         commander.run("/regen")
         commander.run("/receipt again.json")

@@ -210,6 +210,14 @@ def test_timings_go_to_stderr(engine, capsys):
     assert line.endswith("; 19 ms\n"), "what it took; savings are not known"
 
 
+def test_timings_name_accepted_drafts(capsys):
+    drafted = msgspec.structs.replace(
+        LENGTH, timings=Timings(draft_tokens=20, draft_accepted_tokens=12)
+    )
+    assert run(script_engine("x", drafted), "x", "--timings") == 0
+    assert "; drafts: 12/20 accepted; " in capsys.readouterr().err
+
+
 def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
     """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
     clock, said = [500_000_000], ""

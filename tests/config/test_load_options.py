@@ -10,7 +10,7 @@ from edgeinfer import requesting
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
-from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
+from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options, unmet
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher import selection
@@ -97,3 +97,9 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
 def test_options_of_one_model_are_not_used_for_another() -> None:
     mine = LoadOptions(n_ctx=512, lora="/a.gguf")
     assert mine.for_another_model() == LoadOptions(n_ctx=512)
+
+
+def test_no_draft_model_needs_no_snapshot_of_its_own_if_the_model_has_none():
+    assert unmet({"draft": "none"}, {}, {"draft": "none"}) == ""
+    assert unmet({"draft": "none"}, {}, {"draft": "small"}) == "draft"
+    assert unmet({}, {"draft": "none"}, {"draft": "none"}) == "draft"  # the catalogue may name one

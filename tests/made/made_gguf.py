@@ -37,7 +37,7 @@ def gguf_bytes(
     return head + hashlib.shake_128(str(seed).encode()).digest(offset)
 
 
-def model_entries() -> list[bytes]:
+def model_entries(n_vocab: int = 80) -> list[bytes]:
     return [
         entry("general.architecture", 8, text("llama")),
         entry("general.name", 8, text("Tiny")),
@@ -49,7 +49,7 @@ def model_entries() -> list[bytes]:
         entry(
             "tokenizer.ggml.tokens",
             9,
-            struct.pack("<IQ", 8, 80) + b"".join(text(f"t{i}") for i in range(80)),
+            struct.pack("<IQ", 8, n_vocab) + b"".join(text(f"t{i}") for i in range(n_vocab)),
         ),
         entry("tokenizer.ggml.scores", 9, struct.pack("<IQ", 6, 80) + struct.pack("<80f", *range(80))),
     ]

@@ -75,6 +75,26 @@ def test_missing_draft_model_is_named_and_one_that_is_here_counted(local: Path, 
         resolve("mine").files(draft="qwen3-0.6b")
 
 
+@pytest.mark.parametrize("verb", [("serve", "--port=0"), ("run",), ("bench",), ("warm",)])
+def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, monkeypatch, verb) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    other = local.with_name("other.gguf")
+    other.write_bytes(gguf_bytes(model_entries(n_vocab=2000)))
+    run(capsys, "pull", str(local), "--name", "mine")
+    words = ["hi"] if verb[0] == "run" else []
+    for draft, problem, hint in (
+        ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
+        ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
+        (str(other), "it has another vocabulary", "--draft none"),
+    ):
+        code, out, err = run(capsys, verb[0], "mine", *words, *verb[1:], "--draft", draft)
+        assert code
+        assert out == ""
+        assert problem in err
+        assert hint in err
+        assert "quotes" not in err
+
+
 def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_json) -> None:
     root = paths.private_dir(paths.snapshots_dir())
     for name in ("mine@01", "mine,ctx512@02", "mine+Q8_0@03", "minest@04"):
@@ -109,6 +129,7 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     assert all(word in out for word in labels)
     _, out, _ = run(capsys, "show", "qwen3-8b")
     assert "not here yet: edgeinfer pull qwen3-8b" in out
+    assert "needs " in out
     _, out, _ = run(capsys, "rm", "mine", "--yes")
     assert out.startswith("mine is removed:")
     _, out, _ = run(capsys, "list", "no-such-thing")

@@ -32,7 +32,7 @@ def test_cold_start_line_names_the_model_that_was_found(user):
     user.settings('default-model = "other"\n')
     said = user.run("run", MODEL, "hi", "--max-tokens", "2").err
     assert said.count("cold start") == 1
-    assert f"cold start: {MODEL} has no snapshot yet (`edgeinfer warm` builds it now)" in said
+    assert f"cold start: {MODEL} has no snapshot yet (`edgeinfer warm {MODEL}` builds it now)" in said
     refused = user.run("run", MODEL, "hi", "--lora", "nosuch")
     assert (refused.code == 0, "cold start" in refused.err) == (False, False)
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from edgeinfer import __version__
+from edgeinfer import __version__, requesting
 from edgeinfer.agents import endpoint
 from edgeinfer.bench import MOST_STREAMS, Plan, Row, Sample, Side, Target, markdown, measure, rows
 from edgeinfer.cli.options import (
@@ -144,7 +144,10 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         raise UsageError(f"--streams measures {MOST_STREAMS} answers at once, at most")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
-    names = [host.files(ref).name for ref in models] + [target.label for target in options.against]
+    draft = requesting.load_options(options, host.config.load).draft
+    names = [host.files(ref, draft=draft).name for ref in models] + [
+        target.label for target in options.against
+    ]
     names = [
         f"{n} ({names[:i].count(n) + 1})" if names.count(n) > 1 else n for i, n in enumerate(names)
     ]

@@ -132,6 +132,9 @@ def _memory() -> Finding:
     memory = read_memory()
     text = f"{memory.available_bytes / GIB:.1f} GiB available of {memory.total_bytes / GIB:.1f} GiB"
     if memory.available_bytes < GIB:
+        if memory.reason.startswith("the limit"):
+            limit = f"a limit of {memory.total_bytes / GIB:.1f} GiB is set ({memory.reason})"
+            return Finding("warn", text, f"{limit}: raise it, or give a small context: --ctx 1024")
         return Finding("warn", text, "close something, or give a small context: --ctx 1024")
     return Finding("ok", text)
 

@@ -28,6 +28,7 @@ from edgeinfer.cli.options import (
 )
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
+from edgeinfer.config.load_options import NO_DRAFT
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.media import document_files
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     launch = add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
-    add_option(launch, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
+    add_option(parser, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
     add_option(launch, "--private", "write the receipt's content to FILE.content instead")
     add_traces(launch)
 
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     if options.traces:
         _trace(options.traces, started, result)
     if options.timings:
-        sys.stderr.write(f"{timings_line(result)}\n")
+        sys.stderr.write(f"{timings_line(result, engine.info)}\n")
     return result
 
 
@@ -378,16 +379,22 @@ def _consume(
     return result, finished
 
 
-def timings_line(result: RunResult) -> str:
-    """Return one line: how it started, ready time, prompt, tokens and rate."""
+def timings_line(result: RunResult, info: EngineInfo) -> str:
+    """Return one line: how it started, ready time, prompt, tokens and rate, and drafts if any."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
     took = result.startup
+    drafts = ""
+    if timings.draft_tokens:
+        chosen = info.choices.get("draft")
+        name = f" (draft model {chosen.value})" if chosen and chosen.value != NO_DRAFT else ""
+        drafts = f"; drafts: {timings.draft_accepted_tokens}/{timings.draft_tokens} accepted{name}"
     parts = f"start {format_ms(took.start_ms)}, load {format_ms(took.load_ms)}"
     return (
         f"{result.model}: {result.start.how} in {format_ms(took.ready_ms)} ({parts}); "
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
         f"prefill {format_ms(took.prefill_ms)}; "
-        f"first token {timings.ttft_ms:.0f} ms; {usage.completion_tokens} tokens at {rate:.1f}/s; "
+        f"first token {timings.ttft_ms:.0f} ms; "
+        f"{usage.completion_tokens} tokens at {rate:.1f}/s{drafts}; "
         f"{result.finish_reason}; {timings.cost(usage.cached_tokens)}"
     )

@@ -21,7 +21,7 @@ from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, SamplingDefaults, parameter_count
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel
-from edgeinfer.models.fits import header_plan
+from edgeinfer.models.fits import Estimator, header_plan
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
@@ -282,6 +282,11 @@ def _describe(
     memory = _memory(headers, options, host, draft) if headers else None
     if memory is not None:
         notes += tuple(filter(None, (memory.warning, memory.attention)))
+    elif entry is not None and not parts:
+        fit = Estimator().fit_of(entry)
+        needed = f"needs {format_bytes(fit.needed_bytes)} of memory"
+        from_disk = f"{fit.why}, ~{fit.tokens_per_s:g} tokens/s"
+        notes += (from_disk if fit.group == "too big" else needed,)
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,

@@ -24,8 +24,14 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.config.config_file import Config, SnapshotsConfig
-from edgeinfer.config.load_options import differing, snapshot_options
-from edgeinfer.errors import DiskFullError, EdgeInferError, SnapshotError, SnapshotStaleError
+from edgeinfer.config.load_options import NO_DRAFT, differing, snapshot_options
+from edgeinfer.errors import (
+    DiskFullError,
+    EdgeInferError,
+    ModelLoadError,
+    SnapshotError,
+    SnapshotStaleError,
+)
 from edgeinfer.host import Host
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
@@ -95,7 +101,9 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, EdgeInferError):
+        # one that names the draft model stays the same error of each launch that names it
+        is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
+        if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
         raise
 

@@ -312,6 +312,12 @@ def test_folder_that_others_may_change_is_refused(tmp_path, mode):
         make_folder(folder)
 
 
+def test_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "t.txt").touch()
+    with pytest.raises(ServeError, match=r"t\.txt is a file, not a folder"):
+        make_folder(tmp_path / "t.txt")
+
+
 def test_folder_of_another_user_is_refused(tmp_path):
     folder = tmp_path
     if os.geteuid() == 0:

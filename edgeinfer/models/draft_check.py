@@ -1,0 +1,32 @@
+"""Check a draft model that a user named, before anything is loaded or bound."""
+
+from __future__ import annotations
+
+from edgeinfer.config.load_options import NO_DRAFT
+from edgeinfer.errors import CatalogError, ModelLoadError
+from edgeinfer.models import gguf
+from edgeinfer.models.reference import ModelRef, resolve
+
+#: Most tokens by which two vocabularies may differ, as padding: runtime/sampling/draft_model.py.
+_MAX_PADDING = 512
+
+
+def refuse_unfit(model: ModelRef, draft: str) -> None:
+    """Raise for a draft model that is not here, or whose vocabulary has another size than `model`'s.
+
+    Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
+    """
+    try:
+        files = resolve(draft).files(draft=NO_DRAFT)
+    except CatalogError as error:
+        reason = error.message.replace(f"no model is called {draft!r}", "no model is called that")
+        hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
+        raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
+    parts = model.parts
+    if not parts or not parts[0].is_file():
+        return  # the model's own error says more
+    mine, others = (gguf.check(path, vocabulary=False).n_vocab for path in (files.paths[0], parts[0]))
+    if abs(mine - others) > _MAX_PADDING:
+        vocabulary = f"it has another vocabulary ({mine:,} tokens, not {others:,})"
+        hint = "take a smaller model of the same family, or none: --draft none"
+        raise ModelLoadError(f"{draft} cannot draft for {model.name}: {vocabulary}", hint=hint)
