@@ -446,6 +446,26 @@ def test_a_changed_answer_next_to_its_receipt_differs(engines: Engines) -> None:
 
 
 @pytest.mark.model
+def test_changed_tool_calls_next_to_a_receipt_differ(engines: Engines) -> None:
+    engine, request = engines["smollm2"], _request("tools")
+    (answer,) = answers(engine, [request])
+    receipt = make_receipt(request, answer.finish, engine.info)
+    assert isinstance(receipt, Receipt)
+    (call,) = answer.calls.values()
+    for arguments, verdict in ((call.arguments, "verified"), ("{}", "differs")):
+        function = {"name": call.name, "arguments": arguments}
+        message = {"content": None, "tool_calls": [{"function": function}]}
+        [entry], _ = find_receipts(
+            {
+                "choices": [{"index": 0, "message": message}],
+                "receipt": json.loads(msgspec.json.encode(receipt)),
+            }
+        )
+        result = verify(receipt, engine, entry.quote)
+        assert (result.verdict, result.is_text_compared) == (verdict, True), result.reason
+
+
+@pytest.mark.model
 def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("cut by length"))
