@@ -9,11 +9,13 @@ import pytest
 from edgeinfer import requesting
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options, unmet
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher import selection
+from edgeinfer.platform.machine import Memory
 from edgeinfer.runtime.llama.model import check_options
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.inputs import SnapshotInputs
@@ -103,3 +105,16 @@ def test_no_draft_model_needs_no_snapshot_of_its_own_if_the_model_has_none():
     assert unmet({"draft": "none"}, {}, {"draft": "none"}) == ""
     assert unmet({"draft": "none"}, {}, {"draft": "small"}) == "draft"
     assert unmet({}, {"draft": "none"}, {"draft": "none"}) == "draft"  # the catalogue may name one
+
+
+def test_hint_of_a_cold_start_is_the_whole_command():
+    choice = selection.LaunchChoice("m", {"draft": "small", "n_ctx": "512"}, "auto")
+    assert choice.warm_hint == "`edgeinfer warm m --ctx 512 --draft small` builds it now"
+
+
+def test_doctor_names_a_limit_of_memory(monkeypatch):
+    group = Memory(
+        total_bytes=doctor.GIB // 4, available_bytes=doctor.GIB // 8, reason="the limit in /x"
+    )
+    monkeypatch.setattr("edgeinfer.platform.machine.read_memory", lambda: group)
+    assert "a limit of 0.2 GiB is set (the limit in /x)" in doctor._memory().fix
