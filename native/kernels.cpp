@@ -73,7 +73,7 @@ ggml_backend_buffer_type g_entries[2];
 
 }  // namespace
 
-// Returns "" if every computed operation has the same bits with AVX2, AVX-512 and NEON.
+// Returns "" if every computed operation has the same bits with AVX2 and AVX-512.
 extern "C" const char *edgeinfer_dependent_operation() { return g_dependent; }
 
 // `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.

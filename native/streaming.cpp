@@ -23,6 +23,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -48,9 +49,10 @@ int64_t round_down(int64_t n) { return n / kPage * kPage; }
 int64_t round_up(int64_t n) { return round_down(n + kPage - 1); }
 
 struct File {
-    std::atomic<int> direct;  // -1 where the file system has no O_DIRECT
-    int buffered;
-    uint8_t *base;  // start of the mapping
+    int direct = -1, buffered = -1;       // the first where the file system has no O_DIRECT
+    std::atomic<bool> is_direct = false;  // until such a read is refused
+    uint8_t *base;    // start of the mapping
+    uint8_t *zeroed;  // by page: whether zeros stand in for it
     struct stat opened;
 };
 struct Load {
@@ -126,14 +128,14 @@ struct Stream {
     int fetch(const Read &r) {
         const size_t needed = std::min<size_t>(r.bytes, r.file->opened.st_size - r.offset);
         for (size_t n = 0; n < needed;) {
-            const int direct = r.file->direct;
-            const ssize_t some = pread(direct >= 0 ? direct : r.file->buffered, r.to + n, r.bytes - n, r.offset + n);
+            const bool direct = r.file->is_direct;
+            const ssize_t some = pread(direct ? r.file->direct : r.file->buffered, r.to + n, r.bytes - n, r.offset + n);
             if (some > 0) n += some;
             else if (!some) return kShort;
-            else if (errno == EINVAL && direct >= 0) r.file->direct = -1;  // tmpfs and some FUSE file systems lack O_DIRECT
+            else if (errno == EINVAL && direct) r.file->is_direct = false;  // tmpfs and some FUSE file systems lack O_DIRECT
             else if (errno != EINTR) return errno;
         }
-        if (r.file->direct < 0) posix_fadvise(r.file->buffered, r.offset, r.bytes, POSIX_FADV_DONTNEED);
+        if (!r.file->is_direct) posix_fadvise(r.file->buffered, r.offset, r.bytes, POSIX_FADV_DONTNEED);
         return 0;
     }
     static int populate(const Read &r) {
@@ -408,16 +410,22 @@ struct Stream {
         for (int i = 0; i < n; i++) {
             File &f = files.emplace_back();
             f.base = bases[i], f.buffered = ::open(paths[i], O_RDONLY | O_CLOEXEC);
-            f.direct = ::open(paths[i], O_RDONLY | O_CLOEXEC | O_DIRECT);
             if (f.buffered < 0 || fstat(f.buffered, &f.opened)) return errno;
+            f.direct = ::open(paths[i], O_RDONLY | O_CLOEXEC | O_DIRECT), f.is_direct = f.direct >= 0;
+            if (!(f.zeroed = allocate(round_up(f.opened.st_size) / kPage))) return ENOMEM;
             madvise(f.base, f.opened.st_size, MADV_RANDOM);  // each row of the token table is about a page
         }
         if (ring_bytes && !(ring = allocate(ring_bytes))) return ENOMEM;
         sigset_t all, before;  // signals are for the threads that expect them
         sigfillset(&all), pthread_sigmask(SIG_BLOCK, &all, &before);
-        for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
+        int code = 0;
+        try {
+            for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
+        } catch (const std::system_error &error) {  // of a limit on threads: fewer of them read, too
+            if (readers.empty()) code = error.code().value();
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        return 0;
+        return code;
     }
     // Returns the failure since the last call, 0 for none. After a failure, all read weights are dropped.
     int end() {
@@ -446,15 +454,20 @@ struct Stream {
 };
 
 namespace {
+// Maps the file again where zeros stand in for its pages: nothing may compute with them once no step ends in an error.
+void restore_pages() {
+    for (const File &f : g_stream->files)
+        for (int64_t at = 0; at < f.opened.st_size; at += kPage)
+            if (f.zeroed[at / kPage]) mmap(f.base + at, kPage, PROT_READ, MAP_SHARED | MAP_FIXED, f.buffered, at);
+}
 // SIGBUS handler: a page that the file lost, or that the disk cannot read, becomes zeros, and the step ends in an error.
 void on_bus_error(int number, siginfo_t *info, void *) {
     uint8_t *page = (uint8_t *)round_down((intptr_t)info->si_addr);
     if (g_stream)
         for (const File &f : g_stream->files)
             if (page >= f.base && page < f.base + f.opened.st_size) {
-                g_is_damaged = true;
-                mmap(page, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-                return;
+                g_is_damaged = true, f.zeroed[(page - f.base) / kPage] = true;
+                if (mmap(page, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) return;
             }
     sigaction(number, &g_before, nullptr);  // not ours: the signal repeats and goes to the previous handler
 }
@@ -496,6 +509,7 @@ void edgeinfer_stream_statistics(double *to) {
     memcpy(to, all, sizeof all);
 }
 void edgeinfer_stream_stop() {
+    if (g_is_damaged) restore_pages();
     sigaction(SIGBUS, &g_before, nullptr);
     delete std::exchange(g_stream, nullptr);
 }

@@ -54,6 +54,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
         """Verify the files of the model, and of its draft model: `draft`, or the catalogue's if here.
+        The catalogue's is left out, with a warning at load, if it was changed or cannot be read.
 
         `progress` hears how far an external store's file is hashed, which is done once. Raises
         UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
@@ -64,11 +65,17 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         named = self.entry.draft if self.entry is not None and not draft else draft
         if named in ("", NO_DRAFT):
             return files
-        model = resolve(named)
-        if model.kind == "absent" and not draft:
-            no_draft = f"{named} is not on this machine: `edgeinfer pull {named}`"
-            return msgspec.structs.replace(files, no_draft=no_draft)
-        paths = model._own_files(progress).paths
+        try:
+            model = resolve(named)
+            if model.kind == "absent" and not draft:
+                no_draft = f"{named} is not on this machine: `edgeinfer pull {named}`"
+                return msgspec.structs.replace(files, no_draft=no_draft)
+            paths = model._own_files(progress).paths
+        except (CatalogError, UsageError) as error:
+            if draft:
+                raise
+            no_draft = f"{error}: `edgeinfer pull {named}`"
+            return msgspec.structs.replace(files, draft=named, no_draft=no_draft)
         return msgspec.structs.replace(files, draft=named, draft_paths=paths)
 
     def _own_files(self, progress: stores.Progress | None) -> ModelFiles:

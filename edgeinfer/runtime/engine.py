@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import EngineClosedError, InvalidRequestError
+from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, OutOfMemoryError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
@@ -46,7 +46,13 @@ def load_engine(
 ) -> LlamaEngine:
     """Load a model into this process. Raises ModelLoadError, OutOfMemoryError."""
     with ExitStack() as on_error:
-        draft = DraftModel(files) if files.draft_paths else None
+        draft = None
+        try:
+            draft = DraftModel(files) if files.draft_paths else None
+        except (ModelLoadError, OutOfMemoryError) as error:
+            if options.draft:
+                raise
+            files = msgspec.structs.replace(files, no_draft=str(error))
         if draft is not None:
             on_error.callback(draft.free)
         loaded = load_model(files, options, progress, draft.shape if draft else None)

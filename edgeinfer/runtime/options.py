@@ -17,7 +17,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
     own. `lora` applies if `LoadOptions.lora` is empty. `draft` names the draft model of `draft_paths`,
-    or says in `no_draft` why the catalogue's is left out.
+    or `no_draft` says why the catalogue's is left out, with a warning if `draft` names it.
     `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
     """
 

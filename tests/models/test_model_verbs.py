@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from made_gguf import entry, gguf_bytes, model_entries, text
 from msgspec.structs import replace
 
 from edgeinfer.cli.main import main
-from edgeinfer.errors import ModelNotPulledError
+from edgeinfer.errors import InvalidGgufError, ModelNotPulledError
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.reference import resolve
@@ -114,6 +115,20 @@ def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     folders = [block_folder.path(b"x").parent for block_folder in (blocks, other)]
     as_json("rm", "mine", "--yes")
     assert [folder.exists() for folder in folders] == [False, True]
+
+
+def test_a_changed_draft_model_of_the_catalogue_is_left_out_and_named(local: Path, as_json) -> None:
+    catalogue = paths.private_dir(paths.config_dir()) / "models.toml"
+    catalogue.write_text('[models.mine]\ntitle = "Mine"\nsources = ["file:/x.gguf"]\ndraft = "small"\n')
+    for name in ("mine", "small"):
+        as_json("pull", str(local), "--name", name)
+    (changed,) = resolve("small").parts
+    os.utime(changed, ns=(1, 1))
+    files = resolve("mine").files()
+    assert (files.draft, files.draft_paths) == ("small", ())
+    assert files.no_draft == f"{changed} was changed after small was pulled: `edgeinfer pull small`"
+    with pytest.raises(InvalidGgufError):
+        resolve("mine").files(draft="small")
 
 
 def test_model_verbs_print_text(local: Path, capsys) -> None:

@@ -1,9 +1,16 @@
 """Weights that are streamed, by plans of the tests: results are those of mapped weights, to the last bit."""
 
 import contextlib
+import ctypes
+import fcntl
 import hashlib
+import mmap
 import os
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -226,6 +233,106 @@ def test_a_read_that_fails_is_an_error_in_words_and_the_next_request_reads_again
             os.close(saved)
         os.close(memory)
         assert answer(engine, ask()).text == expected
+
+
+def test_a_descriptor_whose_direct_reads_are_refused_is_closed_as_others(model: Path) -> None:
+    with streamed(model, None) as engine:
+        expected = answer(engine, ask()).text
+    with streamed(model, plan_for(model)) as engine:
+        direct = [n for n in numbers_of(model) if fcntl.fcntl(n, fcntl.F_GETFL) & os.O_DIRECT]
+        refusing = os.open("/proc/self/ns/net", os.O_RDONLY)  # reads of it end in EINVAL
+        for n in direct:
+            os.dup2(refusing, n)
+        os.close(refusing)
+        assert answer(engine, ask()).text == expected
+    assert not {str(n) for n in direct} & set(os.listdir("/proc/self/fd"))
+
+
+PLAN = StreamingPlan(0, 8 * MIB, 0, STREAMED_BYTES)
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Iterator[tuple[Path, mmap.mmap]]:
+    """A file that is mapped as weights are."""
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(MIB))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        yield path, mapping
+
+
+def test_zeros_that_stand_in_for_a_files_pages_end_with_the_stream(
+    mapped: tuple[Path, mmap.mmap],
+) -> None:
+    path, mapping = mapped
+    content = mapping[:]
+    for cut in (5 * mmap.PAGESIZE, 0):
+        stream = streaming.start((str(path),), PLAN)
+        assert stream is not None
+        os.truncate(path, cut)
+        assert not any(mapping[cut:])
+        path.write_bytes(content)
+        with pytest.raises(DecodeError):
+            stream.check()
+        stream.stop()
+        assert mapping[:] == content
+
+
+@contextlib.contextmanager
+def limit_threads(room_bytes: int) -> Iterator[None]:
+    """Have threads take a stack of 1 GiB each, of so much address space."""
+    libc, stack = ctypes.CDLL(None), ctypes.c_size_t()
+    attributes, size = ctypes.create_string_buffer(64), ctypes.c_size_t(1 << 30)
+    libc.pthread_getattr_default_np(attributes)
+    libc.pthread_attr_getstacksize(attributes, ctypes.byref(stack))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    try:
+        libc.pthread_attr_setstacksize(attributes, size)
+        libc.pthread_setattr_default_np(attributes)
+        resource.setrlimit(resource.RLIMIT_AS, (used + room_bytes, limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        libc.pthread_attr_setstacksize(attributes, stack)
+        libc.pthread_setattr_default_np(attributes)
+
+
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_a_limit_on_threads_leaves_fewer_readers_or_page_faults(
+    mapped: tuple[Path, mmap.mmap], caplog: pytest.LogCaptureFixture, n_threads: int
+) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    with limit_threads((n_threads << 30) + (1 << 29)):
+        stream = streaming.start((str(mapped[0]),), PLAN)
+    if stream is None:
+        assert n_threads == 0
+        assert "read by page faults, which is slower: Resource temporarily" in caplog.text
+    else:
+        assert len(os.listdir("/proc/self/task")) == before + n_threads
+        stream.stop()
+
+
+def test_a_page_that_no_zeros_can_replace_ends_the_process(mapped: tuple[Path, mmap.mmap]) -> None:
+    """Not in a fault without end: the process has all the mappings that it may have."""
+    source = f"""
+import ctypes, mmap, os
+from edgeinfer.runtime.llama import streaming
+from edgeinfer.runtime.memory_plan import StreamingPlan
+path, libc, page = {str(mapped[0])!r}, ctypes.CDLL(None), mmap.PAGESIZE
+with open(path, "rb") as file:
+    mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+assert streaming.start((path,), StreamingPlan(0, {8 * MIB}, 0, {STREAMED_BYTES}))
+os.truncate(path, 0)
+most = int(open("/proc/sys/vm/max_map_count").read())
+many = mmap.mmap(-1, (most + 9) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+base = ctypes.addressof(ctypes.c_char.from_buffer(many))
+for at in range(0, most + 9, 2):
+    if libc.mprotect(ctypes.c_void_p(base + at * page), ctypes.c_size_t(page), 0):
+        break
+print(mapping[5 * page])
+"""
+    ended = subprocess.run([sys.executable, "-c", source], timeout=100)
+    assert ended.returncode == -signal.SIGBUS
 
 
 def own_memory() -> int:

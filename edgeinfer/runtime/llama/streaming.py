@@ -115,7 +115,7 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
     """Stream the weights in these mapped files from the next step on.
 
     Returns None, and the kernel reads them by page faults, without a plan or our kernels, if another
-    model is streamed, or if a file cannot be opened.
+    model is streamed, or if a file cannot be opened or no thread be started.
     """
     global _active
     files = [os.path.realpath(path) for path in paths]
@@ -135,6 +135,7 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
     )
     if code:
         _log.warning("weights are read by page faults, which is slower: %s", os.strerror(code))
+        advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
         return None
     _active = Streaming(kernels, paths, plan)
     return _active

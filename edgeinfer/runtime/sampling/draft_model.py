@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.errors import InvalidRequestError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch
@@ -137,21 +137,28 @@ def attach(
 ) -> DraftModel | None:
     """Make `draft` draft for `loaded`, and note in its choices which model drafts.
 
-    One that only the catalogue names is freed if it does not fit; a warning says so. Raises
-    ModelLoadError, OutOfMemoryError.
+    One that only the catalogue names is left out if it does not fit or cannot be loaded; a warning says
+    so. Raises ModelLoadError, OutOfMemoryError.
     """
     problem = draft.misfit(loaded) if draft is not None else files.no_draft or "none is named"
+    if draft is not None and not problem:
+        try:
+            draft.open(loaded, options)
+        except (ModelLoadError, OutOfMemoryError) as error:
+            if options.draft:
+                raise
+            problem = str(error)
     if draft is None or problem:
         loaded.choices["draft"] = Chosen("none", problem)
         if draft is not None:
+            draft.free()
+        if files.draft:
             problem = f"{files.draft} cannot draft for {files.name}: {problem}"
             if options.draft:
                 hint = "take a smaller model of the same family, or none: --draft none"
                 raise ModelLoadError(problem, hint=hint)
-            draft.free()
             loaded.warnings += (problem,)
         return None
-    draft.open(loaded, options)
     source = "as asked" if options.draft else "models.toml names it"
     loaded.choices["draft"] = Chosen(files.draft, source)
     return draft

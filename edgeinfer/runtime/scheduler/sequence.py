@@ -264,9 +264,9 @@ class Sequence:
     def _end(self, last: Finished | EngineError) -> None:
         for observer in self.observers:  # before the event, at which `run` ends the process
             observer.on_end(last, self.output.n_broken_calls)
+        self.drafting.close()  # before the event, too: the next request goes on with its text
         self.stream.put(last)
         self.sampler.close()
-        self.drafting.close()
         self.pictures.close()
 
     def usage(self) -> Usage:

@@ -3,17 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
-from edgeinfer.errors import ModelLoadError
+from edgeinfer.errors import EngineError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.events import TextDelta
+from edgeinfer.runtime.events import Event, TextDelta
+from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import CachedSequence
 from edgeinfer.runtime.memory_plan import DRAFT_BATCH
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
+from edgeinfer.runtime.sampling import draft_model
 
 from ...conftest import ROOT
 from ..conftest import answer, answers, ask
@@ -227,6 +230,49 @@ def test_the_catalogues_draft_model_is_left_out_with_a_warning(smollm2: Path, ge
         assert "vocabulary" in opened.info.warnings[0]
         assert opened._draft is None
         assert answer(opened, ask()).text
+
+
+@pytest.mark.parametrize("error", [ModelLoadError, OutOfMemoryError])
+@pytest.mark.parametrize("fails_at", ["weights", "context"])
+def test_the_catalogues_draft_model_that_cannot_be_loaded_is_left_out_with_a_warning(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type, fails_at: str
+) -> None:
+    damaged = smollm2
+    if fails_at == "weights" and error is ModelLoadError:
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(smollm2.read_bytes()[:1_000_000])
+    else:
+        name = "open_context" if fails_at == "context" else "open_model"
+        monkeypatch.setattr(draft_model, name, Mock(side_effect=error("not loaded")))
+    with closing(load(smollm2, damaged, draft_option="", n_ctx=256)) as opened:
+        assert opened.info.choices["draft"].value == "none"
+        assert "small cannot draft for m: " in opened.info.warnings[0]
+        assert answer(opened, ask()).text
+    with pytest.raises(error):
+        load(smollm2, damaged, n_ctx=256)
+
+
+def test_one_that_was_changed_is_in_the_warnings_of_the_load(smollm2: Path) -> None:
+    files = ModelFiles(name="m", paths=(str(smollm2),), draft="small", no_draft="x was changed")
+    with closing(load_engine(files, LoadOptions(n_ctx=256, n_parallel=1))) as opened:
+        assert opened.info.warnings == ("small cannot draft for m: x was changed",)
+
+
+def test_the_draft_model_has_the_text_before_the_request_ends(
+    engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, put = engine._draft, EventStream.put
+    is_drafting: list[bool] = []
+    assert model is not None
+
+    def watch(stream: EventStream, event: Event | EngineError) -> None:
+        is_drafting.append(any(c.active for c in model.kv.cached_sequences))
+        put(stream, event)
+
+    monkeypatch.setattr(EventStream, "put", watch)
+    answer(engine, ask(STORY, max_tokens=30))
+    assert any(is_drafting)
+    assert not is_drafting[-1]
 
 
 def test_load_says_which_model_drafts(engine: LlamaEngine, smollm2: Path) -> None:
