@@ -252,7 +252,7 @@ class Host:
         cancel: threading.Event | None = None,
     ) -> None:
         """Build a snapshot now. Raises InterruptedByUser, and what building raises."""
+        reason = f": {self.start.reason}" if self.start.reason else ""
         raise SnapshotsUnavailableError(
-            f"{self.start.reason or 'this process'}: no snapshot can be made from here",
-            hint=f"run `edgeinfer warm {model}`",
+            f"this process cannot build snapshots{reason}", hint=f"run `edgeinfer warm {model}`"
         )

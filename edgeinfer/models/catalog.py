@@ -270,7 +270,7 @@ def _check(model: Model) -> None:
     except ValueError as error:
         raise UsageError(f'key "lora": {error}') from error
     if any(bool(adapter.path) == bool(adapter.name) for adapter in model.lora):
-        raise UsageError('key "lora": each adapter has a path or a name')
+        raise UsageError('key "lora": give each adapter either a path or a name, not both')
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
         if value and file_type(value) is None:

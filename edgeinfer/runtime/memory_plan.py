@@ -163,7 +163,8 @@ _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: Context (tokens) with which a model is judged when none fits.
 _FALLBACK_CTX = 4096
-#: Bytes of KV cache from which an automatic context is useful, if the whole cache is larger.
+#: Smallest useful KV cache (bytes) when the context size is automatic; less only if the whole planned
+#: cache is smaller.
 _USEFUL_KV_BYTES = 1 << 30
 #: Bytes reserved for the process around the model.
 _PROCESS_BYTES = 64 << 20

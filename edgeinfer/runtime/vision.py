@@ -206,9 +206,10 @@ class Vision:
         folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
-        """Return the rows of all spans of this span's picture, cached or to be encoded.
+        """Return the embedding rows of the whole picture that `span` is part of, one array per span,
+        encoded if not cached.
 
-        Each call needs a `leave`.
+        Call `leave` once for each call, when the request ends.
         """
         with self._lock:
             encoding = self._encodings.get(span.digest)

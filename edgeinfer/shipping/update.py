@@ -244,7 +244,7 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
 def _unfit(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
-        hint="nothing was changed; if this version fails in the same way, fix that first",
+        hint="the installed version was kept; if it fails in the same way, fix that first",
     )
 
 

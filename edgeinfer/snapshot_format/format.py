@@ -217,7 +217,9 @@ def given_part(name: str, model: str, requested: dict[str, str]) -> str:
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return an option's part of a name: `ctx8192`; of paths the file names and a hash."""
+    """Return what an option adds to a snapshot's name, e.g. `ctx8192`; a value with paths becomes their
+    file names and a hash.
+    """
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"

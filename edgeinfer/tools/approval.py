@@ -127,7 +127,8 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return _unescape(pattern) == text
     if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
-        host = re.sub(r"(?<=[^:])\*$", "", url[2])  # `a.org*` is no other host: a.org.example
+        # drop a trailing `*`: `a.org*` must not match a.org.example
+        host = re.sub(r"(?<=[^:])\*$", "", url[2])
         path = url[3] or ("/" if host == url[2] else "/*")
         return (
             call is not None

@@ -286,7 +286,9 @@ class AttachmentList:
         self.show()
 
     def paste(self, text: str) -> Attachment:
-        """Attach a pasted text. Return it, with its tokens once a model counts."""
+        """Attach a pasted text; return the attachment, with its token count if a model that can count
+        is loaded.
+        """
         names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)
         name = next(name for n in numbers if (name := f"{PASTED} {n}") not in names)
@@ -298,7 +300,7 @@ class AttachmentList:
         self.show()
 
     def read_mentioned(self, text: str) -> None:
-        """Read and count the files that the composer's text names."""
+        """Read the files that the text mentions with `@`, and count their tokens."""
         paths, missing = (mentioned_paths(text), missing_files(text)) if "@" in text else ([], [])
         if (list(self._named), self._missing) != (paths, missing):
             self._missing = missing

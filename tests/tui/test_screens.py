@@ -136,9 +136,7 @@ class TestModels:
         async with drive() as d:
             screen = await open_models(d)
             await d.press("ctrl+w")
-            await d.until(
-                lambda: "no snapshot can be made" in str(screen.query_one(".detail").render())
-            )
+            await d.until(lambda: "cannot build snapshots" in str(screen.query_one(".detail").render()))
 
 
 def test_pull_shows_a_bar_and_the_words_of_every_front():

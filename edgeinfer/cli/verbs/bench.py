@@ -238,7 +238,9 @@ class _OwnServers:
             ms = (time.perf_counter() - began) * 1000
             errors = process.communicate()[1].decode(errors="replace").strip()
         if process.returncode:
-            raise ServeError(f"`edgeinfer run` failed: {errors}")
+            raise ServeError(
+                f"`edgeinfer run` failed: {errors}", hint="run the command by itself to see why"
+            )
         start_kind = "resumed" if ": resumed in " in errors else "cold"
         samples = {f"exec to token, {start_kind}": Sample(ms, "ms")}
         began = time.perf_counter()

@@ -23,7 +23,9 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running launches that keep their data here, or all with `--everywhere`."""
+    """This user's running edgeinfer processes that use this data folder; with `--everywhere`, those of
+    every data folder.
+    """
 
     running: tuple[Running, ...]
 

@@ -150,7 +150,7 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
-        problem = "is only weights, without the configuration and tokenizer next to them"
+        problem = "holds only weights: the configuration and tokenizer in its folder are needed too"
         hint = f"pull the folder it is in: `edgeinfer pull {path.parent}`"
         raise UsageError(f"{path.name} {problem}", hint=hint)
     parts = names.split_parts(path)

@@ -162,7 +162,8 @@ class AnswerParser:
             self._emit(marker)
             return True
         self._fresh = False
-        # a constraint knows only the family's first marker
+        # the grammar covers only the format's first begin marker: after another one the call is not
+        # guaranteed to be well formed
         certain = self._certain and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
         self._section = kind(self._form, marker, self._tools, certain=certain, new_call=self._new_call)

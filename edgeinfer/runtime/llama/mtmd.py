@@ -184,7 +184,10 @@ class Projector:
         rows = np.ctypeslib.as_array(pointer, (n_rows, self.width)).copy()
         # a NaN in a cell of the KV cache makes NaN of every sequence's attention, masked or not
         if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
-            raise DecodeError("the projector makes numbers of a picture that no model reads")
+            raise DecodeError(
+                "the projector's output for this picture has NaN, infinite or huge values",
+                hint="try another projector file or picture",
+            )
         return rows
 
     @contextmanager

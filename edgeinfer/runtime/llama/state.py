@@ -112,7 +112,9 @@ class SequenceStates:
         offset = 0
         for piece, page_offset in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
-            if page_offset == ANYWHERE or not cells.is_all:  # copies to a device are not intercepted
+            # our copy hook sees only copies to host memory; for cells on a device llama.cpp needs the
+            # bytes in the buffer
+            if page_offset == ANYWHERE or not cells.is_all:
                 buffer[offset : offset + size] = np.frombuffer(piece, np.uint8)
             else:
                 pieces.append(StatePiece(offset, size, np.frombuffer(piece, np.uint8).ctypes.data))

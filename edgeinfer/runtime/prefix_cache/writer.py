@@ -240,6 +240,7 @@ class BlockWriter:
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
-    if tokens and tokens[-1] < 0:  # a picture at the end may lack rows, of which no position tells
+    # the last picture may be only partly decoded, and positions do not show it: leave it out
+    if tokens and tokens[-1] < 0:
         tokens.truncate(tokens.cut(len(tokens) - 1))
     return tokens

@@ -299,7 +299,9 @@ async def root(context: RequestContext) -> Response:
 
 @ROUTES.get("/slots")
 async def slots(context: RequestContext) -> wire.Slots:
-    """List the latest prompts with their cached and first divergent tokens."""
+    """List the generations that ended last: how many prompt tokens were cached, and where each prompt
+    diverged from the cached prefix.
+    """
     return wire.Slots(slots=[slot for key, slot in context.endpoint.slots if key == context.key])
 
 

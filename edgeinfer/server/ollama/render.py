@@ -231,7 +231,8 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
     try:
         ref = resolve(name)
-        if ref.external is not None:  # what would check every byte of it can wait until it is used
+        # `ref.files()` would verify the whole file's digest; that can wait until the model is used
+        if ref.external is not None:
             return stores.describe_files(ref.external), ""
         return ref.files(), ref.entry.licence if ref.entry else ""
     except EdgeInferError:

@@ -98,7 +98,9 @@ def _functions(
 
 
 def _model_name(name: str, body: wire.ResponsesRequest) -> str:
-    """Return the model's name of a function chosen without its namespace."""
+    """Return the name under which the model sees function `name`, which the client gave without its
+    namespace.
+    """
     names = functions_by_name(body)
     names_shown = (shown for shown, (_, tool) in names.items() if tool.name == name)
     return name if name in names else next(names_shown, name)

@@ -49,7 +49,9 @@ _REST_S, _LOOK_S = 15.0, 3.0
 
 
 class AppHost(Host):
-    """A process with a launcher: it may hold a resumed model, and gets others from workers."""
+    """The host of a process that the launcher started: it may have a model restored from a snapshot
+    with it; then other models run in worker processes.
+    """
 
     def __init__(
         self,
