@@ -110,7 +110,8 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
     # an object that may leave out its type is of the untagged form
     optional = facts.tag_field if kind.is_untagged_form else None
     needed = [name for name in schema.get("required", ()) if name != optional]
-    return {**schema, "properties": fields, "required": needed}
+    # other fields are ignored, and named in the reply
+    return {**schema, "properties": fields, "required": needed, "additionalProperties": True}
 
 
 def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
