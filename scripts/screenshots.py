@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs/figures"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tui"), str(ROOT / "tests/made")]
 SHOTS = (
-    ("chat-dark", "answered", (92, 28), "edgeinfer-dark"),
-    ("chat-light", "answered", (92, 28), "edgeinfer-light"),
+    ("chat-dark", "answer_question", (92, 28), "edgeinfer-dark"),
+    ("chat-light", "answer_question", (92, 28), "edgeinfer-light"),
     ("chat-commands", "completing", (92, 28), "edgeinfer-dark"),
     ("chat-models", "models", (92, 28), "edgeinfer-dark"),
     ("chat-search", "searching", (92, 28), "edgeinfer-dark"),

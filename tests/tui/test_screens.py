@@ -64,7 +64,7 @@ async def open_models(d):
 
 class TestModels:
     def test_detail_tells_the_memory_that_is_missing(self):
-        assert "Larger than memory: needs 5.3 GB of 4.0 GB" in model_picker.detail(SHELF[2])
+        assert "Larger than memory: needs 5.35 of 3.80 GB" in model_picker.detail(SHELF[2])
 
     async def test_pulled_model_is_used(self, drive):
         async with drive() as d:

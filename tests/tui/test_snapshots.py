@@ -11,7 +11,7 @@ from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.tui.screens import model_picker
 
 LOOKS = {
-    "answered": ((120, 40), "dark"),
+    "answer_question": ((120, 40), "dark"),
     "completing": ((80, 24), "dark"),
     "full": ((80, 24), "light"),
     "models": ((120, 40), "light"),
@@ -38,7 +38,7 @@ def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path,
 
 def test_no_color_leaves_weights_and_grey(snap_compare, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    scene_app = SCENES["answered"]()
+    scene_app = SCENES["answer_question"]()
     app = make_app(tmp_path, scene_app.host, clock=lambda: NOON)
     assert app.no_color
     assert snap_compare(app, run_before=scene_app.prepare)

@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     launch = add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
-    add_option(parser, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
+    add_option(launch, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
     add_option(launch, "--private", "write the receipt's content to FILE.content instead")
     add_traces(launch)
 

@@ -18,7 +18,7 @@ from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.requests import GenerateRequest
 
-TEMPLATES = Path(__file__).parents[2] / "engine/chat_format/templates"
+TEMPLATES = Path(__file__).parents[2] / "runtime/chat_format/templates"
 N_TURNS, CUT_AT = 40, 17
 PARAMETERS = {
     "type": "object",
