@@ -86,6 +86,7 @@ class Turn extends Component {
 function Card({ card }) {
   const box = useRef(), reason = useRef(), [seen, setSeen] = useState(false), name = `${card.server} · ${card.tool} wants to run`;
   const look = () => { // what scrolls must have been at its end before a yes
+    if (!box.current) return; // an event of the card that was just answered
     const parts = [...box.current.querySelectorAll("dl, pre")];
     for (const part of parts) if (part.clientHeight && part.scrollTop + part.clientHeight >= part.scrollHeight - 2) part.dataset.ended = "1";
     setSeen(parts.every((part) => part.dataset.ended));
