@@ -78,6 +78,26 @@ def copy_tokenizer(writer: gguf.GGUFWriter, source: Path) -> int:
     return size
 
 
+def add_shape(
+    writer: gguf.GGUFWriter,
+    n_ctx: int,
+    width: int,
+    layers: int,
+    feed_forward: int,
+    key_value_heads: int,
+    head_size: int,
+) -> None:
+    """Add the numbers that every architecture here has."""
+    writer.add_context_length(n_ctx)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_head_count(_HEADS)
+    writer.add_head_count_kv(key_value_heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+
+
 def write(
     tokenizer: Path,
     out: Path,
@@ -96,14 +116,7 @@ def write(
     writer = gguf.GGUFWriter(out, "llama")
     vocabulary = copy_tokenizer(writer, tokenizer)
     writer.add_name(f"random {layers}x{width}")
-    writer.add_context_length(n_ctx)
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(feed_forward)
-    writer.add_head_count(_HEADS)
-    writer.add_head_count_kv(key_value_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
+    add_shape(writer, n_ctx, width, layers, feed_forward, key_value_heads, head_size)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(vocabulary)
@@ -149,14 +162,7 @@ def write_different(
     vocabulary = copy_tokenizer(writer, tokenizer)
     head_size, key_value_heads = 128, 4 if experts else 8
     writer.add_name(f"different {layers}x{width}")
-    writer.add_context_length(16_384)
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(feed_forward)
-    writer.add_head_count(_HEADS)
-    writer.add_head_count_kv(key_value_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
+    add_shape(writer, 16_384, width, layers, feed_forward, key_value_heads, head_size)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
     writer.add_vocab_size(vocabulary)

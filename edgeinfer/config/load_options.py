@@ -109,6 +109,8 @@ class ModelOption(LoadOption):
 
 #: Value that replaces the catalogue's adapters, or its draft model, by none.
 NO_ADAPTERS = NO_DRAFT = "none"
+#: Most tokens by which the vocabularies of a model and its draft model may differ: files are padded.
+MAX_DRAFT_PADDING = 512
 
 
 def _adapter(entry: str) -> tuple[str, float]:

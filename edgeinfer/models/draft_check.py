@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.config.load_options import NO_DRAFT
+from edgeinfer.config.load_options import MAX_DRAFT_PADDING, NO_DRAFT
 from edgeinfer.errors import CatalogError, ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.reference import ModelRef, resolve
-
-#: Most tokens by which two vocabularies may differ, as padding: runtime/sampling/draft_model.py.
-_MAX_PADDING = 512
 
 
 def refuse_unfit(model: ModelRef, draft: str) -> None:
@@ -26,7 +23,7 @@ def refuse_unfit(model: ModelRef, draft: str) -> None:
     if not parts or not parts[0].is_file():
         return  # the model's own error says more
     mine, others = (gguf.check(path, vocabulary=False).n_vocab for path in (files.paths[0], parts[0]))
-    if abs(mine - others) > _MAX_PADDING:
+    if abs(mine - others) > MAX_DRAFT_PADDING:
         vocabulary = f"it has another vocabulary ({mine:,} tokens, not {others:,})"
         hint = "take a smaller model of the same family, or none: --draft none"
         raise ModelLoadError(f"{draft} cannot draft for {model.name}: {vocabulary}", hint=hint)

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgeinfer.config.load_options import MAX_DRAFT_PADDING
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
@@ -49,8 +50,6 @@ _LEAST_ANSWER_TOKENS = 64
 _PREFILL_SHARE = 0.25
 #: Weight of one measurement in the mean cost of a draft token.
 _WEIGHT = 0.1
-#: Most unused tokens by which vocabularies may differ at the end: llama.cpp pads them.
-_MAX_PADDING = 512
 _NOTHING = ModelDraft([], [], 0.0)
 
 
@@ -76,7 +75,7 @@ class DraftModel:
             return "there is no memory for it"
         if self.shape.is_recurrent:
             return "its state cannot be taken back to an earlier token"
-        is_padded = max(mine.n_vocab, others.n_vocab) - n <= _MAX_PADDING
+        is_padded = max(mine.n_vocab, others.n_vocab) - n <= MAX_DRAFT_PADDING
         if is_padded and all(mine.raw_text(token) == others.raw_text(token) for token in range(n)):
             return ""
         return f"its vocabulary is another one (it has {mine.n_vocab:,} tokens, not {others.n_vocab:,})"

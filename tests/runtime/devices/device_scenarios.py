@@ -212,16 +212,21 @@ def freed_lost() -> dict[str, object]:
         return {"texts": [*texts, text(ask(other))], "before": before}
 
 
+def least_room(opened: LlamaEngine) -> int:
+    """Return the least bytes of a card for which the plan puts all layers there."""
+    loaded = opened._loaded
+    return next(
+        n
+        for n in range(256 << 20, 1 << 30, 4096)
+        if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
+        > loaded.shape.n_layer
+    )
+
+
 def full() -> dict[str, object]:
     """A card on which another program takes memory between the plan and the load."""
     with engine() as opened:
-        loaded = opened._loaded
-        room = next(
-            n
-            for n in range(256 << 20, 1 << 30, 4096)
-            if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
-            > loaded.shape.n_layer
-        )
+        room = least_room(opened)
     gpu_offload._SMALLER = 1 - 2 * 4096 / room
     fail("memory -2")
     return with_room(room)
@@ -287,13 +292,7 @@ def shorter() -> dict[str, object]:
 def experts() -> dict[str, object]:
     """The least room that holds all layers, but not all of their experts."""
     with engine() as opened:
-        loaded = opened._loaded
-        room = next(
-            n
-            for n in range(256 << 20, 1 << 30, 4096)
-            if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
-            > loaded.shape.n_layer
-        )
+        room = least_room(opened)
     return with_room(room)
 
 
