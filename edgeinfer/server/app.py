@@ -37,14 +37,14 @@ _ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the use
 
 
 class App:
-    """The application of `endpoint`, guarded by `gate`. A request's scope has its `RequestContext`."""
+    """The ASGI application of `endpoint`, guarded by `gate`. A scope holds its `RequestContext`."""
 
     def __init__(self, endpoint: Endpoint, gate: Gate) -> None:
         self._endpoint = endpoint
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, also after a defect, then count and log it."""
+        """Answer one request (with a 500 if the code has a defect), then count and log it."""
         context = self._context(scope)
 
         async def sending(message: Message) -> None:
@@ -59,13 +59,13 @@ class App:
         except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
             problem = context.problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
-            if not context.status:  # otherwise the answer had begun, and the connection is closed
+            if not context.status:  # otherwise only closing the connection can report it
                 body = context.dialect.error_body(problem, context.id)
                 refusal = Response(body, problem.status, problem.headers, "application/json")
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
-            context.body, context.answers = None, []  # the context lies in a cycle with its scope
+            context.body, context.answers = None, []  # the context and its scope form a cycle
             context.receipts.clear()
 
     def _context(self, scope: Scope) -> RequestContext:
@@ -97,7 +97,7 @@ class App:
     async def _answer(
         self, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Check host, origin and key, then answer. Raises the refusal."""
+        """Check host, origin and key, then answer. Raises the Problem of a failed check."""
         self._gate.check_host(context.headers)
         origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
@@ -132,7 +132,7 @@ class App:
 
     @contextlib.contextmanager
     def _counted(self, context: RequestContext) -> Iterator[None]:
-        """Count a request that uses a model while it runs, and refuse it beyond the limits."""
+        """Count a request that uses a model while it runs. Raises Problem beyond the limits."""
         uses_model = context.operation is not None and context.operation.uses_model
         if uses_model:
             self._endpoint.enter(context.key)
@@ -215,8 +215,8 @@ def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: Unknown paths get the first dialect's error envelope. The page's requests are not described: no
-#: other client is promised them.
+#: Unknown paths get the first dialect's error envelope. OpenAPI leaves the page's routes out: they may
+#: change.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
@@ -274,21 +274,22 @@ _ROUTES = _Routes(
 
 @cache
 def _page_routes() -> _Routes:
-    from edgeinfer.server.web.routes import WEB  # 44 ms that only a page pays; a parked process has it
+    from edgeinfer.server.web.routes import WEB  # 44 ms, only for the page; a parked process has it
 
     return _Routes([WEB])
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """Join repeated slashes, drop KServe's `/openai`, and try one `/v1` more and one fewer."""
+    """Return spellings of a path: no repeated slashes or KServe `/openai`, one `/v1` more or fewer."""
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`; without any, the dialect of the nearest path above it.
+    """Find the operations at `path`. For an unknown path, return the dialect of the nearest path above
+    it.
 
-    A base URL is written with `/v1` or without, and with a slash at its end or without: all are found.
+    Clients write a base URL with or without `/v1` and a final slash; all of these are found.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES

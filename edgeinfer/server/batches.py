@@ -1,4 +1,4 @@
-"""The endpoint's routes without a socket, for `edgeinfer batch` and `eval`."""
+"""Call the endpoint's routes without a socket, for `edgeinfer batch` and `eval`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from edgeinfer.server.callers import Caller
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: Pauses (s) between the tries of a request after a temporary failure.
+#: Pauses (s) before each retry of a request after a temporary failure.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
 _DEFECT_PAUSES_S = (0.4, 1.6)
-#: Statuses of an endpoint that is busy or loading; a 500 is a defect, which rarely passes.
+#: Statuses of an endpoint that is busy or loading; a 500 is a defect, so a retry rarely helps.
 _BUSY = (429, 503)
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request of a batch."""
+    """One request of a batch."""
 
     custom_id: str
     url: BatchUrl
@@ -34,7 +34,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Read a batch's requests, one a line. Raises UsageError naming the line, OSError."""
+    """Read a batch's requests, one per line. Raises UsageError naming the line, OSError."""
 
     def refuse(number: int, problem: str) -> UsageError:
         return UsageError(f"{path}:{number}: {problem}")
@@ -48,12 +48,12 @@ def read_lines(path: Path) -> list[BatchLine]:
         try:
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise refuse(number, f"{error}; a line is {{custom_id, method, url, body}}") from error
+            raise refuse(number, f"{error}; each line needs custom_id, method, url and body") from error
         if line.body.get("stream"):
-            raise refuse(number, 'a batch does not stream: leave "stream" out')
+            raise refuse(number, 'a batch cannot stream: leave "stream" out')
         before = first.setdefault(line.custom_id, number)
         if before != number:
-            raise refuse(number, f"custom_id {line.custom_id!r} is also on line {before}")
+            raise refuse(number, f"custom_id {line.custom_id!r} is already used on line {before}")
         lines.append(line)
     return lines
 
@@ -67,8 +67,8 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
-    """POST `body` as JSON for `caller`. Does not raise: failures are answers."""
-    import httpx2  # 75–120 ms, only for batches
+    """POST `body` as JSON for `caller`. Does not raise: a failure is a reply with its status."""
+    import httpx2  # 75 to 120 ms, only for batches
 
     async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"caller": caller}, receive, send)
@@ -93,7 +93,7 @@ async def ask_again(app: ASGIApp, caller: Caller, line: BatchLine) -> BatchReply
 
 
 def may_pass(reply: BatchReply) -> bool:
-    """Return whether a retry may succeed: the endpoint failed, not the request."""
+    """Return whether a retry may succeed: the endpoint failed, the request is valid."""
     return reply.status in _BUSY or reply.status >= 500
 
 

@@ -1,6 +1,6 @@
-"""The clients of the endpoint, and what they share: memory, threads, and slots of an engine.
+"""Share the endpoint's memory, threads and engine slots fairly between its clients.
 
-No API key can take all of any of these.
+No API key can use up any of these.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a request: the name of its API key, and whether it is an administrator.
+    """The client of a request: the name of its API key, and whether it is an administrator.
 
-    Without API keys the name is "" for the endpoint's own user, `uid-N` for another one. `turn` is the
-    name under which it takes turns with others; "" if it takes none.
+    Without API keys the name is "" for the endpoint's own user, `uid-N` for another user. `turn` is the
+    name for round-robin scheduling; "" is served at once.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 NOBODY = Caller("", is_admin=False)
-#: The endpoint's own user, asking within its process, as `edgeinfer batch` does.
+#: The endpoint's own user as the client, for calls in the same process (`edgeinfer batch`).
 OWN = Caller("", is_admin=True)
 
 
 class BodyBudget:
-    """Counts the bytes of running requests' bodies by caller. Only for the event loop's thread."""
+    """Bytes of the running requests' bodies, counted by caller. Only for the event loop's thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
@@ -52,11 +52,11 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Raises Problem 429 and 503 with Retry-After beyond the limits."""
+        """Reserve bytes for a body. Raises Problem 429 and 503 with Retry-After beyond the limits."""
         if self.total + n_bytes > self._most:
-            raise unavailable("All running requests have too many bytes together.", "queue_full", 1)
+            raise unavailable("The bodies of all running requests are too large.", "queue_full", 1)
         if caller and self._by_caller[caller] + n_bytes > self._most_of_caller:
-            raise too_many("The running requests of this API key have too many bytes together.", 1)
+            raise too_many("The bodies of this API key's running requests are too large together.", 1)
         self._by_caller[caller] += n_bytes
 
     def give_back(self, caller: str, n_bytes: int) -> None:
@@ -64,7 +64,7 @@ class BodyBudget:
 
 
 class RoundRobin(Generic[T]):
-    """A queue of items that is served round-robin over clients."""
+    """A queue that serves its clients round-robin."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
@@ -73,7 +73,7 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Take the first item of the next caller whose item may begin; return None if there is none."""
+        """Take the first startable item, callers in turn; return None if no item may begin."""
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()
@@ -86,7 +86,7 @@ class RoundRobin(Generic[T]):
 
 
 class FairPool:
-    """A pool of threads, of which an API key has half at most. Any thread may use it."""
+    """A pool of threads; one API key gets at most half of them. Any thread may use it."""
 
     def __init__(self, name: str, n_threads: int) -> None:
         self.name = name
@@ -150,26 +150,26 @@ class FairPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-#: Generations submitted beyond the engine's slots, so that its queue is never empty.
+#: Generations submitted beyond the engine's slots, so that the engine's own queue is never empty.
 _AHEAD = 2
-#: Number of slots from which on one stays free for other keys.
+#: With at least this many slots, one stays free for other keys.
 _SHARED_FROM = 4
 
 
 class EngineSlots:
-    """Slots of one model's engine, given to waiting clients in turn. Lives on one event loop.
+    """Slots of one model's engine, given to waiting clients in turn. Belongs to one event loop.
 
     An engine answers in order of arrival, so only a few of a key's requests are submitted at a time.
     """
 
     def __init__(self) -> None:
-        #: How many answers the engine decodes concurrently; replicas come and go.
+        #: Number of answers that the engine decodes concurrently; it changes with the replicas.
         self.n_parallel = 1
         self._taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, caller: str, n: int) -> None:
-        """Wait for `n` slots for `caller`; then `give_back` them. A caller "" needs none."""
+        """Wait for `n` slots for `caller`; release them with `give_back`. A caller "" needs none."""
         if not caller:
             return
         future = asyncio.get_running_loop().create_future()
@@ -183,7 +183,7 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether a caller has slots: for the first one it need not wait."""
+        """Return whether a caller holds slots. Its first slot is granted without waiting."""
         return self._taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

@@ -1,4 +1,4 @@
-"""A client's connection: its user, its state, and writes from the decode thread past the event loop."""
+"""A client's connection: its user, its state, and a way to write from the decode thread."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 async def until_disconnected(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
-    """Await `work`, or cancel it and return None at `stop`. Raises what `work` raises."""
+    """Await `work`; if `stop` ends first, cancel it and return None. Raises what `work` raises."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -37,7 +37,7 @@ async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
 
 
 class Connection:
-    """One client's connection. Only for the event loop's thread."""
+    """One client's connection. Use it only on the event loop's thread."""
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:
         self._is_tls = transport.get_extra_info("sslcontext") is not None
@@ -45,7 +45,7 @@ class Connection:
         self._socket = transport.get_extra_info("socket")
         self._number: int = self._socket.fileno()
         self._is_lost = False
-        #: Whether answers are sent in chunks; a client of HTTP/1.0 reads to the end.
+        #: Whether answers use chunked encoding; HTTP/1.0 ends an answer by closing the connection.
         self.is_chunked = True
         self._short_cut: ShortCut | None = None
 
@@ -61,12 +61,12 @@ class Connection:
         return None if peer is None else peer.uid
 
     def is_half_closed(self) -> bool:
-        """Return whether the client has shut down its sending side; False under TLS, which hides it."""
+        """Return whether the client shut down its sending side; False under TLS, which hides that."""
         peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
     def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """Open a short cut past the event loop; None where it cannot write."""
+        """Let the decode thread write directly to the socket; return None if it cannot."""
         if self._is_tls or self._is_lost or not self.is_chunked:
             return None
         if self._transport.get_write_buffer_size():
@@ -82,10 +82,10 @@ class Connection:
 
 
 class ShortCut:
-    """Send a stream's tokens on the thread that made them, as a tap (`Generation.tap`).
+    """Send a stream's tokens directly on the decode thread, as a tap (`Generation.tap`).
 
-    The event loop writes nothing to this connection unless it has closed the short cut; a token that
-    does not fit into the socket whole closes it too, and the event loop sends the rest.
+    While the short cut is open the event loop writes nothing to this connection. A token that does not
+    fit into the socket's buffer closes the short cut, and the event loop sends the rest.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class ShortCut:
         self._is_open = True
 
     def __call__(self, event: Event) -> bool:
-        """Send a token on the engine's thread; return whether it was taken."""
+        """Send a token on the decode thread; return whether it was accepted."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
-        with self._lock:  # otherwise a closed descriptor's number could already be another client's
+        with self._lock:  # otherwise another client could already have the closed descriptor's number
             if not self._is_open:
                 return False
             try:
@@ -115,14 +115,14 @@ class ShortCut:
                 written = os.write(self._number, chunk)
             except BlockingIOError:
                 written = 0
-            except OSError:  # of a half-closed connection the event loop hears nothing
+            except OSError:  # the event loop is not told of a half-closed connection
                 self._is_open = False
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._transport.abort)
                 return True
             if written < len(chunk):
                 self._is_open = False
-                with contextlib.suppress(RuntimeError):  # the loop was closed under us
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                     self._loop.call_soon_threadsafe(self._transport.write, chunk[written:])
             return True
 

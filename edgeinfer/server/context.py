@@ -1,4 +1,4 @@
-"""The state of one request, which every route gets, and JSON answers."""
+"""The state of one request, which every handler gets, and helpers for JSON answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 @dataclass(eq=False)
 class RequestContext:
-    """The state of one request: its client, its model, its outcome. It lies in the ASGI scope."""
+    """The state of one request: its client, its model, its outcome. The ASGI scope holds it."""
 
     endpoint: Endpoint
     id: str
@@ -42,17 +42,17 @@ class RequestContext:
     headers: Mapping[str, str]
     #: The value of `{id}` in the path.
     path_id: str
-    #: Headers of the answer, from every handler and middleware.
+    #: Headers of the answer; every handler and middleware may add some.
     reply_headers: dict[str, str]
-    #: The HTTP request; set once it is admitted.
+    #: The HTTP request; set once the request passed all checks.
     request: Request = field(init=False)
     caller: Caller = NOBODY
-    #: Only requests with the same salt share cached prefixes; "" shares with all.
+    #: Only requests with the same salt share cached prefixes; "" is shared by all.
     cache_salt: str = ""
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str = ""
-    #: The adapter that was named in place of a model.
+    #: The adapter that the request named in place of a model.
     adapter: str = ""
     version: str = ""
     prompt_tokens: int = 0
@@ -60,10 +60,9 @@ class RequestContext:
     completion_tokens: int = 0
     ttft_s: float | None = None
     outcome: str = ""
-    #: The request as received.
+    #: The request's body as received.
     body: bytes | None = None
-    #: Recorded for the payload log: the answers, the failure, and whether the client left before the
-    #: end.
+    #: For the payload log: the answers, the failure, and whether the client left before the end.
     answers: list[Collected] = field(default_factory=list)
     #: Receipts of the answers, if the client asked for them or the payload log is on.
     receipts: list[Receipt | Refusal] = field(default_factory=list)
@@ -73,10 +72,10 @@ class RequestContext:
     held_bytes: int = 0
     #: The prompt normalization rules that changed the prompt.
     normalized: tuple[PromptRule, ...] = ()
-    #: Spans for the trace; `tokenizing_s`: the time at which the model was loaded.
+    #: Spans for the trace; `tokenizing_s` is the time (s) at which the model was loaded.
     spans: list[Span] = field(default_factory=list)
     tokenizing_s: float = 0.0
-    #: Whether the request's answers wait for slots of the model's engine.
+    #: Whether the request's generations wait for slots of the model's engine.
     is_queued: bool = False
     #: Fields and hints of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
@@ -94,22 +93,22 @@ class RequestContext:
 
     @property
     def key(self) -> str:
-        """Return the name of the client, by which its files, answers and caches are separated."""
+        """Name of the client, which separates its files, answers and cached prefixes from others."""
         return self.caller.name
 
     @property
     def is_admin(self) -> bool:
-        """Return whether it may change other clients' answers."""
+        """Return whether the client may change models and settings for other clients."""
         return self.caller.is_admin
 
     @property
     def plain_id(self) -> str:
-        """Return the id without its prefix, for ids in a protocol's own form."""
+        """Id without its prefix, for ids in another API's form."""
         return self.id.removeprefix("req_")
 
     @property
     def route(self) -> str:
-        """Return the operation's path pattern, `other` if there is none."""
+        """Path pattern of the operation, `other` for an unknown path."""
         return self.operation.path if self.operation else "other"
 
     @property
@@ -119,7 +118,7 @@ class RequestContext:
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False
     ) -> tuple[Message, ...]:
-        """Normalize a known agent's prompt, and name the rules that changed it in a header."""
+        """Normalize a known agent's prompt; a header names the rules that changed it."""
         turns, self.normalized = self.endpoint.normalizer.normalize(
             turns,
             self.headers.get("user-agent", ""),
@@ -134,9 +133,9 @@ class RequestContext:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def stay_s(self, keep_alive: float | str | None) -> float | None:
-        """Return how long (s) the model stays after this request; None: as configured.
+        """Return how long (s) the model stays loaded after this request; None means as configured.
 
-        Only administrators decide. Raises InvalidRequestError.
+        Only administrators may choose it. Raises InvalidRequestError.
         """
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.is_admin:
@@ -145,9 +144,9 @@ class RequestContext:
         return None
 
     def name_model(self, name: str | None) -> None:
-        """Resolve the request's model, or the adapter named in its place.
+        """Resolve the request's model, or the adapter that it names instead.
 
-        A header names the model if the request used another name. Raises UnknownModelError.
+        A header gives the model's name if the request used another name. Raises UnknownModelError.
         """
         models = self.endpoint.models
         try:
@@ -173,7 +172,7 @@ class RequestContext:
         self.cached_tokens += finished.usage.cached_tokens
         self.completion_tokens += finished.usage.completion_tokens
         self.outcome = finished.reason
-        if finished.divergence.cause != "off":  # `cache_prompt: false` leaves nothing
+        if finished.divergence.cause != "off":  # `cache_prompt: false` has no cached prefix to report
             self.endpoint.slots.appendleft((self.key, _slot(self, finished)))
             self.endpoint.host.note_prompt(CacheReport.of(self.model, finished))
         self.endpoint.metrics.generation_ended(self.model, self.version, finished)

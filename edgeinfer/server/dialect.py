@@ -1,7 +1,8 @@
-"""A dialect, one HTTP API: its operations and error envelope. Each is a folder next to this file.
+"""The parts of a dialect: one HTTP API with its operations and error envelope.
 
-A folder holds the wire types (`wire.py`), the way in (`translate.py`), the way out (`render.py`), and
-in `routes.py` the handlers and the `Dialect` that `server/app.py` collects.
+Each dialect is a folder next to this file. It holds the wire types (`wire.py`), the conversion of
+requests (`translate.py`) and of answers (`render.py`), and in `routes.py` the handlers and the
+`Dialect`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def stamp(unix_s: float) -> str:
 
 
 Method = Literal["GET", "POST", "DELETE"]
-#: (request's context; body and query, decoded) → a Response, or a value to encode as JSON
+#: Called with the request's context and, decoded, body and query; returns a Response or a value for
+#: JSON.
 Handler = Callable[..., Awaitable[Any]]
-#: (problem, request id) → bytes
+#: Called with a problem and the request's id; returns the encoded error.
 Envelope = Callable[[Problem, str], bytes]
 
 
@@ -54,10 +56,10 @@ _OPEN_BODY_BYTES = 8 << 10
 class Operation(msgspec.Struct, frozen=True):
     """A method of a path. `uses_model`: it counts against the limits and is refused while draining.
 
-    `is_admin`: it changes what others get, or tells of it. `web`: of the page, for which a cookie
-    stands for the API key, or which is open. `body` and `reply` are types of JSON; `also` are further
-    answers by status, for the OpenAPI document. `max_body_bytes` 0: as long as the
-    endpoint allows. Of body and query, the handler is given those that `takes` names.
+    `is_admin`: only an administrator may call it. `web`: a route of the page, which is open or accepts
+    a cookie in place of the API key. `body` and `reply` are JSON types; `also` describes further
+    statuses for the OpenAPI document. `max_body_bytes` 0 means the endpoint's limit. The handler gets
+    body and query if `takes` names them.
     """
 
     path: str
@@ -86,7 +88,7 @@ class RouteTable(list[Operation]):
     """The operations of a module, added by decorators.
 
     A handler's docstring is the operation's summary. The types of its parameters `body` and `query`
-    decode requests; with the type that it returns they stand in the OpenAPI document.
+    decode requests; these types and the return type are described in the OpenAPI document.
     """
 
     def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:
@@ -125,17 +127,17 @@ class Dialect:
     operations: Sequence[Operation]
     #: The envelope's type, for the OpenAPI document.
     error_type: type[msgspec.Struct]
-    #: The envelope as a JSON body.
+    #: Encodes an error as a JSON body.
     error_body: Envelope
-    #: The bytes of an error that end a running stream.
+    #: Encodes an error that ends a running stream.
     error_events: Envelope
     #: Media type of the dialect's streams.
     stream_type: str = "text/event-stream"
-    #: Keeps a stream alive while the model is not here yet.
+    #: Encodes a comment that keeps a stream alive while the model is loaded.
     comment: Callable[[str], bytes] = sse_comment
-    #: Whether a body's declared type must be JSON. Ollama never looked, so its users send none.
+    #: Whether a body must be declared as JSON. Ollama does not check, so its clients declare no type.
     checks_body_type: bool = True
-    #: Whether a lone model answers to any name. Not for Ollama: its clients pull a model that is not
+    #: Whether the only model answers to any name. Not for Ollama: its clients pull a model that is not
     #: found.
     answers_any_name: bool = True
     #: Unknown paths with this prefix get this dialect's error envelope.
@@ -143,7 +145,7 @@ class Dialect:
 
 
 class Renderer(ABC):
-    """Renders the answers of a route; a stream is `opening`, `event`s and `closing`."""
+    """Renders the answers of a route. A stream consists of `opening`, each `event`, and `closing`."""
 
     def opening(self) -> bytes:
         """Return the first bytes, once the request is accepted."""
@@ -158,14 +160,14 @@ class Renderer(ABC):
         return b""
 
     def failure(self, problem: Problem) -> bytes:
-        """Return the last bytes if a failure follows the start of the stream; b"": the dialect's."""
+        """Return the last bytes of a stream that fails; b"" means the dialect's `error_events`."""
         return b""
 
     @abstractmethod
     def waiting(self, text: str) -> bytes:
-        """Return an empty event with a comment `text`, while there is no token.
+        """Return an empty event with a comment `text`, sent before the first token.
 
-        Clients give up on a stream without events, and a comment is none.
+        Some clients time out on a stream without events, and a comment is not an event.
         """
 
     @abstractmethod
@@ -176,8 +178,7 @@ class Renderer(ABC):
 def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
     """Sum the usage of a request: each prompt once, every answer, the slowest timings.
 
-    Each prompt counts with the first of its `n` answers; `n` None means that all answers are to one
-    prompt.
+    Each prompt counts once for its `n` answers; `n` None means that all answers have the same prompt.
     """
     if len(answers) == 1:
         return answers[0].usage, answers[0].timings
@@ -195,7 +196,7 @@ def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
-    """Make the `timings` block, in llama.cpp's names."""
+    """Make the `timings` block with llama.cpp's field names."""
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
     generated, prefill_ms = usage.completion_tokens, timings.prefill_ms
     return WireTimings(

@@ -1,4 +1,4 @@
-"""The endpoint: its parts, its running requests, and its limits on new ones."""
+"""The endpoint: its components, its running requests, and limits on new ones."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 #: Number of finished generations that /slots lists.
 _SLOTS = 64
-#: Traces that may wait for the disk, and the time for them at the end; more are dropped.
+#: Most traces that wait for the disk; more are dropped. Time (s) to write them at the end.
 _TRACES = 1024
 _TRACES_S = 1.0
 
 
 @dataclass(eq=False)
 class Endpoint:
-    """A served endpoint. Lives on one event loop."""
+    """A served endpoint. Belongs to one event loop."""
 
     models: ModelPool
     limits: Limits
@@ -60,43 +60,43 @@ class Endpoint:
     host: Host
     _: KW_ONLY
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
-    #: Stored responses; None if they are switched off.
+    #: Stored responses; None if switched off.
     responses: ResponseStore | None = None
-    #: The web page, a `web.routes.Web`; None if it is switched off.
+    #: The web page, a `web.routes.Web`; None if switched off.
     web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None
-    #: The file that traces are written to, "" for none.
+    #: File for traces; "" for none.
     traces: str = ""
-    #: Writes requests with their answers (`payload_log.PayloadLog`); None if it is switched off.
+    #: Logs requests with their answers (`payload_log.PayloadLog`); None if switched off.
     payload_log: Any = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)
         self.bodies = BodyBudget(self.limits)
         self.threads = ThreadPoolExecutor(8, "calls")
-        #: Calls of engines for clients; `threads` stay free for what an operator asks.
+        #: Runs engine calls for clients; the threads of `threads` stay free for an operator's requests.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: Thread that writes traces; a file system that hangs holds only this thread.
+        #: Thread that writes traces, so that a hanging file system blocks only this thread.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = Preparation(self.limits.prepare_s)
         self.draining = False
-        #: Whether the default model was ever loaded.
+        #: Whether the default model has been loaded at least once.
         self.was_ready = False
         self.running: set[Generation | ReceiptCheck] = set()
         self.last_activity = time.monotonic()
-        #: Generations in each model, waiting or running.
+        #: Number of waiting or running generations by model.
         self.generation_counts: Counter[str] = Counter()
         #: Slots of the engine of each model in use.
         self.engine_slots: defaultdict[str, EngineSlots] = defaultdict(EngineSlots)
         self._by_key: Counter[str] = Counter()
-        #: The latest generations that have ended, with the names of their keys.
+        #: The latest ended generations, each with the name of its API key.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
         #: The configured tools; None until a request uses them.
         self.tools: ChatTools | None = None
         self._preparing_tools = asyncio.Lock()
-        #: Held while a snapshot is taken: one at a time.
+        #: Held while a snapshot is taken: only one at a time.
         self.taking = asyncio.Lock()
 
     @property
@@ -107,7 +107,7 @@ class Endpoint:
     def enter(self, key: str) -> None:
         """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
 
-        A key's only request is not refused for the requests of others.
+        Requests of other keys never exclude a key's only request.
         """
         if self.draining:
             raise shutting_down()
@@ -129,7 +129,7 @@ class Endpoint:
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
     ) -> None:
-        """Have a trace written if traces are on; a failure is logged once and switches them off."""
+        """Queue a trace if tracing is on. A failure is logged once and switches tracing off."""
         if self.traces and self._trace_places.acquire(blocking=False):
             self._tracing.submit(self._write_trace, root, tuple(spans), facts, traceparent)
 
@@ -145,15 +145,15 @@ class Endpoint:
             self._trace_places.release()
 
     async def end_traces(self) -> None:
-        """Wait until they are written, but not long for a file system that hangs."""
+        """Wait until the traces are written, but not long if the file system hangs."""
         last = asyncio.wrap_future(self._tracing.submit(int))
         await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
     def queue(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
-        """Count `n` more generations into a model, until `unqueue`. Raises QueueFullError.
+        """Count `n` more generations of a model, until `unqueue`. Raises QueueFullError.
 
-        A caller's only ones are not refused for those of others.
+        Other callers' generations never exclude a caller's only request.
         """
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
@@ -164,14 +164,14 @@ class Endpoint:
         self.engine_slots[model].n_parallel = n_parallel
 
     def unqueue(self, model: str, n: int, caller: str = "") -> None:
-        """End what `queue` began; a caller with a key gives back its slots too."""
+        """Undo `queue`; a caller with an API key also gives its slots back."""
         self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
         if not self.generation_counts[model]:
             del self.generation_counts[model], self.engine_slots[model]
 
     def problem_of(self, error: Exception, request_id: str) -> Problem:
-        """Return what to answer after `error`; of a defect, the log gets the traceback."""
+        """Convert `error` to an answer; the log gets the traceback of a defect."""
         if isinstance(error, Problem):
             return error
         if isinstance(error, EdgeInferError):
@@ -180,23 +180,23 @@ class Endpoint:
         return internal(request_id)
 
     def cancel_all(self) -> None:
-        """End every generation at its next step; their clients are told why."""
+        """Cancel every generation at its next step; each client is told why."""
         for generation in tuple(self.running):
             generation.cancel()
 
     def failure(self) -> str:
-        """Return the endpoint's failure; "" if it can answer."""
+        """Return why the endpoint cannot answer; "" if it can."""
         engine = dict(self.models.engines()).get(self.models.default)
         return self.preparation.failure() or (engine.health() if engine else "")
 
     async def use_tools(self) -> ChatTools:
-        """Return the configured tools; the first call asks servers whose lists are not known.
+        """Return the configured tools. The first call asks each server for its list of tools.
 
-        Raises UsageError if none are configured, ConfigError.
+        Raises ConfigError, and UsageError if none are configured.
         """
         async with self._preparing_tools:
             if self.tools is None:
-                from edgeinfer.tools.loop import ChatTools  # 20 ms that few endpoints need
+                from edgeinfer.tools.loop import ChatTools  # 20 ms, which few endpoints need
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
                 for message in await self.in_thread(tools.prepare):
@@ -205,25 +205,25 @@ class Endpoint:
         return self.tools
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a blocking call of an engine, or one that takes long, in a thread."""
+        """Run a blocking call in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, work, *args)
 
 
 class Preparation:
-    """Makes requests ready in threads. Lives on one event loop."""
+    """Prepares requests in threads: template, schema, grammar, tokens. Belongs to one event loop."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Threads that decode new files, which may take a minute; requests with text only do not wait
-        #: for them.
+        #: Threads that decode new files, which may take a minute; text-only requests do not wait for
+        #: them.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
     def turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
-        """Return a context manager that waits for the client's turn to prepare a request of this kind.
+        """Return a context manager that waits for the client's turn to prepare such a request.
 
         Waiting requests hold no slot of the engine. A client "" does not wait.
         """
@@ -238,17 +238,15 @@ class Preparation:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Submit in a thread; if the client has left meanwhile, the generation is cancelled.
+        """Submit in a thread; cancel the generation if the client left meanwhile.
 
-        Raises what `Engine.submit` does, and Problem 503 after `timeout_s`.
+        Raises what `Engine.submit` raises, and Problem 503 after `timeout_s`.
         """
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes a request's files, in a thread. Raises what it raises, and Problem
-        503.
-        """
+        """Run `work`, which decodes files, in a thread. Raises Problem 503 and what it raises."""
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:
@@ -267,7 +265,7 @@ class Preparation:
             raise
 
     def failure(self) -> str:
-        """Name a pool in which no thread became free for `timeout_s`; return "" if there is none."""
+        """Name a pool in which no thread became free for `timeout_s`; "" if there is none."""
         for pool in (self._plain, self._constrained):
             if pool.is_stuck(self._timeout_s):
                 return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"

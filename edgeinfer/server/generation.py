@@ -2,8 +2,8 @@
 
 A request costs a task that watches for its disconnect and, when streamed, one for keep-alive comments.
 A token costs no task and, where possible, does not wake the event loop
-(docs/decisions/055-send-from-the-decode-thread.md). A client that leaves cancels its generations at
-their next step.
+(docs/decisions/055-send-from-the-decode-thread.md). If a client disconnects, its generations are
+cancelled at their next step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import ModelFields
 
-#: Most characters of a prompt tokenized on the event loop: 1,000 take 0.7 ms, 16,000 16 ms.
+#: Longest prompt (characters) that is tokenized on the event loop: 1,000 take 0.7 ms, 16,000 take 16
+#: ms.
 _INLINE_CHARACTERS = 1024
 
 
@@ -79,7 +80,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
     try:
         info = lease.engine.info
         context.version = version_of(info.sha256)
-        if _may_have_files(context.body or b""):  # 32 MB of base64 take 30 ms
+        if _may_have_files(context.body or b""):  # decoding 32 MB of base64 takes 30 ms
             requests = await _read_files(context, functools.partial(spec.requests, info))
         else:
             requests = spec.requests(info)
@@ -100,7 +101,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
 async def _read_files(
     context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
 ) -> Sequence[GenerateRequest]:
-    """Decode a request with files; what its files hold counts among the bodies, once for all copies."""
+    """Decode a request with files. Their content counts against the body limit, once for all copies."""
     requests = await context.endpoint.preparation.read_files(context.caller.turn, work)
     first = requests[0]
     files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
@@ -109,13 +110,13 @@ async def _read_files(
 
 
 def _may_have_files(body: bytes) -> bool:
-    """Return whether the body has a dialect's word for a picture or a document, perhaps escaped."""
+    """Return whether the body may name a picture or a document in any dialect, even JSON-escaped."""
     markers = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
     return any(marker in body for marker in markers)
 
 
 def _prepare(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
-    """Normalize the prompt; share cached prefixes within one API key and one `cache_salt` only."""
+    """Normalize the prompt; only the same API key and `cache_salt` share its cached prefixes."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
     if request.record_tokens or context.endpoint.payload_log is not None:
         request = with_record(request)
@@ -137,7 +138,7 @@ def _preamble(context: RequestContext, request: GenerateRequest) -> str:
 async def submit_all(
     context: RequestContext, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
-    """Submit all requests or, if one is refused, none. They count in the queue until `_release`."""
+    """Submit all requests, or none if one is refused. They count in the queue until `_release`."""
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
     endpoint.queue(context.model, engine.info.n_parallel, len(requests), caller)
@@ -161,7 +162,7 @@ async def submit_all(
 
 
 def _is_slow_to_prepare(request: GenerateRequest) -> bool:
-    """Return whether preparation takes longer than a hop to a thread (about 0.1 ms)."""
+    """Return whether preparation takes longer than switching to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.infill is not None:
         return True
     # decoding a picture takes 0.1 s
@@ -169,7 +170,7 @@ def _is_slow_to_prepare(request: GenerateRequest) -> bool:
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yield events of all generations as they come, with the generation's index."""
+    """Yield the events of all generations in order of arrival, each with the generation's index."""
     if len(generations) == 1:
         async for event in generations[0]:
             yield 0, event
@@ -209,9 +210,9 @@ async def _feed(
 
 
 def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:
-    """Add the field `receipt`, of several answers `receipts`, to the last JSON object of an answer.
+    """Add the field `receipt` (`receipts` for several answers) to the last JSON object of an answer.
 
-    Every API has one object in a line, and ends by one, or by `[DONE]` after it.
+    Every API writes one object per line. The last line is such an object, or `[DONE]` after it.
     """
     field = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
     end = data.rindex(b"}")
@@ -235,7 +236,7 @@ async def answer(
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    has_receipt = getattr(body, "receipt", False)  # `body` has `GenerationFields`, whatever its API
+    has_receipt = getattr(body, "receipt", False)  # every generating body has `GenerationFields`
     spec = GenerationSpec(body.keep_alive, requests, renderer, has_receipt)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
@@ -311,10 +312,10 @@ class _GenerationResponse(Response):
             self._cancel()
             self.task.lease.release()
             for generation in self.task.generations:
-                generation.tap(None)  # otherwise a cycle holds the request until the collector runs
+                generation.tap(None)  # otherwise a reference cycle keeps the request in memory
 
     def _add_receipts(self, data: bytes) -> bytes:
-        """Make the receipts of the answers, and add them to the last JSON object if the client asks."""
+        """Make the answers' receipts; add them to the last JSON object if the client asked for them."""
         assert self.task is not None
         info, key = self.task.lease.engine.info, load_key(self.endpoint.host.config.receipts.key)
         pairs = enumerate(zip(self.task.requests, self.context.answers, strict=True))
@@ -326,7 +327,7 @@ class _GenerationResponse(Response):
         return with_receipts(data, receipts) if self._spec.has_receipt else data
 
     def _check_cancelled(self, event: Event) -> None:
-        """Raise Problem 503 for a generation that the endpoint itself cancelled."""
+        """Raise Problem 503 if the endpoint itself cancelled the generation."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
@@ -372,7 +373,7 @@ class _WholeResponse(_GenerationResponse):
         return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: Collected, event: Event) -> bool:
-        """Take an event on the engine's thread: the event loop wakes for the last one only."""
+        """Collect an event on the decode thread; only the last event wakes the event loop."""
         self._count(event)
         collected.add(event)
         return True
@@ -441,7 +442,7 @@ class _StreamResponse(_GenerationResponse):
             self.context.answers[index].add(event)
 
     def _use_short_cut(self, task: GenerationTask) -> None:
-        """After the first token, let the engine's thread send tokens where possible."""
+        """After the first token, let the decode thread send tokens where possible."""
         is_single = len(task.generations) == 1
         if self._short_cut is None and self._last_token and is_single and self._connection is not None:
             self._short_cut = self._connection.short_cut(self._render_on_engine_thread)

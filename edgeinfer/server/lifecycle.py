@@ -1,8 +1,7 @@
 """Run the endpoint: bind sockets, serve them with uvicorn, report readiness, drain, exit when idle.
 
-uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain (no new requests, running
-ones finish within `drain_s`, then are told that the endpoint shuts down); a second signal ends it at
-once.
+uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain: new requests are refused,
+and running ones have `drain_s` to finish. A second signal ends the endpoint at once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         if listeners and port == 0:
-            break  # one free port, not one for each family
+            break  # one free port for all families, not one for each
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,7 +58,7 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of descriptors to its hard one, 65,536 at most; return it."""
+    """Raise the soft limit of open files to the hard one, 65,536 at most; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -92,7 +91,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 
 def own_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Return the host names of these addresses, besides loopback's."""
+    """Return the host names of these addresses, without loopback's."""
     return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 
@@ -110,12 +109,12 @@ def notify(*lines: str) -> bool:
     return True
 
 
-#: After a drain has cancelled the answers, clients get this long (s) to receive their last events.
+#: Time (s) for clients to receive their last events after a drain cancelled the answers.
 _DELIVERY_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a run. `idle_exit_s` None: never exit when idle; certificates are files in PEM."""
+    """Options of a run. `idle_exit_s` None: never exit when idle; certificates are PEM files."""
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -124,14 +123,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """The end of a run: "signal" or "idle"; whether a drain had to be cut short."""
+    """Why a run ended ("signal" or "idle"), and whether its drain was cut short."""
 
     reason: str
     cut_short: bool = False
 
 
 class EndpointServer(uvicorn.Server):
-    """uvicorn around one endpoint."""
+    """The uvicorn server of one endpoint."""
 
     def __init__(
         self, endpoint: Endpoint, gate: Gate, listeners: Sequence[socket.socket], options: RunOptions
@@ -188,7 +187,7 @@ class EndpointServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Drain on SIGTERM and SIGINT. Only a main thread has signals: elsewhere the caller drains."""
+        """Drain on SIGTERM and SIGINT. Only a main thread gets signals; elsewhere the caller drains"""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -202,7 +201,7 @@ class EndpointServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self, reason: str) -> None:
-        """Stop taking requests and end when the running ones have. A second call ends immediately."""
+        """Refuse new requests and end after the running ones. A second call ends immediately."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
@@ -223,7 +222,7 @@ class EndpointServer(uvicorn.Server):
         self._endpoint.cancel_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running answers; a second signal ends the wait, which Python 3.12 prolongs."""
+        """Wait for running answers. A second signal ends this wait, which Python 3.12 prolongs."""
         await unless(self._forced.wait(), super().shutdown(sockets))
         if self._drain_timer is not None:
             self._drain_timer.cancel()
@@ -251,7 +250,7 @@ class EndpointServer(uvicorn.Server):
 
 
 async def _preload(endpoint: Endpoint) -> None:
-    """Load the default model. A failure is in /health; other models may still load."""
+    """Load the default model. /health reports a failure; other models may still load."""
     models = endpoint.models
     started_s = time.perf_counter()
     try:

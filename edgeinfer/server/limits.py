@@ -6,20 +6,20 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_queue` bounds the generations that wait for a model beyond those it decodes.
+    """`max_queue` is the number of generations that may wait for a model.
 
     `max_requests` counts requests of all models, `max_per_key` those of one key.
 
-    `header_s` and `body_s` are for a whole header block and a whole body: a client that trickles does
-    not reset them. `write_s` is how long a reader may leave its socket full. `comment_s` is the pause
-    between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP status
-    while its model loads, before the stream is begun. `prepare_s` is how long it may take to make a
-    request ready for the engine: template, schema, grammar, tokens.
+    `header_s` and `body_s` are deadlines for a whole header block and a whole body; receiving a byte
+    does not extend them. `write_s` is how long a client may leave its socket full. `comment_s` is the
+    pause between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP
+    status while its model loads; then the stream begins. `prepare_s` is the time to prepare a request:
+    template, schema, grammar, tokens.
 
-    `max_bodies_bytes` bounds the bodies of all requests that run, and the text of their documents; one
-    caller has half of it.
+    `max_bodies_bytes` limits the bodies of all running requests with the text of their documents; one
+    caller gets half of it.
 
-    `stored_responses` of one key, `stored_bytes` of all and `stored_s` bound the stored responses.
+    `stored_responses` (per key), `stored_bytes` (all keys) and `stored_s` limit the stored responses.
     """
 
     max_body_bytes: int = 32 << 20

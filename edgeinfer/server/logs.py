@@ -1,7 +1,7 @@
-"""Log one JSON object a line on stderr. No prompt, no answer, no key.
+"""Log to stderr, one JSON object per line. Prompts, answers and keys are never logged.
 
-`text` is for a terminal. uvicorn's own messages go the same way. Nothing is kept open but stderr, so a
-process that logs can be parked.
+`text` is for a terminal. uvicorn's messages use the same format. Only stderr stays open, so a process
+that logs can be parked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-#: Errors of accept(2) without descriptors or memory; asyncio logs one 2,000 times a second.
+#: Errors of accept(2) without free descriptors or memory; asyncio would log 2,000 of them per second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _SAID_AGAIN_S = 60.0
 
@@ -59,12 +59,12 @@ class Log:
         try:
             stream.write(line + "\n")
             stream.flush()
-        except (OSError, ValueError):  # stderr is gone or closed: serving goes on
+        except (OSError, ValueError):  # stderr is closed: serve on without a log
             self._style = "off"
 
 
 class UvicornHandler(logging.Handler):
-    """uvicorn's warnings and errors as our lines."""
+    """Logs uvicorn's warnings and errors in our format."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -78,7 +78,7 @@ class UvicornHandler(logging.Handler):
 
 
 def capture_uvicorn(log: Log) -> None:
-    """Route the loggers of uvicorn and asyncio to `log`; called before the server starts."""
+    """Route the loggers of uvicorn and asyncio to `log`. Call it before the server starts."""
     for name in ("uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [UvicornHandler(log)]
@@ -88,7 +88,7 @@ def capture_uvicorn(log: Log) -> None:
 
 
 def capture_loop(log: Log) -> None:
-    """Log connections that cannot be accepted, once a minute; call it on the event loop."""
+    """Log connections that cannot be accepted, at most once a minute. Call it on the event loop."""
     said_s = -_SAID_AGAIN_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Prometheus metrics with vLLM's and llama.cpp's names, prefixed by `edgeinfer_`.
 
-One registry an endpoint, none global. What happens per request or per load is counted here; what only
-the engine knows (queue, running, KV use) is asked of it at a scrape. docs/guides/operating.md lists
-them, generated from `Metrics.described`.
+Each endpoint has its own registry. Requests and loads are counted here; values that only the engine
+knows (queue, running, KV use) are read at each scrape. docs/guides/operating.md lists all metrics,
+generated from `Metrics.described`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
-#: How long (s) a comparison of two weeks is cached: computing it takes some 20 ms.
+#: How long (s) a drift comparison is cached: computing it takes some 20 ms.
 _DRIFT_S = 300.0
-#: Most values of the label `key`; "" is no key, "other" the keys beyond.
+#: Most values of the label `key`. "" means no key, "other" all further keys.
 MAX_KEYS = 64
 
 
@@ -49,18 +49,18 @@ MAX_KEYS = 64
 _GAUGES = {
     "num_requests_running": ("running", "Generations being decoded."),
     "num_requests_waiting": ("queued", "Generations in the queue."),
-    "weights_pinned_bytes": ("pinned_bytes", "Weights in memory of a model larger than it."),
+    "weights_pinned_bytes": ("pinned_bytes", "Weights in memory, of models larger than memory."),
     "weights_streamed_bytes": ("streamed_bytes", "Weights read from the disk at each step."),
-    "expert_slot_bytes": ("expert_slot_bytes", "Experts in memory of a model larger than it."),
+    "expert_slot_bytes": ("expert_slot_bytes", "Experts in memory, of models larger than memory."),
 }
 #: Counters read from the engine at each scrape; they restart when a model is loaded again.
 _COUNTERS = {
-    "weights_read_bytes": ("streamed_bytes_total", "Weights read from the disk again."),
-    "weights_wait_seconds": ("streaming_wait_seconds_total", "Waits of threads for such weights."),
-    "weights_moved": ("moved_weights_total", "Weights that left memory because others need it."),
+    "weights_read_bytes": ("streamed_bytes_total", "Weights read again after they left memory."),
+    "weights_wait_seconds": ("streaming_wait_seconds_total", "Time threads waited for the disk."),
+    "weights_moved": ("moved_weights_total", "Weights that left memory to make room for others."),
     "engine_steps": ("steps_total", "llama_decode calls since the engine started."),
-    "spec_decode_num_draft_tokens": ("draft_tokens_total", "Tokens proposed by speculation."),
-    "spec_decode_num_accepted_tokens": ("draft_accepted_total", "Proposed tokens accepted."),
+    "spec_decode_num_draft_tokens": ("draft_tokens_total", "Draft tokens proposed."),
+    "spec_decode_num_accepted_tokens": ("draft_accepted_total", "Draft tokens accepted."),
 }
 
 
@@ -100,11 +100,11 @@ class Metrics:
         self.e2e = self._histogram("e2e_request_latency_seconds", text, E2E_BUCKETS)
 
     def _count_generations(self) -> None:
-        text = "Time a request waited to be run."
+        text = "Time a request waited in the queue."
         self.queue_time = self._histogram("request_queue_time_seconds", text, TTFT_BUCKETS)
-        text = "Time spent on the prompt."
+        text = "Time spent on prefilling the prompt."
         self.prefill_time = self._histogram("request_prefill_time_seconds", text, TTFT_BUCKETS)
-        text = "Time spent on the answer."
+        text = "Time spent on decoding the answer."
         self.decode_time = self._histogram("request_decode_time_seconds", text, E2E_BUCKETS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         text = "Prompt tokens found in the prefix cache, in memory or on the disk."
@@ -116,24 +116,24 @@ class Metrics:
         self.finished = self._counter("request_success", text, ("finished_reason", *_MODEL))
 
     def _count_loads(self) -> None:
-        text = "Models brought into memory: resumed, cold, or held by this process."
+        text = "Loads of models: resumed, cold, or held by this process."
         self.loads = self._counter("model_loads", text, ("how", "model_name"))
-        text = 'Seconds of bringing a model into memory; stage "total" is the whole.'
+        text = 'Duration of loading a model by stage; stage "total" is the whole load.'
         labels = ("how", "stage", "model_name")
         self.load_time = self._histogram("model_load_seconds", text, LOAD_BUCKETS, labels)
-        text = "Requests being answered, of any route."
+        text = "Running requests of all routes."
         self.in_flight = self._gauge("http_requests_in_flight", text, ())
-        text = "PSI of the last 7 days against the 7 before, and whether `edgeinfer drift` says moved."
+        text = "PSI of the last 7 days against the 7 before; `moved`: `edgeinfer drift` reports it."
         self.drift = self._gauge("drift_psi", text, ("aggregate", "moved", "model_name"))
         self._drift_due = 0.0
         self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
         text = "Requests that the payload log could not write."
         self.payloads_dropped = self._counter("payload_log_dropped", text, ())
-        text = "Requests that the payload log left out because of `x-edgeinfer-no-log`."
+        text = "Requests left out of the payload log because of `x-edgeinfer-no-log`."
         self.payloads_opted_out = self._counter("payload_log_opted_out", text, ())
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
-        """Count a request. Beyond `MAX_KEYS` keys, those not seen before are counted as "other"."""
+        """Count a request. Once `MAX_KEYS` keys are known, new ones count as "other"."""
         if key not in self._keys and len(self._keys) >= MAX_KEYS:
             key = "other"
         self._keys.add(key)
@@ -196,7 +196,7 @@ class _Engines(Collector):
         self._engines = engines
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: registration must not query engines."""
+        """Return nothing: prometheus_client calls this at registration; do not query engines."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -207,14 +207,14 @@ class _Engines(Collector):
         }
         text = "KV cache in use, 0 to 1."
         kv_usage = GaugeMetricFamily("edgeinfer_kv_cache_usage_ratio", text, labels=_MODEL)
-        text = "Replicas of a model that run."
+        text = "Running replicas of a model."
         running = GaugeMetricFamily("edgeinfer_replicas", text, labels=_MODEL)
-        text = "Replicas whose process ended by itself."
+        text = "Replicas whose process ended unexpectedly."
         crashed = CounterMetricFamily("edgeinfer_replicas_crashed", text, labels=_MODEL)
         for name, engine in self._engines():
             try:
                 now = engine.metrics()
-            except EdgeInferError:  # its worker has died; the next request replaces it
+            except EdgeInferError:  # the worker has died; the next request replaces it
                 continue
             labels = (name, version_of(engine.info.sha256))
             for field, family in families.items():

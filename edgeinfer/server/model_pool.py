@@ -1,8 +1,8 @@
-"""Load models on demand, once each; close them when idle or when another needs the room.
+"""Load models on demand, once each; close them when they are idle or another model needs the memory.
 
-Everything here runs on the event loop; loading and closing run in threads. A request waits for its own
-model only: loads of different models run side by side when memory allows. How a model comes to be
-loaded is the caller's choice: `load` is passed in.
+Everything here runs on the event loop; loading and closing run in threads. A request waits only for its
+own model: different models load concurrently if memory allows. The caller decides how a model is loaded
+and passes `load`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLOSE_S = 5.0
 
 
 class Lease:
-    """A request's hold on a loaded model. While it is held the model is not unloaded.
+    """A request's hold on a loaded model, which is not unloaded meanwhile.
 
     As a context manager it is released at the end, and the engine discarded if its process ended.
     """
@@ -110,8 +110,8 @@ class ModelPool:
     def resolve(self, name: str | None) -> str:
         """Resolve `name` to a model, None to the default, never a path. Raises UnknownModelError.
 
-        An exact alias goes before a model's own name, which goes before a pattern. A name may be
-        spelled as clients of Ollama do.
+        An exact alias precedes a model's own name, which precedes an alias pattern. A name may be
+        spelled as clients of Ollama spell it.
         """
         if name is None:
             return self.default
@@ -138,7 +138,7 @@ class ModelPool:
         return {self.default, *self._entries, *(model.name for model in self._sources.pulled())}
 
     def lone_model(self) -> str | None:
-        """Name the model that answers to any name: the default, if no other is here."""
+        """Return the model that answers to any name: the default, if it is the only one."""
         is_lone = len(self._model_names()) == 1 and not self._aliases.says_all
         return self.default if is_lone else None
 
@@ -222,7 +222,7 @@ class ModelPool:
     ) -> tuple[Adapter, ...]:
         """Change the adapters of an acquired model, also for its later loads.
 
-        Changes take turns. Raises what `change` and `Engine.use_adapters` raise.
+        Concurrent changes run one after another. Raises what `change` and `Engine.use_adapters` raise.
         """
         async with self._changing_adapters:
             adapters = change(lease.engine.info.lora)
@@ -238,7 +238,7 @@ class ModelPool:
             return "not loaded"
         if entry.users or entry.loaded is None:
             entry.keep_alive_s = 0.0
-            del self._entries[name]  # requests from now on load it afresh
+            del self._entries[name]  # later requests load it again
             return "unloading"
         await self._unload(entry)
         return "unloaded"
@@ -257,7 +257,7 @@ class ModelPool:
             entry.expiry = asyncio.get_running_loop().call_later(keep_alive_s, self._expire, entry)
 
     def discard(self, entry: ModelEntry) -> None:
-        """Forget a model whose engine died."""
+        """Remove a model whose engine died."""
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
 
@@ -276,7 +276,7 @@ class ModelPool:
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
-        # a load without waiting requests must not be reported as an unretrieved exception
+        # a failed load that no request waits for must not be reported as an unretrieved exception
         entry.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._entries[name] = entry
         self._spawn(self._load(entry))
@@ -303,7 +303,7 @@ class ModelPool:
         entry.loaded = loaded
         self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        kv_bytes = info.least_kv_bytes or info.kv_bytes  # an automatic context is cut to what is free
+        kv_bytes = info.least_kv_bytes or info.kv_bytes  # automatic contexts shrink to the free memory
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
         entry.ready.set_result(None)
@@ -319,16 +319,16 @@ class ModelPool:
             try:
                 loaded.engine.use_adapters(adapters)
             except EdgeInferError:
-                del self._adapters[entry.name]  # the next load does without
+                del self._adapters[entry.name]  # the next load uses no adapters
                 loaded.engine.close()
                 raise
         return loaded
 
     async def _until_closed(self, entry: ModelEntry) -> None:
-        """Wait until the model's last engine has written its KV blocks, which the new one reuses."""
+        """Wait until the model's last engine has written its KV blocks, which the new engine reuses."""
         closing = self._closing.get(entry.name)
         if closing is not None:
-            entry.stage = "writing what it has read"
+            entry.stage = "writing cached prefixes"
             await asyncio.wait([closing])
             entry.stage = "waiting for memory"
 
@@ -348,7 +348,7 @@ class ModelPool:
                 await self._unload(min(idle, key=lambda s: s.last_used))
                 continue
             if all(s is entry for s in self._entries.values()):
-                return  # no other model is here: the loader decides, it knows better than an estimate
+                return  # the only model: the loader knows better than an estimate
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
@@ -395,18 +395,18 @@ class ModelPool:
 
 
 def _where_to_get(missing: str) -> str:
-    from edgeinfer.models.catalog import load_catalog  # only after a mistake
+    from edgeinfer.models.catalog import load_catalog  # imported only after an error
 
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    return "GET /v1/models names what is; `[serve.aliases]` in the configuration gives one more names"
+    return "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
 
 
 Where = Literal["process", "worker"]
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is here, or its other name. `created`: Unix time; `can_see`: it has a projector."""
+    """A pulled model or one of its aliases. `created`: Unix time; `can_see`: it has a projector."""
 
     name: str
     size_bytes: int = 0
@@ -433,7 +433,7 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the pool. `load` runs in a thread and reports progress from it."""
+    """Settings of the pool. `load` runs in a thread and reports its progress there."""
 
     load: Callable[[str, LoadProgress], LoadedEngine]
     pulled: Callable[[], Sequence[AvailableModel]]
@@ -450,9 +450,9 @@ class LoadingReply(Reply, frozen=True, kw_only=True):
 
 
 class LoadedReply(Reply, frozen=True, kw_only=True):
-    """A model in memory. `expires_in_s` is null while it is kept for ever or in use.
+    """A model in memory. `expires_in_s` is null while it is in use or has no expiry.
 
-    `replicas` has its processes if there may be several.
+    `replicas` lists its processes if there may be several.
     """
 
     id: str
@@ -467,7 +467,7 @@ class LoadedReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelAdministrator(Protocol):
-    """Adds and removes models. Every call blocks, and raises as its command does."""
+    """Adds and removes models. Every call blocks, and raises what the command of that name raises."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         """Pull a model by name or source."""
@@ -476,17 +476,17 @@ class ModelAdministrator(Protocol):
         """Remove a model with its snapshots and cached prefixes."""
 
 
-#: The target that means the endpoint's default model.
+#: Name in an alias that stands for the endpoint's default model.
 DEFAULT = "default"
-#: The tag that a name without one has in Ollama.
+#: The tag that Ollama adds to a name without one.
 LATEST = ":latest"
 
 
 class Aliases:
     """Aliases of models. An exact name precedes a pattern.
 
-    `says_all`: there is an entry for every name, `"*"`; without a target it only switches off that a
-    lone model answers to any name.
+    `says_all`: there is a pattern `"*"`. Without a target it only stops the only model from answering
+    to any name.
     """
 
     def __init__(self, table: Mapping[str, str]) -> None:
@@ -501,13 +501,13 @@ class Aliases:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return the models that a name may mean: itself, `x` for `x:latest`, one of Ollama's store."""
+    """Return the models that a name may mean: itself, `x` for `x:latest`, or one of Ollama's store."""
     plain = name.removesuffix(LATEST)
     return (name, plain, PREFIX + plain)
 
 
 def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
-    """Return a name as Ollama lists it: with a tag, without its store unless that name is taken."""
+    """Return a name as Ollama lists it: with a tag, and without `ollama/` unless that name is taken."""
     short = name.removeprefix(PREFIX)
     plain = name if short in taken_names else short
     return plain if ":" in plain else plain + LATEST
@@ -533,7 +533,7 @@ class ModelEntry:
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedReply:
-        """Return the operator's view without replicas; `now` is the event loop's time."""
+        """Describe the model without its replicas; `now` is the event loop's time."""
         described: dict[str, Any] = {}
         if self.loaded is not None:
             info = self.loaded.engine.info

@@ -13,15 +13,15 @@ from edgeinfer.server.request_body import NOTHING, facts_of, parts_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
-#: Status → description; every operation may answer so.
+#: Status → description. Every operation may answer with these.
 _REFUSALS = {
-    "400": "The request is wrong; the error names the field.",
+    "400": "The request is invalid; the error names the field.",
     "401": "The API key is missing or wrong.",
     "403": "The Host or the Origin is not allowed.",
-    "429": "Too many requests at once for this key; Retry-After says when to come back.",
+    "429": "Too many requests at once for this key; Retry-After says when to try again.",
     "500": "An internal error.",
     "503": "The queue is full, the model is not available, or the endpoint shuts down; "
-    "Retry-After says when to come back.",
+    "Retry-After says when to try again.",
 }
 #: One server-sent event; its data is JSON, or [DONE].
 _EVENT = {
@@ -29,15 +29,15 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-#: Schema of a stream that is not server-sent events: lines of JSON.
+#: Schema of a stream of JSON lines.
 _LINES = {"type": "string"}
-#: Status → description, for operations that name the status in `also`.
+#: Status → description, for operations whose `also` names the status.
 _RARE = {
-    "409": "It cannot be done here, or its source has changed; the message says what to do.",
-    "507": "The disk has no room for it.",
+    "409": "The operation is impossible here, or the source has changed; the message says what to do.",
+    "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: Response without a body, sent before any dialect is known.
+#: Response of the protocol layer, which knows no dialect and sends no body.
 _LATE = {"description": "The body did not come in time."}
 
 
@@ -58,7 +58,7 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
             "title": "edgeinfer",
             "version": __version__,
             "description": "The local endpoint of edgeinfer. Fields that are not described are "
-            "ignored, and named in the header x-edgeinfer-ignored.",
+            "ignored; the header x-edgeinfer-ignored names them.",
         },
         "paths": paths,
         "components": {
@@ -103,19 +103,19 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
         if name not in facts.required and name != facts.tag_field:
             loose.append({"type": "null"})
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
-    fields |= {name: {"description": "A hint: it changes nothing."} for name in sorted(facts.hints)}
+    fields |= {name: {"description": "A hint without effect."} for name in sorted(facts.hints)}
     for name in facts.refused:
         nothing = [*NOTHING, *facts.hint_values.get(name, ())]
         fields[name] = {"enum": nothing, "description": f"Not supported: {facts.refused[name]}."}
-    # an object that may leave out its type is of the untagged form
+    # an object may omit its type if it is of the untagged form
     optional = facts.tag_field if kind.is_untagged_form else None
     needed = [name for name in schema.get("required", ()) if name != optional]
-    # other fields are ignored, and named in the reply
+    # other fields are ignored; a header of the reply names them
     return {**schema, "properties": fields, "required": needed, "additionalProperties": True}
 
 
 def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
-    """Extend a field's schema: its lists may hold objects of dropped types."""
+    """Extend a field's schema: its lists may also hold objects of dropped types."""
     if isinstance(schema, list):
         return [_with_dropped(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
@@ -188,7 +188,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
 
 
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    """Describe a query's fields as parameters, without nulls and lists, which need a body."""
+    """Describe a query's fields as parameters, without nulls and lists, which only a body can have."""
     if operation.query is None:
         return []
     schema = msgspec.json.schema_components([operation.query])[1][operation.query.__name__]

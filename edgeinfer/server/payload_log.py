@@ -1,7 +1,7 @@
-"""The payload log: each generation request with its answer, one CloudEvent a line.
+"""The payload log: each generation request with its answer as one CloudEvent per line.
 
 Off unless `--log-payloads FOLDER` is given. One thread encodes and writes. No file stays open between
-two lines: a snapshot of the running endpoint would need the file at the size that it had then.
+two lines: CRIU could restore an open file only if its size had not changed since the snapshot.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
     from edgeinfer.server.context import RequestContext
     from edgeinfer.server.endpoint import Endpoint
 
-#: A file ends at this size (bytes) or with the day (UTC), and is removed after `_KEPT_S`.
+#: A file ends at this size (bytes) or with the day (UTC). It is removed after `_KEPT_S`.
 _MAX_BYTES = 64 << 20
 _KEPT_S = 30 * 86_400
-#: Bytes that may wait for the disk, `_LINE_BYTES` a line and its body; more are dropped.
+#: Most bytes that wait for the disk; more are dropped. A line counts `_LINE_BYTES` and its body.
 _MOST_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
 _SAID_AGAIN_S = 60.0
 #: Interval (s) between two flushes to the disk, and the time (s) for the last lines at the end.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-#: Keys of base64 without a type.
+#: Keys whose base64 values have no type next to them.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["Collected", "Receipt | Refusal | None"]]
-#: (event without request and answers, body, answers with their receipts)
+#: An event without request and answers, the body, and the answers with their receipts.
 _Exchange = tuple[dict[str, Any], bytes, _Answers]
 
 
 class PayloadLog:
-    """The files of one endpoint in a folder. A failure drops lines, and no request fails."""
+    """The log files of one endpoint. If writing fails, lines are lost but requests succeed."""
 
     def __init__(self, folder: Path, endpoint: Endpoint) -> None:
-        """Create the folder. Raises ServeError if it cannot be, or others own it or may write there."""
+        """Create the folder. Raises ServeError if that fails, or if other users own or may write it."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: Status for `/status`; `failure`: why the last line was dropped, "" once a line is written
+        #: Status for `/status`. `failure` says why the last line was dropped, "" once a line is written
         #: again.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
@@ -70,7 +70,7 @@ class PayloadLog:
         self.remove_old()
 
     def write(self, context: RequestContext, method: str) -> None:
-        """Queue a generation request that has ended, unless its client opted out."""
+        """Queue an ended generation request, unless its client opted out."""
         if not (context.operation and context.operation.generates):
             return
         if context.headers.get("x-edgeinfer-no-log", "0") != "0":
@@ -87,11 +87,11 @@ class PayloadLog:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="payload-log", daemon=True)
             self._thread.start()
-        answers = list(zip_longest(context.answers, context.receipts))  # one that failed has none
+        answers = list(zip_longest(context.answers, context.receipts))  # a failed request has no answer
         self._queue.put((_event(context, method), body, answers))
 
     def close(self) -> None:
-        """Write what waits, but not long for a file system that hangs."""
+        """Write the queued lines, but not long if the file system hangs."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
@@ -117,7 +117,7 @@ class PayloadLog:
 
     def _sync(self) -> None:
         for path in self._unsynced:
-            with contextlib.suppress(OSError):  # moved away, or of a disk that fails the next write too
+            with contextlib.suppress(OSError):  # moved away, or the next write fails too
                 disk.sync(path)
         self._unsynced.clear()
         self._sync_s = time.monotonic() + _SYNC_S
@@ -128,7 +128,7 @@ class PayloadLog:
             self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
 
     def _drop(self, reason: str, n_bytes: int) -> None:
-        """Count a line that is not written, and say so once a minute at most."""
+        """Count a line that is not written; log it at most once a minute."""
         self._metrics.payloads_dropped.inc()
         if not self.status["failure"] and time.monotonic() - self._said_s >= _SAID_AGAIN_S:
             self._said_s = time.monotonic()
@@ -136,18 +136,18 @@ class PayloadLog:
         self._count("dropped", n_bytes, reason)
 
     def _append(self, line: bytes) -> None:
-        """Write a line by one write(); remove a line that was cut short. Raises OSError."""
+        """Append a line with one write(). A partly written line is removed. Raises OSError."""
         with open(self._open(len(line)), "ab", buffering=0) as file:
             size, path = os.fstat(file.fileno()).st_size, self._path
             self._unsynced.add(path)
             if file.write(line) < len(line):
-                self._path = Path()  # if the rest cannot be cut off, the next line begins a new file
+                self._path = Path()  # if truncating fails, the next line begins a new file
                 file.truncate(size)
                 self._path = path
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, n_bytes: int) -> int:
-        """Open and lock the file, a new one if it is full, of yesterday, gone, or used by a copy."""
+        """Open and lock the log file. Begin a new one if it is full, of yesterday, gone or in use."""
         if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
             with contextlib.suppress(FileNotFoundError):
                 descriptor = disk.open_regular(self._path, _FLAGS)
@@ -163,7 +163,7 @@ class PayloadLog:
                 disk.try_lock(descriptor)
                 self._path = self._folder / name
                 return descriptor
-            time.sleep(0.05)  # until the next second has a name of its own
+            time.sleep(0.05)  # until the next second gives a new name
 
     def remove_old(self) -> None:
         """Remove files that were last written more than 30 days ago."""
@@ -174,7 +174,7 @@ class PayloadLog:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create the folder, 0700; resolve it. Raises ServeError if others own it or may write in it."""
+    """Create the folder (0700) and resolve it. Raises ServeError if other users own or may write it."""
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _event(context: RequestContext, method: str) -> dict[str, Any]:
     problem, version = context.problem, context.version
     return {
         "specversion": "1.0",
-        "id": secrets.token_hex(16),  # clients may send one request id twice
+        "id": secrets.token_hex(16),  # clients may send the same request id twice
         "source": f"//{socket.gethostname()}/edgeinfer",
         "type": "io.edgeinfer.generation",
         "time": datetime.fromtimestamp(time.time() - context.seconds, UTC).isoformat(),
@@ -230,7 +230,7 @@ def _describe(answer: Collected, receipt: Receipt | Refusal | None) -> dict[str,
 
 
 def _without_media(value: Any, kind: str = "") -> Any:
-    """Replace pictures, audio and files by size and digest; `kind` is the type of bare base64."""
+    """Replace pictures, audio and files by size and digest; `kind` is the type of untyped base64."""
     if isinstance(value, str):
         head, _, content = value.partition(";base64,")
         if content and head.startswith("data:"):

@@ -1,8 +1,8 @@
-"""The one place where an error becomes a status, a code and a message for an HTTP client.
+"""Convert each error to a status, a code and a message for an HTTP client.
 
-A `Problem` is raised by the endpoint itself (authentication, limits, bodies); every `EdgeInferError` is
-turned into one. The dialect of the route puts it into its envelope. Messages of unexpected exceptions
-never leave the process: the client gets the request id, the log gets the traceback.
+The endpoint itself raises a `Problem` for authentication, limits and bodies; every `EdgeInferError` is
+converted to one. The route's dialect encodes it. Messages of unexpected exceptions never leave the
+process: the client gets the request id, the log gets the traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\"]+/)+")
 _FIELD = re.compile(r"field `([^`]*)`")
-#: Most refusals of one body in one message.
+#: Most errors about one body that a message lists.
 _MAX_MESSAGES = 16
 
 #: Prefix of msgspec's message → OpenAI's code, in which `*` stands for the type.
@@ -38,7 +38,7 @@ _CODES = (
     (re.compile(r"Expected `[^`]*`(?:, got|$)"), "invalid_type"),
 )
 
-#: Our error → (status, code or None for the error's own, seconds to wait or None).
+#: Our error → status, code (None for the error's own), Retry-After (s or None).
 _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
     e.EdgeInferError: (500, None, None),
     e.UsageError: (400, None, None),
@@ -58,16 +58,15 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
     e.SnapshotsUnavailableError: (409, None, None),
     e.SnapshotStaleError: (409, None, None),
 }
-#: Status → OpenAI's type. Other refusals are `invalid_request_error`.
+#: Status → OpenAI's error type. All others are `invalid_request_error`.
 _KINDS = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class Problem(Exception):
-    """An answer that is not a success. `code` is OpenAI's word for it.
+    """An answer that is not a success. `code` is OpenAI's error code.
 
-    `retry_after_s` becomes the header Retry-After. `lengths` are (tokens of the prompt, tokens that the
-    context holds) if the first are too many: each dialect has a sentence for that, which its clients
-    look for.
+    `retry_after_s` becomes the header Retry-After. `lengths` are the prompt's and the context's size
+    (tokens) if the prompt is too long: clients search for their API's sentence with both numbers.
     """
 
     def __init__(
@@ -93,18 +92,18 @@ class Problem(Exception):
 
     @property
     def kind(self) -> str:
-        """Return OpenAI's type of this error."""
+        """OpenAI's type of this error."""
         if self.status >= 500:
             return "server_error"
         return _KINDS.get(self.status, "invalid_request_error")
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """Convert an EdgeInferError. A subclass without a row takes its parent's."""
+    """Convert an EdgeInferError. A subclass that the table lacks is converted as its parent class."""
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if status == 422 or status >= 500:
-        message = _FOLDERS.sub("", message)  # where the operator keeps files is no client's concern
+        message = _FOLDERS.sub("", message)  # do not tell clients where the operator keeps files
     if error.hint and status < 500:
         message = f"{message} ({error.hint})"
     return Problem(
@@ -124,7 +123,7 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """Convert a type error of the value at `within`: `param` is its place, `code` OpenAI's."""
+    """Convert a type error of the value at `within`; `param` is the field, `code` is OpenAI's."""
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)
@@ -147,7 +146,7 @@ def _below(path: str, within: str) -> str:
 
 
 def merge(problems: Sequence[Problem]) -> Problem:
-    """Join several refusals of one body: all the sentences, and the first one's place and code."""
+    """Join several errors about one body: all messages, and the first one's `param` and code."""
     first = problems[0]
     messages = list(dict.fromkeys(problem.message for problem in problems))
     if len(messages) > _MAX_MESSAGES:
@@ -156,13 +155,13 @@ def merge(problems: Sequence[Problem]) -> Problem:
 
 
 def missing(param: str) -> Problem:
-    """Make the answer to a request without a required field."""
+    """Make the error for a missing required field."""
     message = f"Missing required parameter: '{param}'."
     return Problem(400, message, param=param, code="missing_required_parameter")
 
 
 def unsupported(param: str, reason: str) -> Problem:
-    """Make the answer to a request with a field that cannot be honoured."""
+    """Make the error for a field that cannot be honoured."""
     message = f"'{param}' is not supported here: {reason}."
     return Problem(400, message, param=param, code="unsupported_parameter")
 
@@ -172,7 +171,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
 
 
 def load_time_place(param: str) -> str:
-    """Name the flag of a load option that a request names; return "" for any other field."""
+    """Name the flag of a load option that a request contains; "" for any other field."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
             return f"; it is a load option: start the endpoint with {option.flag}"
@@ -180,16 +179,16 @@ def load_time_place(param: str) -> str:
 
 
 def internal(request_id: str) -> Problem:
-    """Make the answer to an internal error, which the log has under this request id."""
-    message = f"Internal error; the log has it under request id {request_id}."
+    """Make the error for a defect, which the log has under this request id."""
+    message = f"Internal error; the endpoint's log describes it under request id {request_id}."
     return Problem(500, message, code="internal_error")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
-    """Make a 503 that a retry may cure."""
+    """Make a 503 after which a retry may succeed."""
     return Problem(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def shutting_down() -> Problem:
-    """Make the answer to a request during a drain."""
+    """Make the error for a request during a drain."""
     return unavailable("The endpoint is shutting down.", "shutting_down", 2)

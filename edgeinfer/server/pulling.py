@@ -1,4 +1,4 @@
-"""Pull a model for a client: its source, and the pull's progress as it is reported."""
+"""Pull a model for a client: resolve its source and report the progress."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.server.model_pool import LATEST
 
-#: Prefixes by which Ollama names repositories of Hugging Face.
+#: Prefixes that Ollama's clients use for Hugging Face repositories.
 _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Do `work` in a thread and yield its reports. Raises what `work` raises; closing ends it."""
+    """Run `work` in a thread and yield its reports. Closing cancels it. Raises what `work` raises."""
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()
 
     def report(now: PullProgress | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, with its clients
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and so have its clients
             loop.call_soon_threadsafe(reports.put_nowait, now)
 
     def run() -> None:
@@ -50,7 +50,8 @@ async def reports_of(work: Work) -> Reports:
 def source_of(name: str) -> str:
     """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
 
-    Clients may not make the endpoint read files of this machine or ask other servers.
+    Other sources are refused: clients must not make the endpoint read local files or contact other
+    servers.
     """
     plain = name.removesuffix(LATEST)
     hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
@@ -62,15 +63,15 @@ def source_of(name: str) -> str:
         if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
             return plain
     names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
-    raise InvalidRequestError(f"model: {names_taken}; files are for `edgeinfer pull`", param="model")
+    raise InvalidRequestError(f"model must be {names_taken}", param="model")
 
 
 def _refuse_sizes(name: str) -> None:
-    """Raise UnknownModelError for `llama3.2:3b`: a tag is a quantization, sizes are in names."""
+    """Raise UnknownModelError for `llama3.2:3b`: our tags are quantizations, sizes are in names."""
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, for a name that is not here
+    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, only for an unknown name
 
     hint = nearest(f"{base}-{tag}", load_catalog().models)
-    raise UnknownModelError(f"no model is called {name!r}", hint=hint)
+    raise UnknownModelError(f"there is no model {name!r}", hint=hint)

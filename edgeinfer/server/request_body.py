@@ -1,4 +1,4 @@
-"""A request's body or query as its wire type."""
+"""Decode a request's body or query as its wire type."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from edgeinfer.server.problems import (
 )
 from edgeinfer.server.wire_types import Wire
 
-#: Largest body (bytes) walked on the event loop: 64 KiB take about a millisecond.
+#: Largest body (bytes) decoded on the event loop: 64 KiB take about a millisecond.
 _INLINE_BYTES = 64 << 10
-#: Headers that are ignored: they switch on features that are absent here, or always on.
+#: Headers that are ignored: the features that they enable are unsupported, or always on.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises Problem 413 once too long, 400 when the client leaves.
+    """Read the body. Raises Problem 413 if it is too long, 400 if the client disconnects.
 
-    Raises Problem 429 and 503 beyond the bytes of all bodies.
+    Raises Problem 429 and 503 if all running bodies are too large together.
     """
     context = context_of(request)
     limit = context.endpoint.limits.max_body_bytes
@@ -57,7 +57,7 @@ async def read_body(request: Request) -> bytes:
             context.hold(len(chunk))
             chunks.append(chunk)
     except ClientDisconnect:
-        raise Problem(400, "The client left.", code="client_disconnected") from None
+        raise Problem(400, "The client disconnected.", code="client_disconnected") from None
     return b"".join(chunks)
 
 
@@ -93,11 +93,11 @@ async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _check_integers(value: object) -> None:
-    """Refuse integers of schemas and other free JSON that cannot be sent to a worker's process."""
+    """Refuse integers in schemas and other free JSON that do not fit into a worker's message."""
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
-        message = "The body has an integer beyond 64 bits: write it with at most 18 digits, or as 1e20."
+        message = "The body has an integer beyond 64 bits: use at most 18 digits, or 1e20."
         raise Problem(400, message, code="invalid_value") from None
 
 
@@ -110,7 +110,7 @@ def _check_type(declared: str) -> None:
 
 def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
     decoder = _decoders.get(kind)
-    if decoder is None:  # 0.1 ms each, at first use
+    if decoder is None:  # making one takes 0.1 ms
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         with _json_only():
@@ -132,7 +132,7 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
-    """Name the field whose number is out of range; return "" if the body is no object."""
+    """Find the field whose number is out of range; its name is "" if the body is not an object."""
     with contextlib.suppress(msgspec.ValidationError):
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
@@ -144,7 +144,7 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
 
 @contextlib.contextmanager
 def _json_only() -> Iterator[None]:
-    """Raise Problem if the body is not JSON; JSON of a wrong type is left to the caller."""
+    """Raise Problem if the body is not JSON; the caller handles JSON of a wrong type."""
     try:
         yield
     except msgspec.ValidationError:
@@ -172,16 +172,16 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 
 
 _UNBOUNDED = 1 << 62
-#: Values by which a client says that it does not use a field.
+#: Values that mean that the client does not use a field.
 NOTHING: tuple[Any, ...] = (None, [], {}, False)
-#: Most names of ignored fields in a reply; a request may have as many fields as its size allows.
+#: Most ignored fields that a reply names; a request may have any number.
 _MAX_IGNORED = 32
 _INDEX = re.compile(r"\[\d+\]")
 _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 
 
 class LenientDecoder:
-    """Walks once through one value. `ignored` keeps the order in which the names were met."""
+    """Converts one value in a single pass. `ignored` lists names in order of occurrence."""
 
     def __init__(self, *, strict: bool = True) -> None:
         self._strict = strict
@@ -190,11 +190,11 @@ class LenientDecoder:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the ignored places, each once, with `[]` for any index."""
+        """Ignored fields, each once, with `[]` for any index."""
         return tuple(self._ignored)
 
     def read(self, raw: Any, kind: type[T]) -> T:
-        """Convert the value to `kind`. Raises Problem, which names every invalid field."""
+        """Convert the value to `kind`. Raises one Problem that names every invalid field."""
         of: Any = kind
         value = self._value(_plan(of), raw, "")
         if self._problems:
@@ -218,7 +218,7 @@ class LenientDecoder:
         try:
             msgspec.convert(value, plan.kind, strict=self._strict)
         except msgspec.ValidationError as error:
-            if isinstance(value, float) and value.is_integer():  # of Lua, PHP and spreadsheets
+            if isinstance(value, float) and value.is_integer():  # Lua, PHP and spreadsheets send these
                 return self._value(plan, int(value), path)
             self._problems.append(from_validation(error, path))
         return value
@@ -300,7 +300,7 @@ class LenientDecoder:
 
 
 class _Plan(NamedTuple):
-    """`objects` are the Structs by tag ("" without one), `item` is for items of a list of Structs."""
+    """How to decode a type: `objects` are its Structs by tag ("" without one), `item` is for lists."""
 
     kind: Any
     objects: Mapping[str, type[Wire]] = {}
@@ -358,7 +358,7 @@ def _plan(kind: Any) -> _Plan:
 
 @cache
 def facts_of(kind: type[Wire]) -> _Facts:
-    """Collect what `kind` declares, inherited declarations included."""
+    """Collect the declarations of `kind` and its base classes."""
     fields = {}
     for field in msgspec.structs.fields(kind):
         nullable = inspect.NoneType() in _alternatives(inspect.type_info(field.type))
@@ -392,7 +392,7 @@ def _join(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
-    """List the members of a union, or only the type, without notes for the OpenAPI document."""
+    """List the members of a union, or the type itself, without OpenAPI notes."""
     if isinstance(kind, inspect.Metadata):
         return _alternatives(kind.type)
     if isinstance(kind, inspect.UnionType):
@@ -418,7 +418,7 @@ def _reason(others: Mapping[str, str], tag: str) -> str:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Compare value and type: 1 is not true."""
+    """Return whether a value and its type are among `values`: 1 is not true."""
     return any(type(value) is type(candidate) and value == candidate for candidate in values)
 
 

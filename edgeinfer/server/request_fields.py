@@ -1,4 +1,4 @@
-"""Parts of a request that several dialects spell alike. Pure functions."""
+"""Parts of a request that several dialects share. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Return the tools. Raises InvalidRequestError when two have one name."""
+    """Return the tools. Raises InvalidRequestError if two have the same name."""
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequestError("two tools have the same name", param="tools")
     return tools
@@ -29,21 +29,21 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
 def tool_of(
     name: str, description: str | None, schema: dict[str, Any] | None, strict: bool | None
 ) -> Tool:
-    """Make a tool of what a client says of it; `schema` is that of its arguments."""
+    """Make a tool from a client's description; `schema` is that of its arguments."""
     text, parameters = description or "", schema or {}
     return Tool(name=name, description=text, parameters=parameters, strict=strict is True)
 
 
 def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], required: str = "required") -> ToolChoice:
-    """Return `choice`. Raises InvalidRequestError if it demands a call of a tool that is not there.
+    """Return `choice`. Raises InvalidRequestError if it demands a call of an unknown tool.
 
-    `required` is the client's word for the mode that demands any call.
+    `required` is the API's name for the mode that demands any call.
     """
     message = ""
     if choice.mode == "named" and all(tool.name != choice.name for tool in tools):
         message = f"tool_choice names '{choice.name}', which is not among the tools"
     elif choice.mode == "required" and not tools:
-        message = f"tool_choice is '{required}' but there are no tools"
+        message = f"tool_choice is '{required}', but the request has no tools"
     if message:
         raise InvalidRequestError(message, param="tool_choice")
     return choice
@@ -52,7 +52,7 @@ def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], required: str = "r
 def refuse_infill(info: EngineInfo, param: str) -> None:
     """Raise InvalidRequestError for a model without fill-in-the-middle tokens."""
     if not info.can_infill:
-        message = f"{param}: {info.model} has no tokens for fill-in-the-middle"
+        message = f"{param}: {info.model} does not support fill-in-the-middle"
         raise InvalidRequestError(message, param=param)
 
 
@@ -60,21 +60,21 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError for pictures that the model cannot read."""
     if request.n_pictures and not info.can_see:
         message, hint = (
-            f"{info.model} cannot read pictures",
-            "models that can: `edgeinfer list pictures`",
+            f"{info.model} does not accept pictures",
+            "`edgeinfer list pictures` shows models that do",
         )
         raise InvalidRequestError(message, hint=hint, param="messages")
 
 
 def as_text(value: str | dict[str, Any]) -> str:
-    """Return JSON text that a client gave as text or as the object itself."""
+    """Return JSON text from a field that may hold text or the object itself."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def content_of(
     content: str | Iterable[T], pieces_of: Callable[[T], Iterable[str | bytes]], between: str = ""
 ) -> dict[str, Any]:
-    """Return a Message's `content` and `pictures`, each part's as `pieces_of` gives them.
+    """Return a Message's `content` and `pictures`; `pieces_of` gives those of each part.
 
     `between` separates texts.
     """
@@ -89,7 +89,7 @@ def content_of(
     return {"content": text, "pictures": pictures}
 
 
-#: Efforts that no model was trained on → the nearest one that some were trained on.
+#: Efforts that no model was trained on → the nearest trained one.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
@@ -100,10 +100,10 @@ def reasoning(
     budget: int | None = None,
     variables: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the GenerateRequest fields that bound reasoning, the effort as templates read it.
+    """Return the GenerateRequest fields that limit reasoning; templates get the effort.
 
-    `enabled` False, or an effort of "none", closes a span also where the template opens one by itself.
-    `variables` are a request's own variables for the template, which win.
+    `enabled` False or an effort of "none" also closes a reasoning span that the template opens.
+    `variables` are the request's own template variables, which take precedence.
     """
     options: dict[str, Any] = {}
     if effort is not None:
@@ -118,16 +118,16 @@ def reasoning(
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings, of which a client may send none, one or several."""
+    """Return the stop strings of a field that may hold none, one or several."""
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def common_fields(body: GenerationFields) -> dict[str, Any]:
-    """Return what a GenerateRequest has of the fields that every API takes.
+    """Convert the fields that every API accepts to GenerateRequest fields.
 
-    `store: "none"`, where a dialect has it, keeps nothing, as `cache_prompt: false` does.
+    `store: "none"` stores no prefix, the same as `cache_prompt: false`.
     """
     lora = None if body.lora is None else tuple((a.name, a.scale) for a in body.lora)
     return {
@@ -141,21 +141,21 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
 
 
 def overridden(base: Sampling, **fields: Any) -> Sampling:
-    """Return the model's defaults with what the request gives; None means not given.
+    """Override the model's sampling defaults with the request's fields; None means not given.
 
-    A request that chooses its sampling gets no penalty on repeats unless it asks for one.
+    A request that sets any sampling option gets no repeat penalty unless it asks for one.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    if fields.get("top_k") == -1:  # as other servers spell 0
+    if fields.get("top_k") == -1:  # other servers write -1 for "off", which is 0 here
         fields["top_k"] = 0
     neutral = NO_PENALTIES if fields.keys() - {"seed"} else {}
     return msgspec.structs.replace(base, **neutral | fields)
 
 
 def seed_of(seed: int | None) -> int | None:
-    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 is random, as in llama.cpp.
+    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 means random, as in llama.cpp.
 
-    Seeds below 0xFFFFFFFF, which llama.cpp takes for random, stay as they are.
+    Seeds below 0xFFFFFFFF are not changed; llama.cpp takes 0xFFFFFFFF as random.
     """
     if seed is None or seed == -1:
         return None
@@ -170,9 +170,10 @@ _FOR_EVER = -1.0
 
 
 def keep_alive_s(keep_alive: float | str | None) -> float | None:
-    """Convert `keep_alive` to seconds; any negative is -1, for ever. Raises InvalidRequestError.
+    """Convert `keep_alive` to seconds; any negative value becomes -1, for ever. Raises
+    InvalidRequestError.
 
-    A text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
+    Text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
     """
     if keep_alive is None:
         return None

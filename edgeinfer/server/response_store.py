@@ -1,4 +1,4 @@
-"""Finished responses of `/v1/responses` in memory, to be continued and retrieved by id."""
+"""Store finished responses of `/v1/responses` in memory, so that clients can continue them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Responses by API key and id, bounded in number, bytes and time."""
+    """Responses by API key and id, limited in number, bytes and age."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

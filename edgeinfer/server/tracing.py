@@ -1,7 +1,7 @@
-"""Spans of requests and starts: a line of OTLP's JSON each, which OpenTelemetry's collector reads.
+"""Write spans of requests and starts as lines of OTLP JSON for the OpenTelemetry collector.
 
-No prompt and no answer. The file is opened for each line: nothing stays open, so a process that traces
-can be parked, and the file may be rotated. Times are seconds of time.perf_counter.
+Prompts and answers are not written. The file is opened for each line, so a process that traces can be
+parked and the file can be rotated. Times are seconds of time.perf_counter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SERVER, _INTERNAL = 2, 1
 
 
 class Span(NamedTuple):
-    """A part of a request or of a load."""
+    """A span of a request or of a load."""
 
     name: str
     began_s: float
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 def generation_spans(began_s: float, timings: Timings) -> list[Span]:
-    """Divide a generation that has ended now; its prompt was tokenized from `began_s` on."""
+    """Divide a generation that just ended into spans; tokenizing its prompt began at `began_s`."""
     decode = time.perf_counter() - timings.decode_ms / 1000
     prefill = decode - (timings.total_ms - timings.decode_ms - timings.queue_ms) / 1000
     queue = prefill - timings.queue_ms / 1000
@@ -41,7 +41,7 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
 
 
 def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
-    """Divide a start that is ready now, from its stages (ms since exec); [] without any."""
+    """Divide a start that just became ready into spans. `stages_ms` count from exec; [] without any."""
     ended_s, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
     names = {"restore": "resume" if start == "resumed" else "spawn"}
     stages = sorted(stages_ms.items(), key=lambda stage: stage[1])
@@ -51,14 +51,14 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
 
 def _in_turn(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
-    pairs = zip(marks, ends, strict=False)  # of no mark there is an end
+    pairs = zip(marks, ends, strict=False)  # without marks, `ends` still has one entry
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 
 def write(
     path: str, root: Span, spans: Iterable[Span], attributes: Mapping[str, Any], traceparent: str = ""
 ) -> None:
-    """Append the spans below `root`, itself below a client's `traceparent`. Raises OSError."""
+    """Append the spans of `root`, a child of the client's `traceparent`. Raises OSError."""
     parent = _PARENT.fullmatch(traceparent)
     trace, above = parent.groups() if parent else (secrets.token_hex(16), "")
     top = secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""Common parts of wire types: declarations of fields, and ranges of numbers that APIs name alike.
+"""Common parts of wire types: declarations of fields, and ranges of numbers that APIs share.
 
 Every number has a range: CVE-2026-21869 was a negative count.
 """
@@ -15,25 +15,26 @@ from edgeinfer.config.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body or a part of one. Its fields are honoured; it declares what else clients send.
+    """A request body or a part of one. Its fields are honoured; it also declares other fields of
+    clients.
 
-    A hint cannot change what the answer means: it is left out and named in a header. A refused field
-    would change it, and is an error with the reason, unless its value asks for nothing. Any other field
-    is unknown: it is ignored and named like a hint.
+    A hint cannot change the meaning of the answer: it is ignored and named in a header. A refused field
+    would change it: it is an error with a reason, unless its value switches the feature off. Unknown
+    fields are ignored and named like hints.
     """
 
     hints: ClassVar[frozenset[str]] = frozenset()
     #: Refused field → why it cannot be honoured.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Values of an honoured or refused field that are hints.
+    #: Field → the values that are treated as hints.
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    #: List field → the words that are honoured; other words in it are hints.
+    #: List field → the honoured items; other items are hints.
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    #: Prefix of further types that the published API allows here → why they are refused.
+    #: Prefix of object types that the published API allows here → why they are refused.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of types whose objects are dropped from a list here, as hints are.
+    #: Prefixes of object types that are dropped from a list here, as hints are.
     dropped_types: ClassVar[tuple[str, ...]] = ()
-    #: Whether an object that does not say its type is of this one.
+    #: Whether this type is assumed for an object without a type.
     is_untagged_form: ClassVar[bool] = False
 
 
@@ -45,30 +46,30 @@ def _range(field: str) -> Meta:
     return Meta(ge=BY_FIELD[field].low, le=BY_FIELD[field].high)
 
 
-#: Most tokens a request may ask for; the engine limits it further to its context.
+#: Most tokens that a request may ask for; the engine's context limits it further.
 MAX_TOKENS = 1 << 24
 _INT32 = 1 << 31
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
-_TOKENS_MEAN = "Maximum tokens of the answer; 0 only prefills the prompt, for a later request."
+_TOKENS_MEAN = "Maximum tokens of the answer; 0 only prefills the prompt for a later request."
 TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS, description=_TOKENS_MEAN)]
 #: Token limit as llama.cpp's server and LM Studio accept it.
 TokenLimit = Annotated[
-    int, Meta(ge=-1, le=MAX_TOKENS, description="As max_tokens elsewhere; -1 sets no limit.")
+    int, Meta(ge=-1, le=MAX_TOKENS, description="Same as max_tokens of other APIs; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
 #: Text, bounded only by the body limit.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
-# The ranges of sampling are `sampling_options`'; OpenAI's document says less for the temperature.
+# The ranges are those of `sampling_options`; OpenAI's document allows a smaller temperature.
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
-TopK = Annotated[int, Meta(ge=-1, le=BY_FIELD["top_k"].high, description="0 or -1 keeps all.")]
+TopK = Annotated[int, Meta(ge=-1, le=BY_FIELD["top_k"].high, description="0 or -1 switches it off.")]
 RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
-    int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning is closed.")
+    int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning ends.")
 ]
 #: How much a model reasons; "none": not at all.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -76,18 +77,18 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopString], Meta(max_length=128)]
 JsonObject = dict[str, Any]
-_STAY_MEANS = "Seconds the model stays loaded; 0 unloads it, less keeps it."
+_STAY_MEANS = "Seconds that the model stays loaded; 0 unloads it, a negative number keeps it."
 StaySeconds = Annotated[float, Meta(ge=-(1 << 52), le=1 << 52, description=_STAY_MEANS)]
 Duration = Annotated[str, Meta(max_length=64, description='A duration: "5m", "1h30m", "-1".')]
 KeepAlive = StaySeconds | Duration
-CachePrompt = Annotated[bool, Meta(description="Whether the prefix cache is used and filled.")]
+CachePrompt = Annotated[bool, Meta(description="Whether the prefix cache is read and written.")]
 CacheSalt = Annotated[
-    str, Meta(min_length=1, max_length=1024, description="Requests with other salts share no prefix.")
+    str, Meta(min_length=1, max_length=1024, description="Only equal salts share cached prefixes.")
 ]
-_KEY_MEANS = "A conversation, whose blocks `edgeinfer forget --conversation` deletes."
+_KEY_MEANS = "Name of a conversation; `edgeinfer forget --conversation` deletes its cached prefixes."
 PromptCacheKey = Annotated[str, Meta(max_length=1024, description=_KEY_MEANS)]
 Deadline = Annotated[
-    float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut short.")
+    float, Meta(gt=0, le=86_400, description="Seconds after which the answer is cut off.")
 ]
 
 
@@ -106,7 +107,7 @@ LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
 
 
 class ModelFields(Wire, frozen=True, kw_only=True):
-    """The requested model (by default the endpoint's), and how long it stays loaded."""
+    """The requested model (by default the endpoint's default), and how long it stays loaded."""
 
     model: ModelName | None = None
     keep_alive: KeepAlive | None = None
@@ -148,9 +149,9 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
 
 
 class Slot(Reply, frozen=True, kw_only=True):
-    """A generation that has ended, and how much of its prompt was cached.
+    """An ended generation, and how much of its prompt was cached.
 
-    `prompt_n` of `n_prompt_tokens` were computed. `n_diverged` tokens agree with the cached prefix;
+    `prompt_n` of `n_prompt_tokens` were prefilled. `n_diverged` tokens agree with the cached prefix;
     `cause` as in `Divergence`.
     """
 
@@ -168,7 +169,7 @@ class Slot(Reply, frozen=True, kw_only=True):
 
 
 class PromptUsage(Reply, frozen=True, kw_only=True):
-    """Tokens of a request that generates none."""
+    """Token counts of a request that generates no text."""
 
     prompt_tokens: int
     total_tokens: int

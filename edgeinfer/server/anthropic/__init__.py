@@ -1,1 +1,1 @@
-"""Anthropic's messages: what coding agents speak."""
+"""Anthropic's messages API, which coding agents use."""

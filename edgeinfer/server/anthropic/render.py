@@ -1,6 +1,6 @@
-"""Events as Anthropic's message, streamed or whole.
+"""Render engine events as Anthropic's message, streamed or whole.
 
-A stream is a sequence of content blocks, one open at a time; the next event's kind closes it.
+A stream is a sequence of content blocks. Only one block is open; an event of another kind closes it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _sentence(problem: Problem) -> str:
-    """Phrase a too long prompt as Anthropic does: agents compact on that text."""
+    """Word the error for a too long prompt as Anthropic does: agents then compact the conversation."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -72,7 +72,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
 
 
 def wire_usage(usage: Usage) -> wire.AnthropicUsage:
-    """Convert usage; Anthropic counts cached tokens next to `input_tokens`, not within them."""
+    """Convert usage. Anthropic's `input_tokens` exclude cached tokens."""
     return wire.AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,
@@ -93,8 +93,8 @@ def arguments_of(call: CollectedCall) -> dict[str, Any]:
 class MessageRenderer(Renderer):
     """Render `message` and its stream.
 
-    `stop_strings` are the request's own: only those count as Anthropic's stop_sequence.
-    `message_start` needs the prompt's length, which comes with progress.
+    Only the request's own `stop_strings` are reported as Anthropic's stop_sequence. `message_start`
+    needs the prompt's length, which comes with the first progress event.
     """
 
     def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:
@@ -115,7 +115,7 @@ class MessageRenderer(Renderer):
             self._prompt_tokens = event.total_tokens
             if event.queued or self._started:
                 return b""
-            # tokens done before the first step came from the prefix cache
+            # tokens already done at the first event came from the prefix cache
             is_read = event.done_tokens == event.total_tokens
             self._cached_tokens = 0 if is_read else event.done_tokens
             return self._start()

@@ -1,4 +1,4 @@
-"""Anthropic's routes: what coding agents speak."""
+"""Anthropic's routes, which coding agents use."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ from edgeinfer.server.request_fields import (
     unique_tools,
 )
 
-#: Names of tools by which clients search for deferred tools.
+#: Matches names of client tools that search for deferred tools.
 _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 _Texts = wire.TextBlock | wire.DocumentBlock | wire.ToolReferenceBlock
 _Blocks = _Texts | wire.ImageBlock
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """Make one request, continuing a last assistant turn. Raises InvalidRequestError."""
+    """Make one request. A final assistant turn is continued. Raises InvalidRequestError."""
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
     return GenerateRequest(
@@ -50,7 +50,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
 
 
 def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """Make turns; a user turn's tool results become turns before its text."""
+    """Convert a conversation to messages; a user turn's tool results become messages before it."""
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_join_texts(body.system)))
@@ -66,9 +66,9 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
 
 
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
-    """Return the tools; a deferred one once it was referred to, or if no tool search is offered."""
+    """Return the offered tools: a deferred one if a result refers to it, or if no tool can search."""
     referred = _referenced_names(body)
-    # Anthropic's own search does not exist here: without the client's, all tools would stay hidden
+    # Anthropic's own search is absent here; without one of the client's, deferred tools stayed hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
         tool_of(tool.name, tool.description, tool.input_schema, tool.strict)

@@ -1,7 +1,7 @@
 """Anthropic's messages and token counting, as far as a local text model can honour them.
 
 Source: Anthropic's published API reference, its beta fields included. `cache_control` is a hint because
-the engine reuses prefixes by itself.
+the engine always reuses prefixes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from edgeinfer.server.wire_types import (
 )
 
 _CACHE = frozenset({"cache_control"})
-#: Block types that only Anthropic's own tools leave in a conversation; a local model does not know
-#: them.
+#: Blocks of Anthropic's own tools. They are dropped: a local model does not know these tools.
 _SERVER_BLOCKS = tuple(
     "server_tool_use web_search_tool_result web_fetch_tool_result "
     "code_execution_tool_result bash_code_execution_tool_result "
@@ -39,18 +38,18 @@ _SERVER_BLOCKS = tuple(
     "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
 )
 _OTHER_BLOCKS = {
-    "image": "only a user's turn and a tool's result have it",
-    "container_upload": "there are no containers",
-    "browser_state": "there is no browser",
-    "search_result": "send what was found as text",
+    "image": "only user turns and tool results may hold it",
+    "container_upload": "containers are not supported",
+    "browser_state": "there is no browser tool",
+    "search_result": "send the search results as text",
     "compaction": "conversations are not summed up",
-    "mcp_tool_use": "MCP servers are not called",
-    "mcp_tool_result": "MCP servers are not called",
-    # types that are read where they belong
-    "thinking": "only an assistant's turn has it",
-    "tool_use": "only an assistant's turn has it",
-    "tool_result": "only a user's turn has it",
-    "document": "only a user's turn has it",
+    "mcp_tool_use": "the endpoint calls no MCP servers",
+    "mcp_tool_result": "the endpoint calls no MCP servers",
+    # supported blocks, but not in this position
+    "thinking": "only assistant turns may hold it",
+    "tool_use": "only assistant turns may hold it",
+    "tool_result": "only user turns may hold it",
+    "document": "only user turns may hold it",
 }
 
 
@@ -75,8 +74,8 @@ class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
 
     hints: ClassVar = frozenset({"media_type"})
     other_types: ClassVar[Mapping[str, str]] = {
-        "url": "nothing is fetched",
-        "file": "no files are stored",
+        "url": "the endpoint fetches nothing",
+        "file": "the endpoint stores no files",
     }
 
     data: Text
@@ -89,7 +88,7 @@ class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
 
 
 class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
-    """A document; its title and context stand before its text."""
+    """A document. Its title and context are placed before its text."""
 
     hints: ClassVar = _CACHE | {"citations"}
 
@@ -100,7 +99,7 @@ class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
 
 class ImageBlock(Wire, frozen=True, tag="image", tag_field="type"):
     hints: ClassVar = _CACHE
-    refused: ClassVar[Mapping[str, str]] = {"transformations": "pictures are read as they are"}
+    refused: ClassVar[Mapping[str, str]] = {"transformations": "pictures are not transformed"}
 
     source: FileSource
 
@@ -119,7 +118,7 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
-    """A search for tools found this one: from here on it is offered."""
+    """A result of a tool search. The tool is offered from this message on."""
 
     hints: ClassVar = _CACHE
 
@@ -161,7 +160,7 @@ class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
 
 
 class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
-    """A client's tool with a JSON schema; those that Anthropic defines are left out of the offer.
+    """A client's tool with a JSON schema. Tools that Anthropic defines are not offered to the model.
 
     With `defer_loading` it is offered once a `tool_reference` names it.
     """
@@ -182,7 +181,7 @@ class AutoChoice(Wire, frozen=True, tag="auto", tag_field="type"):
 
 
 class AnyChoice(AutoChoice, frozen=True, tag="any", tag_field="type"):
-    """Some tool is called."""
+    """The model must call a tool."""
 
 
 class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="type"):
@@ -190,25 +189,25 @@ class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="ty
 
 
 class NoChoice(Wire, frozen=True, tag="none", tag_field="type"):
-    """No tool is called."""
+    """The model must not call a tool."""
 
 
 class ThinkingOff(Wire, frozen=True, tag="disabled", tag_field="type"):
-    """The model's template is asked for no reasoning."""
+    """Turn reasoning off in the model's template."""
 
 
 class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
-    """The model's template is asked for reasoning; the model decides how much."""
+    """Turn reasoning on in the model's template; the model decides how much it reasons."""
 
     hints: ClassVar = frozenset({"display", "block_binding"})
 
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
-    """Treated as adaptive: a local model decides by itself when it reasons."""
+    """Treated as adaptive: a local model decides when it reasons."""
 
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
-    """The model's template is asked for reasoning, which is closed after `budget_tokens`."""
+    """Turn reasoning on in the model's template; reasoning ends after `budget_tokens`."""
 
     hints: ClassVar = frozenset({"display", "block_binding"})
 
@@ -227,16 +226,16 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 
 
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens; the body is a request that is going to be sent."""
+    """POST /v1/messages/count_tokens: a request of which only the tokens are counted."""
 
     hints: ClassVar = _CACHE | frozenset(
         "betas billing_policy context_management diagnostics fallback_credit_token fallbacks "
         "inference_geo metadata service_tier speed user_profile_id workspace_id".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
-        "compaction": "conversations are not summed up",
-        "container": "there are no containers",
-        "mcp_servers": "MCP servers are not called",
+        "compaction": "conversations are not summarized",
+        "container": "containers are not supported",
+        "mcp_servers": "the endpoint calls no MCP servers",
         "thread": "conversations are not stored",
     }
 
@@ -262,7 +261,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):
-    """`details` are for a client that retries by itself without the unsupported part."""
+    """`details` tell a client's retry loop which unsupported part to leave out."""
 
     type: str
     message: str
@@ -295,7 +294,8 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
     """`input_tokens` were prefilled, `cache_read_input_tokens` were cached.
 
-    Of these, `cache_read_disk_input_tokens` came from the disk; that field is ours.
+    `cache_read_disk_input_tokens`, a field of edgeinfer, counts the cached tokens that came from the
+    disk.
     """
 
     input_tokens: int

@@ -1,8 +1,9 @@
-"""Read, keep (mode 0600) and compare (in constant time) API keys.
+"""Read, store (mode 0600) and compare (in constant time) API keys.
 
 Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
-configuration directory, which is made on the first bind that is not loopback. Never argv, never a log,
-never a snapshot. The first key of a file is its owner's and an administrator's; the others ask models.
+configuration directory, which is created at the first bind beyond loopback. Keys are never on the
+command line, in a log or in a snapshot. The first key of a file is the administrator's; others may only
+use models.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """Keys known only by digests; `name` is a digest's first 8 hex digits, safe in logs."""
+    """API keys, stored as digests. A key's `name` is its digest's first 8 hex digits, safe in logs."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -32,14 +33,14 @@ class Keys:
         return len(self._digests)
 
     def name(self, offered: str) -> str | None:
-        """Return the matching key's name, or None. Every key is compared, each in constant time."""
+        """Return the matching key's name, or None. Compares every key, each in constant time."""
         digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
         names = [key.hex()[:8] for key in self._digests if hmac.compare_digest(key, digest)]
         return names[0] if names else None
 
     @property
     def first(self) -> str:
-        """Return the first key's name, "" without keys."""
+        """Name of the first key, "" without keys."""
         return self._digests[0].hex()[:8] if self._digests else ""
 
     def is_first(self, name: str) -> bool:
@@ -68,7 +69,7 @@ def given_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the stored keys and whether one is new. Raises ServeError if others can read."""
+    """Return the stored keys and whether one is new. Raises ServeError if other users can read them."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -78,7 +79,7 @@ def stored_keys() -> tuple[Keys, bool]:
     key = f"ei-{secrets.token_urlsafe(32)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:  # another serve made it in between
+    except FileExistsError:  # another `serve` created it meanwhile
         return Keys(read_keys(path)), False
     with os.fdopen(descriptor, "w") as file:
         file.write(key + "\n")
@@ -98,7 +99,7 @@ def own_key() -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a file's keys, one a line, `#` comments. Raises FileNotFoundError, ServeError."""
+    """Read a file's keys, one per line, with `#` comments. Raises FileNotFoundError, ServeError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -108,20 +109,20 @@ def read_keys(path: Path) -> list[str]:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if not _is_private(info):
-            message = f"{path} holds keys and must be readable only by you"
+            message = f"{path} holds API keys but other users can read it"
             raise ServeError(message, hint=f"chmod 600 {path}")
         lines = [line.strip() for line in file]
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
         hint = f"remove it: the next `edgeinfer serve` makes one ({path})"
-        raise ServeError(f"{path} holds no key", hint=hint)
+        raise ServeError(f"{path} holds no API key", hint=hint)
     return keys
 
 
 def _is_private(info: os.stat_result) -> bool:
     mode = stat.S_IMODE(info.st_mode)
     if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
-        # a Secret with fsGroup, as the kubelet mounts it: root's, 0440, our group's
+        # mode 0440, owner root, our group: how the kubelet mounts a Secret with fsGroup
         return not mode & 0o037
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 

@@ -1,9 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with the guards that it leaves to a proxy.
+"""uvicorn's HTTP/1.1 protocol with the limits that uvicorn leaves to a proxy.
 
 uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time
-it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline,
-headers have a number and a size, and so has everything else that the parser holds back: trailers and
-chunk extensions.
+it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline.
+The number and size of headers are limited, and so are trailers and chunk extensions.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.limits import Limits
 
-#: How long (s) an answered client may go on sending its body: if the server closed immediately, the
-#: kernel would reset the connection, and the client might never see the answer.
+#: How long (s) an answered client may go on sending its body. If the server closed immediately, the
+#: kernel would reset the connection, and the client might not receive the answer.
 _LINGER_S = 2.0
 
 
-#: Interval (s) at which a half-closed connection is checked for its client.
+#: Interval (s) at which a half-closed connection is checked: its client may have left.
 _LOOK_AGAIN_S = 1.0
 
 
 class _UnknownLength(int):
-    """Stands for an unknown content length: the end of the connection ends the body."""
+    """Content length of a body that ends with the connection."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -101,7 +100,7 @@ class _Guarded(HttpToolsProtocol):
         return True
 
     def _look_for_client(self) -> None:
-        """Cut the connection once the client has left: a half-closed socket tells the loop nothing."""
+        """Cut the connection once the client left; the loop is not told for a half-closed socket."""
         if self.transport.is_closing():
             return
         if self.connection.is_half_closed():
@@ -124,7 +123,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # a trailer: dropped, and bounded with all of them by `_held_bytes`
+            return  # drop the trailer; `_held_bytes` limits all of them
         super().on_header(name, value)
         if len(self.headers) > self.guard.max_headers:
             self._refuse(431)
@@ -148,12 +147,12 @@ class _Guarded(HttpToolsProtocol):
         self._take_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
-        if version == "1.0":  # a client of HTTP/1.0 knows no chunks
+        if version == "1.0":  # HTTP/1.0 has no chunked encoding
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UnknownLength()
 
     def _take_host_of_target(self) -> None:
-        """Put the host of a target in absolute form in place of the Host header (RFC 9112, 3.2.2)."""
+        """Use the host of an absolute request target in place of the Host header (RFC 9112, 3.2.2)."""
         if self.url.startswith((b"/", b"*")):
             return
         target = httptools.parse_url(self.url)
@@ -216,8 +215,8 @@ class _Guarded(HttpToolsProtocol):
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
         cycle = self.cycle
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):
-            self.transport.abort()  # the refusal would stand in the middle of another answer
+            self.transport.abort()  # a refusal now would corrupt the answer that is being sent
             return
-        if not (cycle and cycle.response_complete and cycle.more_body):  # otherwise it has its answer
+        if not (cycle and cycle.response_complete and cycle.more_body):  # otherwise already answered
             self.transport.write(head)
         self.transport.close()

@@ -4,8 +4,8 @@ A web page can reach a local endpoint: by name (DNS rebinding; the Host check st
 Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS
 headers are sent to named origins only.
 
-Other users of this machine reach a loopback address too: without API keys the kernel is asked whose
-program a connection comes from.
+Other users of this machine can also connect to loopback. Without API keys the kernel is asked which
+user a connection belongs to.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-#: Routes that a probe may ask without a key; they name no model's content. /metrics wants the key.
+#: Routes that a probe may request without a key. /metrics needs a key.
 OPEN_ROUTES = frozenset({"/health"})
-#: Matches a Host: a name or an address in brackets, the root's dot, a port.
+#: Matches a Host header: a name (perhaps with a final dot) or an address in brackets, and a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
-#: Matches a list of headers; a page of a named origin may send the headers it asks for.
+#: Matches a list of header names that a page of an allowed origin asks to send.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
 
 Headers = Mapping[str, str]
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """The access rules. `hosts` are names without a port, lower case, or suffixes that begin with a
-    dot; `origins` are as browsers spell them.
+    """The access rules. `hosts` are lower-case names without a port, or suffixes that begin with a dot;
+    `origins` are spelled as browsers spell them.
 
-    `any_address` accepts every IP address as Host: for binds beyond loopback, where a key is required
-    anyway, and where rebinding (which needs a name) gains nothing.
+    `any_address` accepts every IP address as Host. It is for binds beyond loopback: they require a key,
+    and DNS rebinding needs a name.
 
-    Without keys only programs of the user `owner` and of root are answered; with `any_user` all are,
-    but change nothing. `owner` None knows no users.
+    Without keys only programs of the user `owner` and of root are answered. `any_user` admits all users
+    without administrator rights. `owner` None disables the check of users.
     """
 
     keys: Keys
@@ -52,15 +52,15 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     any_user: bool = False
 
     def check_host(self, headers: Headers) -> None:
-        """Raises Problem 400 without a Host, 403 with a foreign one."""
+        """Check the Host header. Raises Problem 400 without one, 403 for a foreign one."""
         host = headers.get("host", "")
         if not host:
-            raise Problem(400, "A Host header is required.", code="missing_host")
+            raise Problem(400, "The request has no Host header.", code="missing_host")
         name = host_name(host)
         is_known = name in self.hosts or any(h.startswith(".") and name.endswith(h) for h in self.hosts)
         if not is_known and not (self.any_address and _is_address(name)):
             foreign = host[:200]
-            message = f"Host '{foreign}' is not one of this endpoint's names; `--allow-host` adds one."
+            message = f"Host '{foreign}' is not a name of this endpoint; `--allow-host` adds it."
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
@@ -75,7 +75,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             return origin
         if origin == f"{scheme}://{headers.get('host', '')}":
             return None
-        message = f"Origin '{origin[:200]}' is not allowed; `--allow-origin` adds one."
+        message = f"Origin '{origin[:200]}' is not allowed; `edgeinfer serve --allow-origin` adds it."
         raise Problem(403, message, code="origin_not_allowed")
 
     def check_key(self, headers: Headers, route: str) -> str:
@@ -94,7 +94,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def caller(self, key: str, connection: Connection | None) -> Caller:
-        """Return the client of a request. Raises Problem 403 for another user without keys."""
+        """Return the client of a request. Without keys, raises Problem 403 for another user."""
         if self.keys:
             return Caller(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
@@ -107,7 +107,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="user_not_allowed")
 
     def cache_salt(self, caller: Caller) -> str:
-        """Return a salt that separates a caller's cached prefixes from those of others; "" for none."""
+        """Return a salt that separates this caller's cached prefixes from others; "" for none."""
         return self.keys.cache_salt(caller.name) if self.keys else caller.name
 
     def _is_owners(self, connection: Connection | None) -> bool:
@@ -117,7 +117,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(host: str) -> str:
-    """Return a Host header's name: `Host:80` → `host`, `[::1]:80` → `[::1]`; "" if invalid."""
+    """Return the name in a Host header: `Host:80` → `host`, `[::1]:80` → `[::1]`; "" if invalid."""
     match = _HOST.fullmatch(host)
     return match[1].lower() if match else ""
 
@@ -133,7 +133,8 @@ def _is_address(name: str) -> bool:
 def cors_headers(origin: str, asked: str | None = None) -> dict[str, str]:
     """Return CORS headers for an allowed origin; credentials are never allowed.
 
-    A preflight `asked` for request headers ("" for none): the official clients send some of their own.
+    `asked` are the request headers that a preflight lists ("" for none); official clients add their
+    own.
     """
     headers = {
         "access-control-allow-origin": origin,

@@ -1,1 +1,1 @@
-"""Routes of our own, in the names llama.cpp's server, Jina and Cohere gave them."""
+"""Routes of edgeinfer's own API; names follow llama.cpp's server, Jina and Cohere."""

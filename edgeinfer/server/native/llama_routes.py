@@ -1,4 +1,4 @@
-"""Routes by which people script llama.cpp's server, in its shapes."""
+"""Routes of llama.cpp's server for scripts: completion, infill, adapters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_s
 
 ROUTES = RouteTable()
 
-#: llama.cpp's place of a picture in a prompt.
+#: llama.cpp's placeholder for a picture in a prompt.
 _MEDIA = "<__media__>"
 _NO_PATH = (
-    "lora_path: the name of an adapter that was pulled; a file's path only where the endpoint was "
-    "started with `edgeinfer serve --ollama`"
+    "lora_path must be the name of a pulled adapter; a file's path needs `edgeinfer serve --ollama`"
 )
 
 
@@ -71,7 +70,7 @@ async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Res
 def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
     param, texts = "prompt.multimodal_data", prompt.split(_MEDIA)
     if len(texts) != len(encoded) + 1:
-        message = f"{len(encoded)} pictures and {len(texts) - 1} places {_MEDIA}"
+        message = f"{len(encoded)} pictures, but {len(texts) - 1} placeholders {_MEDIA} in the prompt"
         raise InvalidRequestError(message, param=param)
     parts: list[str | bytes] = [texts[0]]
     for picture, text in zip(encoded, texts[1:], strict=True):
@@ -80,11 +79,11 @@ def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, .
 
 
 def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
-    """Raises InvalidRequestError for a bias of true, which llama.cpp does not have."""
+    """Convert llama.cpp's sampling fields. Raises InvalidRequestError for a bias of true."""
     if not isinstance(body.logit_bias, list):
         return sampling_of(body, info.sampling)
     if any(bias is True for _, bias in body.logit_bias):
-        raise InvalidRequestError("logit_bias: false bans a token, true is no bias", param="logit_bias")
+        raise InvalidRequestError("logit_bias: use false to ban a token, not true", param="logit_bias")
     biases = {token: -math.inf if bias is False else bias for token, bias in body.logit_bias}
     sampling = sampling_of(msgspec.structs.replace(body, logit_bias=None), info.sampling)
     return msgspec.structs.replace(sampling, logit_bias=biases)
@@ -114,7 +113,7 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
 
 @ROUTES.post("/infill", reply=wire.LlamaAnswer, streams=True)
 async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
-    """Write what stands between a prefix and a suffix, in llama.cpp's shape."""
+    """Write the text between a prefix and a suffix, in llama.cpp's shape."""
     return await answer(
         context,
         body,
@@ -134,24 +133,24 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_common_fields(body, info))
 
 
-#: Maps the loaded adapters to the ones to load.
+#: Called with the loaded adapters; returns the adapters to load.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 def adapters_by_id(
     choices: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
 ) -> tuple[tuple[str, float], ...]:
-    """Return adapters by name and scale. Raises InvalidRequestError for one that is not loaded."""
+    """Convert adapter ids to names and scales. Raises InvalidRequestError for an unknown id."""
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
             where = f"{param}[{index}].id"
-            raise InvalidRequestError(f"{len(loaded)} adapters are loaded", param=where)
+            raise InvalidRequestError(f"no such id: {len(loaded)} adapters are loaded", param=where)
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 
 @ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
 async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Response:
-    """Load an adapter while the model runs, in vLLM's shape."""
+    """Load an adapter into a running model, in vLLM's shape."""
     path = _file(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
     context.name_model(body.model)
@@ -160,7 +159,7 @@ async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Respo
 
 
 def _file(context: RequestContext, text: str) -> str:
-    """Return a pulled adapter's file; any path only where clients may name files."""
+    """Return a pulled adapter's file; other paths only if clients may name files."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
         raise InvalidRequestError(_NO_PATH, param="lora_path")
@@ -169,16 +168,16 @@ def _file(context: RequestContext, text: str) -> str:
     except ValueError:
         adapters = ()
     if len(adapters) != 1 or adapters[0].scale != 1:
-        raise InvalidRequestError("lora_path: one adapter, without a scale", param="lora_path")
+        raise InvalidRequestError("lora_path must name one adapter, without a scale", param="lora_path")
     if not os.path.isfile(adapters[0].path):
         hint = "`edgeinfer pull ADAPTER --base MODEL`"
-        raise UsageError(f"There is no adapter '{text}' here", hint=hint)
+        raise UsageError(f"The adapter '{text}' is not pulled", hint=hint)
     return adapters[0].path
 
 
 @ROUTES.post("/v1/unload_lora_adapter", reply_type="text/plain", is_admin=True)
 async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> Response:
-    """Unload an adapter while the model runs, in vLLM's shape."""
+    """Unload an adapter from a running model, in vLLM's shape."""
     context.name_model(body.model)
 
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:
@@ -208,7 +207,7 @@ def _stop_type(finished: Finished) -> StopType:
 
 
 class LlamaRenderer(Renderer):
-    """Renders one answer per prompt; a prompt given as text is repeated when its answer ends."""
+    """Renders one answer per prompt. The end of an answer repeats its prompt, if that was text."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Routes of our own: tokens, templates, reranking, the one-line demo, and what an operator asks."""
+"""edgeinfer's own routes: tokens, templates, reranking, one-line answers, and an operator's routes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
 
-#: prometheus_client's own content type: the constant is the contract.
+#: A literal, not prometheus_client's constant: clients rely on this value.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -89,7 +89,7 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))
-    n_shared = 1 if engine.info.eos_token == "[SEP]" else 0  # BERT has one token between the two
+    n_shared = 1 if engine.info.eos_token == "[SEP]" else 0  # BERT separates both texts by one token
     n_of_texts = [len(engine.tokenize(text, add_special=True)) for text in texts]
     tokens = sum(n_of_query + n - n_shared for n in n_of_texts)
     results = [
@@ -104,7 +104,7 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
-#: Largest receipt (bytes) over HTTP: parsing it holds Python's lock for 0.1 s.
+#: Largest receipt (bytes) over HTTP: parsing one holds the GIL for 0.1 s.
 _MAX_RECEIPT_BYTES = 4 << 20
 
 
@@ -121,16 +121,16 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
         result = await unless(until_disconnected(context.request.receive), working)
         if result is None:
             await asyncio.wait([working])  # the engine is in use until then
-            raise Problem(400, "The client left.", code="client_disconnected")
+            raise Problem(400, "The client disconnected.", code="client_disconnected")
     return result
 
 
 def _read_receipt(body: bytes) -> Receipt:
-    return to_receipt(parse_json(body)["receipt"])  # no key may stand in it twice
+    return to_receipt(parse_json(body)["receipt"])  # `parse_json` refuses duplicate keys
 
 
 async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
-    """Check as one more generation in the model's queue. Raises QueueFullError, what `run` raises."""
+    """Check a receipt as a generation of the queue. Raises QueueFullError, what `run` raises."""
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
     endpoint.queue(context.model, engine.info.n_parallel, 1, caller)
@@ -141,7 +141,7 @@ async def _check_in_turn(context: RequestContext, engine: Engine, check: Receipt
         running = asyncio.wrap_future(endpoint.engine_calls.begin(caller, check.run))
         try:
             return await asyncio.shield(running)
-        except asyncio.CancelledError:  # the client left
+        except asyncio.CancelledError:  # the client disconnected
             check.cancel()
             await asyncio.wait([running])
             raise
@@ -171,7 +171,7 @@ class _InferRenderer(ChatRenderer):
 
 
 def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
-    """Make a request of one user turn, with the model's system prompt unless another is given."""
+    """Make a request of one user turn, with the model's system prompt unless the client gives one."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
     sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
@@ -187,7 +187,7 @@ def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 @ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
 async def infer(context: RequestContext) -> Response:
-    """One prompt, one answer: prompt in the query (`curl -d '' …/infer?prompt=`) or the body."""
+    """Answer one prompt, given in the query (`curl -d '' …/infer?prompt=`) or the body."""
     request, chat = context.request, ChatRequest(messages=[])
     body = (
         decode_query(context, wire.InferQuery)
@@ -284,7 +284,7 @@ def _health(endpoint: Endpoint) -> wire.Health:
 
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
 async def metrics(context: RequestContext) -> Response:
-    """Prometheus metrics."""
+    """Return Prometheus metrics."""
     endpoint = context.endpoint
     text = await endpoint.in_thread(endpoint.metrics.exposition)
     return Response(text, headers={"content-type": METRICS_TYPE})
@@ -292,16 +292,14 @@ async def metrics(context: RequestContext) -> Response:
 
 @ROUTES.get("/", reply_type="text/plain")
 async def root(context: RequestContext) -> Response:
-    """Identify the endpoint. Ollama's clients look for "Ollama is running" at its port."""
+    """Identify the endpoint. Ollama's clients look for "Ollama is running" on Ollama's port."""
     who = "edgeinfer" if context.endpoint.model_admin is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
 @ROUTES.get("/slots")
 async def slots(context: RequestContext) -> wire.Slots:
-    """List the generations that ended last: how many prompt tokens were cached, and where each prompt
-    diverged from the cached prefix.
-    """
+    """List the latest generations: cached tokens, and where each prompt left the cached prefix."""
     return wire.Slots(slots=[slot for key, slot in context.endpoint.slots if key == context.key])
 
 

@@ -1,4 +1,4 @@
-"""Routes of our own, in the names llama.cpp's server, Jina and Cohere gave them."""
+"""Wire types of edgeinfer's own API; names follow llama.cpp's server, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TokenPiece(Reply, frozen=True, kw_only=True):
 
 
 class TokenizeReply(Reply, frozen=True, kw_only=True):
-    """`tokens` are ids, or ids with pieces when asked; a piece that is not UTF-8 is its bytes."""
+    """`tokens` are ids, or ids with pieces if requested; a piece that is not UTF-8 comes as bytes."""
 
     tokens: list[int | TokenPiece]
 
@@ -82,7 +82,7 @@ class RerankResult(Reply, frozen=True, kw_only=True):
 
 
 class RerankReply(Reply, frozen=True, kw_only=True):
-    """Best first."""
+    """Documents by relevance, the best first."""
 
     model: str
     results: list[RerankResult]
@@ -97,7 +97,7 @@ class VerifyRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class InferQuery(GenerationFields, frozen=True, kw_only=True):
-    """GET /infer, and POST /infer with a query. A longer prompt belongs into a body."""
+    """GET /infer, and POST /infer with a query. Send a longer prompt in the body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
     system: Annotated[str, Meta(max_length=4096)] | None = None
@@ -123,15 +123,15 @@ class InferReply(Reply, frozen=True, kw_only=True):
 
 
 class UnloadReply(Reply, frozen=True, kw_only=True):
-    """A model in use is "unloading": it goes when its requests have ended."""
+    """`state` is "unloading" for a model in use: it is unloaded when its requests have ended."""
 
     id: str
     state: Literal["unloaded", "unloading", "not loaded"]
 
 
 class RecallRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/recall. `agent`: a name that `edgeinfer launch` knows; `folder`: where its
-    session is going to be, and whether that `is_repository`.
+    """POST /v1/models/{id}/recall. `agent` is a name that `edgeinfer launch` knows. `folder` is where
+    its session will run, and `is_repository` whether that is a Git repository.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=32)]
@@ -140,13 +140,13 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """`n_tokens` are in memory now; 0 if the disk has no prefix of the agent."""
+    """`n_tokens` are now in memory; 0 if the disk has no prefix of the agent."""
 
     id: str
     n_tokens: int
 
 
-#: Name for a snapshot, begun with a letter or digit; "": a name derived from its options.
+#: Name of a snapshot, beginning with a letter or digit; "" derives the name from the options.
 SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0-9._+-]*)?$")]
 
 
@@ -179,7 +179,7 @@ class Health(Reply, frozen=True, kw_only=True):
 
 
 class Slots(Reply, frozen=True, kw_only=True):
-    """Generations that have ended, the latest first: of the key that asks, where there are several."""
+    """Ended generations, the latest first. With several API keys, only those of the client's key."""
 
     slots: list[Slot]
 
@@ -192,7 +192,7 @@ class Modalities(Reply, frozen=True, kw_only=True):
 
 
 class PromptNormalization(Reply, frozen=True, kw_only=True):
-    """The rules that normalize prompts, and the agents, by user agent, whose prompts they are for."""
+    """The rules that normalize prompts, and the user agents whose prompts they apply to."""
 
     rules: list[str]
     agents: list[str]
@@ -206,10 +206,11 @@ class LlamaDefaults(Reply, frozen=True, kw_only=True):
 
 
 class Props(Reply, frozen=True, kw_only=True):
-    """The endpoint and its models; the default model in the fields of llama.cpp's server.
+    """The endpoint and its models. The default model has the fields of llama.cpp's server.
 
-    `requests` use a model now. `loose_tools` name the configured tools in use whose arguments are not
-    held to their schema, with the place in it and the reason. `payload_log` is null if off.
+    `requests` is the number that use a model now. `loose_tools` lists tools whose arguments cannot be
+    constrained to their schema, each with the place in the schema and the reason. `payload_log` is null
+    if off.
     """
 
     version: str
@@ -234,7 +235,7 @@ class Props(Reply, frozen=True, kw_only=True):
 
 
 class LoraById(Wire, frozen=True, kw_only=True):
-    """An adapter by its place among those that are loaded."""
+    """An adapter by its index among the loaded ones."""
 
     id: Annotated[int, Meta(ge=0, le=63)]
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
@@ -261,10 +262,10 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
         "t_max_predict_ms t_max_prompt_ms timings_per_token".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
-        "dynatemp_range": "the temperature does not move",
-        "image_data": "pictures go into multimodal_data of `prompt`, or into a chat",
-        "post_sampling_probs": "probabilities are those before sampling",
-        "xtc_probability": "this sampler is not here",
+        "dynatemp_range": "a dynamic temperature is not supported",
+        "image_data": "send pictures in multimodal_data of `prompt`, or in a chat",
+        "post_sampling_probs": "only probabilities before sampling are available",
+        "xtc_probability": "this sampler is not supported",
     }
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "dynatemp_range": (0, 0.0),
@@ -289,7 +290,7 @@ class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
 
 
 class InfillExtra(Wire, frozen=True, kw_only=True):
-    """A piece of another file."""
+    """An excerpt of another file."""
 
     hints: ClassVar = frozenset({"time"})
 
@@ -298,7 +299,7 @@ class InfillExtra(Wire, frozen=True, kw_only=True):
 
 
 class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
-    """POST /infill: what to write between `input_prefix`, `prompt` and `input_suffix`."""
+    """POST /infill: write the text between `input_prefix` + `prompt` and `input_suffix`."""
 
     input_prefix: Text = ""
     input_suffix: Text = ""
@@ -310,7 +311,7 @@ StopType = Literal["none", "eos", "limit", "word"]
 
 
 class LlamaLogprob(Reply, frozen=True, kw_only=True):
-    """A token with its natural-log probability; a generated one has the likeliest alternatives."""
+    """A token with its natural-log probability; a generated one also has the likeliest alternatives."""
 
     id: TokenId
     token: str
@@ -344,16 +345,16 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
 
 
 class ModelQuery(Wire, frozen=True, kw_only=True):
-    """The requested model; by default the endpoint's."""
+    """The requested model; by default the endpoint's default model."""
 
     model: ModelName | None = None
 
 
 class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
-    """POST /v1/load_lora_adapter, as vLLM's server takes it.
+    """POST /v1/load_lora_adapter, with vLLM's fields.
 
-    `lora_path` is the name of a pulled adapter, `lora_name` unless it is given. With `scale` requests
-    that name no adapters get it too.
+    `lora_path` is the name of a pulled adapter; the default is `lora_name`. If `scale` is set, the
+    adapter also applies to requests that name no adapters.
     """
 
     hints: ClassVar = frozenset({"base_model_name", "is_3d_lora_weight", "load_inplace"})
@@ -364,7 +365,7 @@ class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
 
 
 class UnloadAdapter(ModelQuery, frozen=True, kw_only=True):
-    """POST /v1/unload_lora_adapter, as vLLM's server takes it."""
+    """POST /v1/unload_lora_adapter, with vLLM's fields."""
 
     hints: ClassVar = frozenset({"lora_int_id"})
 

@@ -1,1 +1,1 @@
-"""Ollama's API, for clients that speak nothing else."""
+"""Ollama's API, for clients that support no other."""

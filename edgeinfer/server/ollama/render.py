@@ -1,4 +1,4 @@
-"""Events as Ollama's answers, a line of JSON a piece or one JSON for all; models in Ollama's fields."""
+"""Render events and models in Ollama's format: a line of JSON per piece, or one JSON object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000
-#: Our error code → prefix of Ollama's own message, which clients look for.
+#: Our error code → prefix of Ollama's own message, which clients search for.
 _PREFIXES = {
     "model_not_found": "model not found: ",
     "context_length_exceeded": "the input length exceeds the context length: ",
@@ -43,7 +43,7 @@ _PREFIXES = {
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """Encode `{"error": "…"}`, which has no place for the request's id."""
+    """Encode `{"error": "…"}`; Ollama's error has no field for the request's id."""
     prefix = _PREFIXES.get(problem.code or "", "")
     return _encode(wire.OllamaError(error=prefix + problem.message))
 
@@ -54,12 +54,12 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 
 
 def waiting_line(text: str) -> bytes:
-    """Keep a stream alive while the model is loaded: white space before its first line."""
+    """Return white space that keeps a stream alive while the model loads, before its first line."""
     return b" "
 
 
 class Clock:
-    """Measures one request from its arrival; made when its model is loaded."""
+    """Measures one request from its arrival. Created once its model is loaded."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -69,7 +69,7 @@ class Clock:
         return int((time.perf_counter() - self._started) * 1e9)
 
 
-#: Makes a piece of an answer from its text, thinking and calls, and the fields that both shapes have.
+#: Makes a piece of an answer from its text, thinking and calls, and the fields of both routes.
 Shape = Callable[..., msgspec.Struct]
 
 
@@ -84,12 +84,12 @@ def chat_piece(
 def generate_piece(
     content: str, thinking: str, calls: list[wire.ToolCallReply] | None, **fields: Any
 ) -> wire.OllamaGenerateReply:
-    """Make `{"response": …}`, which has no calls."""
+    """Make `{"response": …}`; /api/generate has no tool calls."""
     return wire.OllamaGenerateReply(response=content, thinking=thinking, **fields)
 
 
 class OllamaRenderer(Renderer):
-    """Render one answer in the shape of its route: /api/chat or /api/generate."""
+    """Render one answer in the shape of its route, /api/chat or /api/generate."""
 
     def __init__(self, model: str, clock: Clock, shape: Shape) -> None:
         self.model = model
@@ -104,7 +104,7 @@ class OllamaRenderer(Renderer):
         calls: list[wire.ToolCallReply] | None = None,
         **last: Any,
     ) -> msgspec.Struct:
-        """Make a piece of the answer; `last` are the last piece's own fields."""
+        """Make a piece of the answer; `last` are fields of the last piece only."""
         fields = {"model": self.model, "created_at": stamp(time.time()), "done": False} | last
         return self._shape(content, thinking, calls, **fields)
 
@@ -126,7 +126,7 @@ class OllamaRenderer(Renderer):
         return b""
 
     def _call_line(self) -> bytes:
-        """Encode complete calls; a call is never sent in pieces."""
+        """Encode complete tool calls: Ollama never sends a call in pieces."""
         calls = _calls(self._calls)
         self._calls = {}
         return self._line(calls=calls) if calls else b""

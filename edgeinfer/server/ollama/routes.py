@@ -1,4 +1,4 @@
-"""Ollama's routes: answers, embeddings, models; `serve --ollama` lets clients change these."""
+"""Ollama's routes: answers, embeddings and models. `serve --ollama` lets clients pull and delete."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
 
-#: Version of Ollama's API that is implemented; clients refuse versions that they find too old.
+#: Version of Ollama's API that is implemented; clients refuse versions that are too old.
 API_VERSION = "0.13.4"
-#: How far ahead (s) Ollama's expiry time is for a model that stays for ever.
+#: Ollama's expiry time (s from now) of a model that is never unloaded.
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
@@ -117,7 +117,7 @@ async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.
 async def embeddings(
     context: RequestContext, body: wire.OllamaEmbeddingsRequest
 ) -> wire.OllamaEmbeddingsReply:
-    """Embed a text, as before /api/embed."""
+    """Embed one text, by the older route."""
 
     def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
         inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
@@ -143,7 +143,7 @@ def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
 
 @ROUTES.get("/api/tags")
 async def tags(context: RequestContext) -> wire.OllamaTags:
-    """The pulled models."""
+    """List the pulled models."""
     return render.list_models(await context.endpoint.in_thread(context.endpoint.models.pulled))
 
 
@@ -158,7 +158,7 @@ async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.Ol
 
 @ROUTES.get("/api/ps")
 async def running(context: RequestContext) -> wire.OllamaProcesses:
-    """The loaded models."""
+    """List the loaded models."""
     models = context.endpoint.models
     pulled = await context.endpoint.in_thread(models.pulled)
     by_name = {model.name: model for model in pulled}
@@ -187,7 +187,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
 
 @ROUTES.get("/api/version")
 async def version(context: RequestContext) -> wire.OllamaVersion:
-    """The version of Ollama's API that is followed here."""
+    """Return the implemented version of Ollama's API."""
     return wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__)
 
 
@@ -198,8 +198,8 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
     admin = context.endpoint.model_admin
     if admin is None:
         message = (
-            "Models are pulled and removed over HTTP only where the endpoint was started with "
-            "`edgeinfer serve --ollama`."
+            "Clients may not pull or remove models: "
+            "the endpoint was started without `edgeinfer serve --ollama`."
         )
         raise Problem(403, message, code="models_are_fixed")
     return admin
@@ -207,10 +207,10 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
 
 @ROUTES.post("/api/pull", reply=wire.OllamaStatus, streams=True, is_admin=True)
 async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
-    """Fetch a model; a line a report."""
+    """Pull a model; each line reports progress."""
     admin, text = _admin_of(context), source_of(body.named())
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
-    first = await anext(reports, None)  # what fails until here has a status of its own
+    first = await anext(reports, None)  # an error before the first report gets its own HTTP status
     if body.stream is False:
         await unless(until_disconnected(context.request.receive), _drain(reports))
         return json_reply(_DONE)
@@ -246,7 +246,7 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
     admin, name = _admin_of(context), body.named()
     model = await _find(context, name)
     if model.name not in spellings(name):
-        raise InvalidRequestError(f"model: {name} is another name of {model.name}", param="model")
+        raise InvalidRequestError(f"model: {name} is an alias of {model.name}", param="model")
     await context.endpoint.models.unload(model.name)
     await context.endpoint.in_thread(admin.remove, model.name)
     return _DONE

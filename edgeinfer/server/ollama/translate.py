@@ -24,13 +24,13 @@ from edgeinfer.server.request_fields import (
     stop_strings,
 )
 
-#: Integer options → least value; clients write -1 for "all" or "off".
+#: Integer options and their least value; clients write -1 for "all" or "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1}
-#: A template that only repeats the prompt asks for what `raw` does.
+#: A template that only repeats the prompt has the same effect as `raw`.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
 _NO_TEMPLATES = (
-    "template: Ollama's templates are not supported; the model's own is used, and `raw` takes a prompt "
-    "as it is"
+    "template: Ollama's templates are not supported; leave it out, or send `raw` for a prompt "
+    "without a template"
 )
 
 
@@ -60,7 +60,7 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
 
 
 def _make_request(**fields: Any) -> GenerateRequest:
-    """Make a request; a context with pictures is not shifted."""
+    """Make a request; a context with pictures is never shifted."""
     request = GenerateRequest(**fields)
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
@@ -69,14 +69,14 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
     template = (body.template or "").strip()
     if body.raw and (template or body.system):
         param = "template" if template else "system"
-        raise InvalidRequestError(f"{param}: a raw prompt is taken as it is", param=param)
+        raise InvalidRequestError(f"{param}: cannot be combined with `raw`", param=param)
     if template and template not in _PROMPT_ALONE:
         raise InvalidRequestError(_NO_TEMPLATES, param="template")
     return bool(body.raw or template)
 
 
 def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
-    """Convert turns; tool results that name no call belong to the preceding calls, in order."""
+    """Convert turns. Tool results without a call id belong to the preceding calls, in order."""
     converted: list[Message] = []
     open_calls: list[ToolCall] = []
     for index, turn in enumerate(turns):

@@ -1,7 +1,7 @@
 """Ollama's requests.
 
 Source: Ollama's published API document and the types of its Python package. Whole numbers come as
-floats too (Home Assistant sends `8192.0`); fractions are cut off, as Ollama does.
+floats too (Home Assistant sends `8192.0`); fractions are cut off, as in Ollama.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OptionalName = Annotated[str, Meta(max_length=256)]
 
 
 class Options(Wire, frozen=True, kw_only=True):
-    """Sampling options. Those of load time, and samplers that are not here, are hints."""
+    """Sampling options. Load options and unsupported samplers are ignored as hints."""
 
     hints: ClassVar = frozenset(
         "num_batch num_gpu num_keep num_thread main_gpu tfs_z numa low_vram f16_kv logits_all "
@@ -63,7 +63,7 @@ class Options(Wire, frozen=True, kw_only=True):
 
 
 class NeedsModel(ModelFields, frozen=True, kw_only=True):
-    """A request without generation. Ollama has no default model."""
+    """A request about a model; Ollama has no default model."""
 
     model: ModelName
 
@@ -92,19 +92,19 @@ class CalledFunction(Wire, frozen=True, kw_only=True):
 
 
 class CallParam(Wire, frozen=True, kw_only=True):
-    """A call the assistant made in an earlier turn."""
+    """A call that the assistant made in an earlier turn."""
 
     function: CalledFunction
     id: ShortText | None = None
     type: ShortText | None = None
 
 
-#: Pictures in base64; they stand before the text.
+#: Pictures in base64; they are placed before the text.
 Images = Annotated[list[Text], Meta(max_length=MAX_PICTURES)]
 
 
 class MessageParam(Wire, frozen=True, kw_only=True):
-    """A turn. `tool_name` says whose answer a tool's turn is."""
+    """A turn. `tool_name` names the tool whose result a `tool` turn is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -128,9 +128,9 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
 
     refused: ClassVar[Mapping[str, str]] = {
         "context": "send the conversation to /api/chat",
-        "width": "models here make only text",
-        "height": "models here make only text",
-        "steps": "models here make only text",
+        "width": "models generate only text",
+        "height": "models generate only text",
+        "steps": "models generate only text",
     }
 
     prompt: Text | None = None
@@ -283,7 +283,7 @@ class OllamaTags(Reply, frozen=True, kw_only=True):
 
 
 class RunningModel(Reply, frozen=True, kw_only=True):
-    """A loaded model. `size` is its memory, a GPU's included."""
+    """A loaded model. `size` is its memory (bytes), a GPU's included."""
 
     name: str
     model: str
@@ -302,7 +302,7 @@ class OllamaProcesses(Reply, frozen=True, kw_only=True):
 
 
 class OllamaShowReply(Reply, frozen=True, kw_only=True):
-    """The answer of /api/show. `template` is Jinja, as the file has it, not Ollama's notation."""
+    """The answer of /api/show. `template` is the file's Jinja template, not Ollama's notation."""
 
     parameters: str
     template: str
@@ -324,7 +324,7 @@ class OllamaStatus(Reply, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OllamaVersion(Reply, frozen=True, kw_only=True):
-    """`version` is that of Ollama's API which is followed here: clients compare it."""
+    """`version` of Ollama's API that is implemented here; clients compare it."""
 
     version: str
     edgeinfer: str

@@ -1,6 +1,6 @@
-"""Events as OpenAI's chat completions and completions, streamed or whole.
+"""Render events as OpenAI's chat completions and completions, streamed or whole.
 
-A token's chunk joins three pieces of bytes: what a request's chunks share is encoded once.
+The bytes that all chunks of a request share are encoded once; a chunk joins three pieces of bytes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk, without `usage`: strands-agents drops the text of a chunk that has it, even null.
+#: End of a chunk, without `usage`: strands-agents drops the text of a chunk with `usage`, even if it is
+#: null.
 _TAIL = b"]}\n\n"
 
 
 def finish_reason(finished: Finished) -> wire.WireFinish:
-    """Convert a finish reason; OpenAI has none for a deadline, so a cut-short answer is "length"."""
+    """Convert a finish reason. OpenAI has none for a deadline, so such an answer ends by "length"."""
     if finished.is_cut_short:
         return "length"
     return "tool_calls" if finished.reason == "tool_calls" else "stop"
 
 
 def fingerprint(info: EngineInfo) -> str:
-    """Return OpenAI's `system_fingerprint`: equal for equal program and model."""
+    """Return OpenAI's `system_fingerprint`: the same for the same program and model."""
     return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
 
 
@@ -82,12 +83,12 @@ def _finite(logprob: float) -> float:
 
 
 class _OpenAI(Renderer):
-    """Base of both renderers: `count` answers, `body.n` of each prompt."""
+    """Base of both renderers. `count` is the number of answers, `body.n` for each prompt."""
 
-    #: The name of a chunk's type, and a piece of an answer without text.
+    #: Object type of a chunk, and a piece of an answer without text.
     chunk_object: str
     nothing: bytes
-    #: The type of a whole answer.
+    #: Object type of a whole answer.
     reply_type: type[wire.ChatCompletion] | type[wire.Completion]
 
     def __init__(
@@ -126,7 +127,7 @@ class _OpenAI(Renderer):
         )
 
     def _finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer; the last answer's has the timings."""
+        """Encode the last chunk of an answer; the last answer's chunk has the timings."""
         self._ends[index] = finished
         chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
@@ -155,7 +156,7 @@ class _OpenAI(Renderer):
 
     @abstractmethod
     def _choice(self, index: int, answer: Collected) -> msgspec.Struct:
-        """Make one of a whole answer's choices."""
+        """Make one entry of a whole answer's `choices`."""
 
     def waiting(self, text: str) -> bytes:
         waits = next((index for index in range(self.count) if index not in self._ends), 0)
@@ -172,7 +173,8 @@ class ChatRenderer(_OpenAI):
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
         self._logprobs = bool(body.logprobs)
-        #: An answer of only calls must not stream an empty text first: some clients make a part of it.
+        #: A stream of only tool calls must not begin with an empty text: some clients make a text part
+        #: of it.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
 
     def opening(self) -> bytes:
@@ -239,7 +241,7 @@ def _join_logprobs(
 
 
 class CompletionRenderer(_OpenAI):
-    """Render `text_completion`; with `echo` each prompt leads its `n` answers."""
+    """Render `text_completion`; `echo` puts each prompt before its `n` answers."""
 
     chunk_object = "text_completion"
     nothing = b'"text":""'
@@ -260,7 +262,7 @@ class CompletionRenderer(_OpenAI):
         self._offsets = [0] * count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """Return the prompt's text; if it was token ids, the text of `tokens`."""
+        """Return the prompt's text; a prompt of token ids is converted with `tokens`."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -270,7 +272,7 @@ class CompletionRenderer(_OpenAI):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Echo text prompts; with log-probabilities the echo follows their computation."""
+        """Echo text prompts. With log-probabilities, the echo waits until these are computed."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]
@@ -313,7 +315,7 @@ class CompletionRenderer(_OpenAI):
         if top is None or not self._body.echo:
             return None
         first = prompt.first.decode("utf-8", "replace")
-        offset = len(first) if text.startswith(first) else 0  # a BOS token is in no text
+        offset = len(first) if text.startswith(first) else 0  # the text does not contain the BOS token
         tokens = [TokenLogprobs(t.chosen, t.top[:top]) for t in prompt.tokens]
         head = wire.CompletionLogprobs(
             tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0]
@@ -339,7 +341,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sentence(problem: Problem) -> str:
-    """Return the message; one for an overlong prompt contains the sentence clients match on."""
+    """Return the message; for an overlong prompt it contains the sentence that clients search for."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -351,7 +353,7 @@ def sentence(problem: Problem) -> str:
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """Encode `{"error": {"message", "type", "param", "code"}}`, which has no request id."""
+    """Encode `{"error": {"message", "type", "param", "code"}}`; it has no field for the request id."""
     message = sentence(problem)
     error = wire.ErrorBody(message=message, type=problem.kind, param=problem.param, code=problem.code)
     return _encode(wire.ErrorReply(error=error))

@@ -21,7 +21,7 @@ from edgeinfer.server.wire_types import PromptUsage
 
 ROUTES = RouteTable()
 
-#: Texts of one request, as many as OpenAI takes; the engine embeds some at a time.
+#: Most texts of one request, OpenAI's limit; the engine embeds them in smaller batches.
 _MAX_EMBEDDED = 2048
 
 
@@ -58,7 +58,7 @@ async def embeddings(context: RequestContext, body: wire.EmbeddingRequest) -> wi
     def work(engine: Engine) -> wire.EmbeddingReply:
         info = engine.info
         if not info.can_embed:
-            raise InvalidRequestError(f"{info.model} makes no embeddings", param="model")
+            raise InvalidRequestError(f"{info.model} is not an embedding model", param="model")
         if body.dimensions not in (None, info.n_embd):
             message = f"this model's embeddings have {info.n_embd} dimensions"
             raise InvalidRequestError(message, param="dimensions")
@@ -84,7 +84,7 @@ def _encode_vector(vector: Sequence[float], encoding: str | None) -> str | list[
 
 @ROUTES.get("/v1/models")
 async def list_models(context: RequestContext) -> wire.ModelList:
-    """The pulled models."""
+    """List the pulled models."""
     pulled = await context.endpoint.in_thread(context.endpoint.models.pulled)
     cards = [_card(context, model) for model in pulled]
     return wire.ModelList(
@@ -103,7 +103,7 @@ def _capabilities(card: wire.ModelCard) -> wire.ModelCapabilities:
 
 @ROUTES.get("/v1/models/{id}")
 async def one_model(context: RequestContext) -> wire.ModelCard:
-    """One pulled model."""
+    """Describe one pulled model."""
     name, models = context.path_id, context.endpoint.models
     pulled = {model.name: model for model in await context.endpoint.in_thread(models.pulled)}
     if name not in pulled:

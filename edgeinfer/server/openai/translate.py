@@ -1,6 +1,6 @@
 """OpenAI's wire types → the engine's requests. Pure functions: no engine, no HTTP.
 
-What types cannot express is checked here, each refusal naming the field as the client spelled it.
+Rules that types cannot express are checked here; each error names the field as the client spelled it.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
 
 
 def _check_open_turn(body: wire.ChatRequest) -> None:
-    """Raise InvalidRequestError unless the prompt ends in exactly one open turn of the assistant."""
+    """Raise InvalidRequestError unless exactly one assistant turn is open at the prompt's end."""
     continues = body.continue_final_message
     if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
-        message = "the last message must be the assistant's"
+        message = "the last message must be the assistant's to continue it"
         raise InvalidRequestError(message, param="continue_final_message")
     if body.add_generation_prompt is continues:
         message = (
@@ -86,7 +86,7 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
     shared = _common_fields(body, info, constraint(body.response_format, body))
     all_prompts = prompts(body.prompt, "prompt")
     if len(all_prompts) * (body.n or 1) > 64:
-        raise InvalidRequestError("at most 64 answers a request: prompts times n", param="n")
+        raise InvalidRequestError("a request may have at most 64 answers (prompts times n)", param="n")
     requests = []
     max_tokens = 16 if body.max_tokens is None else limit_of(body.max_tokens)
     for prompt in all_prompts:
@@ -102,7 +102,7 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
 
 
 def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest) -> int | None:
-    """Count the alternatives wanted per token of the prompt; an echo of token ids needs their text."""
+    """Return how many alternatives each prompt token gets; to echo token ids, their text is needed."""
     if not body.echo:
         return None
     return body.logprobs if isinstance(prompt, str) else body.logprobs or 0
@@ -115,14 +115,14 @@ def _prompt_fields(
         return {"prompt": prompt}
     refuse_infill(info, "suffix")
     if not isinstance(prompt, str):
-        raise InvalidRequestError("suffix needs the prompt as text", param="suffix")
+        raise InvalidRequestError("suffix needs a text prompt, not token ids", param="suffix")
     if prompt_logprobs(prompt, body) is not None:
-        raise InvalidRequestError("suffix has no log-probabilities of the prompt", param="suffix")
+        raise InvalidRequestError("suffix cannot return prompt log-probabilities", param="suffix")
     return {"infill": Infill(prefix=prompt, suffix=body.suffix)}
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """Repeat a request `n` times; a given seed counts up, so that the `n` answers are reproducible."""
+    """Repeat a request `n` times; a given seed counts up, so that all `n` answers are reproducible."""
     seed = request.sampling.seed
     if n == 1:
         return [request]
@@ -142,7 +142,7 @@ def _message(turn: wire.ChatMessage) -> Message:
             return Message(role="developer", **content_of(turn.content, _pieces))
         case wire.UserMessage():
             return Message(role="user", name=turn.name or "", **content_of(turn.content, _pieces))
-        case wire.SystemMessage():  # the others are of its type too
+        case wire.SystemMessage():  # the other message types are subclasses of it
             return Message(role="system", **content_of(turn.content, _pieces))
         case wire.ToolMessage():
             content = "" if turn.content is None else turn.content
@@ -184,7 +184,7 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
 def tool_choice(
     choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
 ) -> ToolChoice:
-    """Raises InvalidRequestError when a call is demanded of a tool that is not there."""
+    """Convert `tool_choice`. Raises InvalidRequestError if it demands an unknown tool."""
     fields: dict[str, Any] = {"parallel": parallel is not False, "mode": choice or "auto"}
     if isinstance(choice, wire.NamedToolChoice):
         fields |= {"mode": "named", "name": choice.function.name}
@@ -194,7 +194,7 @@ def tool_choice(
 def constraint(
     response_format: wire.ResponseFormat | None, body: wire.OpenAIFields
 ) -> Constraint | None:
-    """Return the request's constraint. Raises InvalidRequestError if it has two."""
+    """Return the request's constraint. Raises InvalidRequestError if there are two."""
     asked: list[tuple[str, Constraint]] = []
     if isinstance(response_format, wire.JsonObjectFormat):
         asked.append(("response_format", JsonSchema(response_format.schema or {"type": "object"})))
@@ -236,17 +236,17 @@ def prompts(
     if kinds == {int}:
         return [tuple(prompt)]  # type: ignore[arg-type]  # every item is an int
     if len(kinds) != 1:
-        message = "a list holds texts, token ids, or lists of token ids, not a mixture"
+        message = "a list must hold only texts, only token ids, or only lists of token ids"
         raise InvalidRequestError(message, param=param)
     if len(prompt) > most:
-        raise InvalidRequestError(f"at most {most} prompts a request", param=param)
+        raise InvalidRequestError(f"a request may have at most {most} prompts", param=param)
     return [item if isinstance(item, str) else tuple(item) for item in prompt]  # type: ignore[arg-type]  # no int is left
 
 
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     """Return the model's sampling defaults, overridden by the request."""
     fields: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
-    if body.repeat_penalty is None:  # vLLM has another name for it
+    if body.repeat_penalty is None:  # vLLM's name for the same option
         fields["repeat_penalty"] = getattr(body, "repetition_penalty", None)
     if body.dry_sequence_breakers is not None:
         fields["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
@@ -258,13 +258,13 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
-    """Return the smaller of the two limits: a client that sends both wants neither exceeded."""
+    """Return the smaller of the two token limits: neither may be exceeded."""
     limits = [limit_of(limit) for limit in (body.max_tokens, body.max_completion_tokens)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def limit_of(max_tokens: int | None) -> int | None:
-    """Return a request's token limit; -1 is none."""
+    """Return a request's token limit; -1 means no limit."""
     return None if max_tokens == -1 else max_tokens
 
 

@@ -36,7 +36,7 @@ from edgeinfer.server.wire_types import (
 # --------------------------------------------------------------------------------
 
 
-#: Hints about the end of a prefix worth caching: prefixes are cached with or without them.
+#: Hints about the end of a prefix worth caching; prefixes are cached without them too.
 CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
@@ -45,8 +45,8 @@ class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
 
     hints: ClassVar = CACHE_HINTS
     other_types: ClassVar[Mapping[str, str]] = {
-        "input_audio": "sound cannot be heard",
-        "video_url": "videos cannot be seen",
+        "input_audio": "audio input is not supported",
+        "video_url": "video input is not supported",
     }
 
     text: Text
@@ -57,13 +57,13 @@ class InputTextPart(TextPart, frozen=True, tag="input_text", tag_field="type"):
 
 
 class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
-    """An earlier refusal, which is text as any other."""
+    """An earlier refusal, treated as text."""
 
     refusal: Text
 
 
 class ImageUrl(Wire, frozen=True, kw_only=True):
-    """A picture in a `data:` URI; nothing is fetched. The model decides how much detail it sees."""
+    """A picture as a `data:` URI; URLs are not fetched. `detail` is ignored."""
 
     hints: ClassVar = frozenset({"detail"})
 
@@ -79,16 +79,16 @@ class ImagePart(Wire, frozen=True, tag="image_url", tag_field="type"):
 
 
 class FileData(Wire, frozen=True, kw_only=True):
-    """A PDF, a DOCX file or text in base64 or a `data:` URI; nothing is fetched."""
+    """A PDF, a DOCX file or text, in base64 or as a `data:` URI; URLs are not fetched."""
 
-    refused: ClassVar[Mapping[str, str]] = {"file_id": "stored files are not read, send `file_data`"}
+    refused: ClassVar[Mapping[str, str]] = {"file_id": "the endpoint stores no files, send `file_data`"}
 
     file_data: Text
     filename: ShortText = "document"
 
 
 class FilePart(Wire, frozen=True, tag="file", tag_field="type"):
-    """A document of a message: its text, or its pages as pictures if it has none."""
+    """A document: its text, or pictures of its pages if it has no text."""
 
     hints: ClassVar = CACHE_HINTS
 
@@ -108,10 +108,10 @@ class FunctionCall(Wire, frozen=True, kw_only=True):
 
 
 class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
-    """A call the assistant made in an earlier turn."""
+    """A call that the assistant made in an earlier turn."""
 
     hints: ClassVar = frozenset({"index"})
-    other_types: ClassVar[Mapping[str, str]] = {"custom": "only functions are called"}
+    other_types: ClassVar[Mapping[str, str]] = {"custom": "only function tools are supported"}
     is_untagged_form: ClassVar = True
 
     id: ShortText
@@ -126,7 +126,7 @@ class SystemMessage(Wire, frozen=True, tag="system", tag_field="role"):
 
 
 class DeveloperMessage(SystemMessage, frozen=True, tag="developer", tag_field="role"):
-    """Instructions, in the newer spelling."""
+    """Instructions under OpenAI's newer role name."""
 
 
 class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
@@ -134,13 +134,13 @@ class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
-    """An earlier answer, in the forms of our responses, the official clients and other servers."""
+    """An earlier answer, as our responses, the official clients or other servers write it."""
 
     hints: ClassVar = frozenset(
         {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}
     )
     refused: ClassVar[Mapping[str, str]] = {
-        "audio": "sound cannot be heard",
+        "audio": "audio input is not supported",
         "function_call": "use tool_calls",
     }
 
@@ -156,7 +156,7 @@ class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     """A tool's answer."""
 
     hints: ClassVar = frozenset({"name"})
-    other_types: ClassVar[Mapping[str, str]] = {"function": "use the role tool"}
+    other_types: ClassVar[Mapping[str, str]] = {"function": "use the role `tool`"}
 
     content: Content | None
     tool_call_id: ShortText
@@ -166,12 +166,12 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-#: Hints that Anthropic's clients give about a tool; they also come through translating proxies.
+#: Hints of Anthropic's clients about a tool; translating proxies forward them.
 TOOL_HINTS = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
 
 
 class FunctionTool(Wire, frozen=True, kw_only=True):
-    """A function the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema."""
 
     hints: ClassVar = TOOL_HINTS | {"defer_loading"}
 
@@ -182,7 +182,7 @@ class FunctionTool(Wire, frozen=True, kw_only=True):
 
 
 class ToolParam(Wire, frozen=True, tag="function", tag_field="type"):
-    """A tool; others than functions are left out of the offer."""
+    """A tool. Tools other than functions are not offered to the model."""
 
     hints: ClassVar = TOOL_HINTS | {"defer_loading"}
     dropped_types: ClassVar = ("",)
@@ -201,8 +201,8 @@ class NamedToolChoice(Wire, frozen=True, tag="function", tag_field="type"):
     """Forces a call of one function."""
 
     other_types: ClassVar[Mapping[str, str]] = {
-        "custom": "only functions are called",
-        "allowed_tools": "send only those tools",
+        "custom": "only function tools are supported",
+        "allowed_tools": "send only the allowed tools",
     }
     is_untagged_form: ClassVar = True
 
@@ -224,7 +224,7 @@ class JsonObjectFormat(Wire, frozen=True, tag="json_object", tag_field="type"):
 
 
 class JsonSchemaSpec(Wire, frozen=True, kw_only=True):
-    """A named JSON schema. Output always follows it: `strict` changes nothing."""
+    """A named JSON schema. Output always follows it, whatever `strict` says."""
 
     name: ToolName = "answer"
     schema: JsonObject = msgspec.field(default_factory=dict)
@@ -242,7 +242,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Wire, frozen=True, kw_only=True):
-    """vLLM's spelling of constraints: exactly one of the four."""
+    """vLLM's fields for constraints: exactly one of the four."""
 
     json: JsonObject | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
@@ -264,7 +264,7 @@ LogitBias = Annotated[
 ]
 
 
-#: Fields of other servers, each with the name that it has here.
+#: Fields of other servers, each with the field that replaces it here.
 OTHER_SERVERS_FIELDS = {
     "ebnf": "use structured_outputs.grammar",
     "regex": "use structured_outputs.regex",
@@ -273,7 +273,7 @@ OTHER_SERVERS_FIELDS = {
     "guided_choice": "use structured_outputs.choice",
     "guided_grammar": "use structured_outputs.grammar",
     "json_schema": "use response_format",
-    "min_tokens": "an answer has no least length",
+    "min_tokens": "a minimum length is not supported",
     "prompt_logprobs": "use echo with logprobs on /v1/completions",
 }
 
@@ -304,12 +304,12 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     )
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {
-        "audio": "answers are text",
+        "audio": "only text output is supported",
         "function_call": "use tool_choice",
         "functions": "use tools",
-        "moderation": "nothing is moderated",
-        "prediction": "answers are not predicted from a text",
-        "web_search_options": "nothing is searched",
+        "moderation": "moderation is not supported",
+        "prediction": "predicted output is not supported",
+        "web_search_options": "web search is not supported",
     }
 
     messages: Messages
@@ -330,7 +330,7 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-#: A text, several, a list of token ids, or several. A list holds one kind; `translate` checks it.
+#: A text, several texts, a list of token ids, or several of these. `translate` refuses mixed lists.
 Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
@@ -338,7 +338,7 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
-    refused: ClassVar[Mapping[str, str]] = {"best_of": "every answer is given, none is chosen"}
+    refused: ClassVar[Mapping[str, str]] = {"best_of": "all answers are returned, use `n`"}
 
     prompt: Prompt
     suffix: Text | None = None
@@ -358,7 +358,7 @@ class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):
-    """`type`, `param` and `code` are OpenAI's; `code` is ours where OpenAI has none."""
+    """OpenAI's error. `code` is edgeinfer's own where OpenAI has none."""
 
     message: str
     type: str
@@ -373,9 +373,7 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the prompt; `cached_disk_tokens` (our field) counts those that came from the
-    disk.
-    """
+    """Cached tokens of the prompt. `cached_disk_tokens` (edgeinfer's) counts those from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -390,7 +388,7 @@ class CompletionTokensDetails(Reply, frozen=True, kw_only=True):
 
 
 class WireUsage(Reply, frozen=True, kw_only=True):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -463,7 +461,7 @@ class ChatCompletion(CompletionFields, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
-    """Null: of the prompt's first token, which nothing predicts."""
+    """The log-probability of the prompt's first token is null: nothing predicts it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -507,19 +505,19 @@ class ModelMeta(Reply, frozen=True, kw_only=True):
 
 
 class ModelArchitecture(Reply, frozen=True, kw_only=True):
-    """Input and output kinds of a model, where routers expect them."""
+    """Input and output kinds of a model, in the field where routers look for them."""
 
     input_modalities: list[str]
     output_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
 
 
 class ModelCard(Reply, frozen=True, kw_only=True):
-    """A model that is here. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
+    """A pulled model. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
 
-    `alias_of` is the model that an alias of the configuration means, "" for a model's own name.
+    `alias_of` is the model that an alias of the configuration stands for, "" for a model's own name.
 
-    The context size of a loaded model, or of the training of another, has the names that clients look
-    for: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
+    The context size (of the loaded model, otherwise of its training) has three names, because clients
+    look for different ones: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
     `max_input_tokens`. `n_ctx` is 0 until it is loaded. `type`, `display_name` and `created_at` are
     Anthropic's.
     """
@@ -544,7 +542,7 @@ class ModelCard(Reply, frozen=True, kw_only=True):
 
 
 class ModelCapabilities(Reply, frozen=True, kw_only=True):
-    """Capabilities of a model in llama.cpp's names: "multimodal" if it reads pictures."""
+    """Capabilities of a model in llama.cpp's names: "multimodal" if it accepts pictures."""
 
     name: str
     model: str
@@ -552,7 +550,7 @@ class ModelCapabilities(Reply, frozen=True, kw_only=True):
 
 
 class ModelList(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/models, with what Anthropic's clients read of a page: there is only one."""
+    """The answer of /v1/models. It is also Anthropic's list: a single page."""
 
     data: list[ModelCard]
     models: list[ModelCapabilities]

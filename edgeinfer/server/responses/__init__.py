@@ -1,1 +1,1 @@
-"""OpenAI's Responses."""
+"""OpenAI's Responses API."""

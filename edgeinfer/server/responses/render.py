@@ -1,4 +1,4 @@
-"""Events as OpenAI's response object, streamed or whole.
+"""Render events as OpenAI's response object, streamed or whole.
 
 The stream announces every item and part before its text and repeats the whole at the end;
 `sequence_number` counts its events.
@@ -33,7 +33,7 @@ _EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.Reason
 
 
 class ResponseRenderer(Renderer):
-    """`response` and its stream."""
+    """Renders `response` and its stream."""
 
     def __init__(
         self,

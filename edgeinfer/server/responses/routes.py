@@ -1,4 +1,4 @@
-"""OpenAI's Responses; where that is switched on, continued and retrieved by id."""
+"""OpenAI's Responses routes. With `store-responses`, responses can be continued and retrieved by id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgeinfer.server.responses import translate, wire
 from edgeinfer.server.responses.render import ResponseRenderer
 
 ROUTES = RouteTable()
-_OFF = "responses are not stored, send the conversation; `store-responses` under [serve] switches it on"
+_OFF = "responses are not stored: send the whole conversation, or set `store-responses` under [serve]"
 _NO_REFERENCES = (
     "responses are not stored: send the item itself (Vercel's AI SDK: `providerOptions.openai.store = "
     "false`, or `.chat(MODEL)`), or switch on `store-responses` under [serve]"
@@ -50,7 +50,7 @@ async def create_response(context: RequestContext, body: wire.ResponsesRequest) 
 
 @ROUTES.get("/v1/responses/{id}", reply=wire.ResponseReply)
 async def stored_response(context: RequestContext, query: wire.StoredQuery) -> Response:
-    """A stored response."""
+    """Return a stored response."""
     _, response = find_stored(context)
     return Response(response.reply, media_type="application/json")
 
@@ -84,7 +84,7 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
 
 
 def with_references(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
-    """Replace references by the items of stored responses. Raises Problem 400 for another one."""
+    """Replace references by stored items. Raises Problem 400 for an unknown reference."""
     if isinstance(body.input, str):
         return body
     items = [_resolve(context, item) for item in body.input]
@@ -136,7 +136,7 @@ def _output_items(response: StoredResponse) -> list[wire.Item]:
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """Encode the `error` event, sent if `response.failed` cannot be."""
+    """Encode the `error` event, for streams that cannot send `response.failed`."""
     event = {
         "type": "error",
         "code": problem.code,

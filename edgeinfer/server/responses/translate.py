@@ -63,14 +63,14 @@ def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """Return a function's name for the model."""
+    """Return the function's name that the model sees."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def functions_by_name(
     body: wire.ResponsesRequest,
 ) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
-    """Map the names the model sees to functions with their namespaces."""
+    """Map the names that the model sees to functions with their namespaces."""
     by_name: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
     for tool in body.tools or ():
         namespace, functions = _functions(tool)
@@ -98,9 +98,7 @@ def _functions(
 
 
 def _model_name(name: str, body: wire.ResponsesRequest) -> str:
-    """Return the name under which the model sees function `name`, which the client gave without its
-    namespace.
-    """
+    """Return the model's name for function `name`, which the client gave without its namespace."""
     names = functions_by_name(body)
     names_shown = (shown for shown, (_, tool) in names.items() if tool.name == name)
     return name if name in names else next(names_shown, name)
@@ -129,7 +127,7 @@ def _append(turns: list[Message], item: wire.Item) -> None:
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
-    """Pop the reasoning item just before an assistant's message."""
+    """Remove and return the text of a reasoning item just before an assistant's message."""
     last = turns[-1] if turns and item.role == "assistant" else None
     if last is None or last.role != "assistant" or last.content or last.tool_calls:
         return ""

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API (its OpenAPI document); stored where that is switched on."""
+"""Wire types of OpenAI's Responses API (its OpenAPI document). Storing responses is optional."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-_OTHER_PARTS = {"input_audio": "sound cannot be heard"}
+_OTHER_PARTS = {"input_audio": "audio input is not supported"}
 
 
 class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
@@ -36,25 +36,25 @@ class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
 
 
 class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
-    """A text as the chat API spells it."""
+    """A text, spelled as in the chat API."""
 
 
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
-    """A picture in a `data:` URI; nothing is fetched."""
+    """A picture as a `data:` URI; URLs are not fetched."""
 
     hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
-    refused: ClassVar[Mapping[str, str]] = {"file_id": "stored files are no pictures, send a data: URI"}
+    refused: ClassVar[Mapping[str, str]] = {"file_id": "the endpoint stores no files, send a data: URI"}
 
     image_url: Text
 
 
 class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
-    """A PDF, a DOCX file or text in base64 or a `data:` URI; nothing is fetched."""
+    """A PDF, a DOCX file or text, in base64 or as a `data:` URI; URLs are not fetched."""
 
     hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
     refused: ClassVar[Mapping[str, str]] = {
-        "file_id": "stored files are not read, send `file_data`",
-        "file_url": "nothing is fetched, send `file_data`",
+        "file_id": "the endpoint stores no files, send `file_data`",
+        "file_url": "URLs are not fetched, send `file_data`",
     }
 
     file_data: Text
@@ -62,7 +62,7 @@ class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
-    """Text of an earlier answer, in the form of our responses and of the official clients."""
+    """Text of an earlier answer, as our responses or the official clients write it."""
 
     hints: ClassVar = frozenset({"annotations", "logprobs", "parsed"})
 
@@ -93,16 +93,16 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     is_untagged_form: ClassVar = True
     hints: ClassVar = frozenset({"phase"})
     other_types: ClassVar[Mapping[str, str]] = {
-        "compaction": "only who encrypted it can read it",
-        "configuration_update": "a request has one configuration",
-        "computer_call": "there is no computer",
-        "image_generation_call": "pictures are not made",
-        "custom_tool_call": "only functions are called",
-        "shell_call": "only functions are called",
-        "local_shell_call": "only functions are called",
-        "apply_patch_call": "only functions are called",
+        "compaction": "only OpenAI can decrypt it",
+        "configuration_update": "the configuration cannot change within a request",
+        "computer_call": "computer use is not supported",
+        "image_generation_call": "image generation is not supported",
+        "custom_tool_call": "only function tools are supported",
+        "shell_call": "only function tools are supported",
+        "local_shell_call": "only function tools are supported",
+        "apply_patch_call": "only function tools are supported",
     }
-    #: Item types that OpenAI's own tools leave in a conversation; they hold no text for the model.
+    #: Item types of OpenAI's own tools. They are dropped: they hold no text for the model.
     dropped_types: ClassVar = tuple(
         "web_search_call file_search_call code_interpreter_call tool_search_ mcp_ "
         "additional_tools compaction_trigger program".split()
@@ -129,7 +129,7 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
-    """Reasoning of an earlier answer; its summary if the text itself is missing."""
+    """Reasoning of an earlier answer; its summary is used if the text is missing."""
 
     hints: ClassVar = frozenset({"encrypted_content"})
 
@@ -147,7 +147,7 @@ Item = MessageItem | ItemReference | FunctionCallItem | FunctionOutputItem | Rea
 
 
 class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
-    """A function; tools of other types are left out of the offer."""
+    """A function. Tools of other types are not offered to the model."""
 
     hints: ClassVar = frozenset({"async", "output_schema"})
     dropped_types: ClassVar = ("",)
@@ -164,8 +164,8 @@ class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
 
 class ChosenFunction(Wire, frozen=True, tag="function", tag_field="type"):
     other_types: ClassVar[Mapping[str, str]] = {
-        "": "only functions are called",
-        "allowed_tools": "send only those tools",
+        "": "only function tools are supported",
+        "allowed_tools": "send only the allowed tools",
     }
     is_untagged_form: ClassVar = True
 
@@ -202,9 +202,9 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
         "service_tier stream_options user".split()
     )
     refused: ClassVar[Mapping[str, str]] = {
-        "background": "the answer comes with its request",
+        "background": "background mode is not supported",
         "conversation": "conversations are not stored",
-        "moderation": "nothing is moderated",
+        "moderation": "moderation is not supported",
         "prompt": "prompts are not stored",
     }
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -242,9 +242,7 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the input; `cached_disk_tokens` (our field) counts those that came from the
-    disk.
-    """
+    """Cached tokens of the input. `cached_disk_tokens` (edgeinfer's) counts those from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0

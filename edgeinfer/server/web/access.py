@@ -1,12 +1,12 @@
-"""Sign-in of the page: a one-time code, or the first API key, for a cookie that no script can read.
+"""Sign-in of the page: a one-time code or the first API key gives a cookie that scripts cannot read.
 
 Codes and cookies are signed with a secret in the data folder (0600), so `edgeinfer web` makes a code
-without asking the endpoint, and a restarted endpoint knows its cookies. A code is good for two minutes,
+without the endpoint, and a restarted endpoint accepts its cookies. A code is valid for two minutes,
 once, and only at an endpoint that was running when it was made.
 
-On this machine the kernel says whose program connects: a code is for this user only, a cookie for the
-user who got it, and this user's browser needs neither code nor key if the endpoint has no key, or if
-`edgeinfer web` has just announced it.
+On this machine the kernel tells which user a connection belongs to. A code is valid only for this user,
+a cookie only for the user who got it. This user's browser needs neither code nor key if the endpoint
+has no key, or if `edgeinfer web` has just announced it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _CODE_S = 120
 _COOKIE_S = 30 * 24 * 3600
-#: Path below which the page sends all its requests, so no other route sees the cookie.
+#: Path of all the page's requests, so that no other route gets the cookie.
 PATH = "/web"
 
 
@@ -45,7 +45,7 @@ def read_secret() -> bytes:
     path = paths.data_dir() / "web-secret"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():  # a second process never reads half of it, nor replaces it
+        if not path.exists():  # another process never reads a partial secret, nor replaces it
             with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))
         status = path.stat()
@@ -53,7 +53,7 @@ def read_secret() -> bytes:
     except OSError as error:
         raise ServeError(f"{path}: {error.strerror}", hint="check the data folder") from error
     if status.st_mode & 0o077 or len(secret) < 32:
-        raise ServeError(f"{path} must be readable only by you", hint="remove it: a new one is made")
+        raise ServeError(f"{path} can be read by other users", hint="remove it: a new one is made")
     return secret
 
 
@@ -72,13 +72,13 @@ def make_code() -> str:
 
 
 def user_of(connection: Connection | None) -> str:
-    """Return the client's uid as text; "" if it is on another machine or the kernel does not say."""
+    """Return the client's uid as text; "" if it is on another machine or unknown to the kernel."""
     uid = None if connection is None else connection.uid
     return "" if uid is None else str(uid)
 
 
 class Access:
-    """Codes and cookies of one endpoint at `port`; the first API key's holder gets one."""
+    """Codes and cookies of one endpoint at `port`. The first API key may also sign in."""
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
@@ -97,12 +97,12 @@ class Access:
         return name is not None and self._keys.is_first(name)
 
     def redeem(self, code: str, user: str) -> bool:
-        """Use up a code; return False if it is not one, too old, used, or sent by another user."""
+        """Use up a code; return False for an invalid, expired or used code, or one of another user."""
         made_at, nonce, signature, *_ = [*code.split("-", 2), "", ""]
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
         age_s = time.time() - float(made_at)
-        # compare with the endpoint's own age: the wall clock may have been set since it began
+        # the endpoint's own age limits it too: the wall clock may have been set back since the start
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False
@@ -110,7 +110,7 @@ class Access:
         return True
 
     def announce(self) -> None:
-        """Let this user's next browser sign in without a code, for as long as a code would be valid."""
+        """Let this user's next browser sign in without a code, for as long as a code is valid."""
         self._announced_until = time.monotonic() + _CODE_S
 
     def lets_in(self, user: str) -> bool:
@@ -125,7 +125,7 @@ class Access:
         return _sign(self._secret, "cookie", until, self._keys.first, str(self._port), user)
 
     def cookie(self, user: str, *, secure: bool) -> str:
-        """Return a Set-Cookie header; another first API key ends it."""
+        """Return a Set-Cookie header; changing the first API key invalidates the cookie."""
         until = str(int(time.time()) + _COOKIE_S)
         value = f"edgeinfer-{self._port}={until}-{self._signature(until, user)}"
         secure_flag = "; Secure" if secure else ""
@@ -143,7 +143,7 @@ class Access:
 
 
 class Web:
-    """The page of one endpoint. Its modules are imported by the first request for it."""
+    """The page of one endpoint. Its modules are imported at the first request for it."""
 
     def __init__(self, access: Access, endpoint: Endpoint, admin: ModelAdministrator) -> None:
         self.access = access

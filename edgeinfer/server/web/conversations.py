@@ -1,8 +1,8 @@
-"""The stored conversations of the page: what it changes, the answers it begins, what it follows.
+"""Change, answer and follow the stored conversations for the page.
 
-Nothing is sent to a page from memory: an answer goes to the journal of the chat's store, and each page
-follows the store, whichever process writes. So a page shows the terminal's answers too, and a reload or
-a killed endpoint loses nothing.
+The page gets nothing from memory: an answer is written to the journal of the chat's store, and each
+page follows the store, whichever process writes. So a page also shows the terminal's answers, and a
+reload or a killed endpoint loses nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Begin = Callable[[ChatSession], Answer]
 _LOOK_S = 0.05
 #: Most answers generated concurrently for the page.
 _MOST_ANSWERS = 16
-#: How long (s) a request waits for its answer's turn: a model may have to be loaded first.
+#: How long (s) a request waits until its answer begins: the model may have to be loaded.
 _BEGIN_S = 1.0
-#: How long (s) a call waits for a decision while no page shows it.
+#: How long (s) a tool call waits for a decision while no page is open.
 UNSEEN_S = 600.0
 _CARDS = itertools.count(1)
 
 
 class _ShownCard:
-    """A card that pages show, and the one decision about it."""
+    """A tool call's card that pages show, with the user's decision."""
 
     def __init__(self, card: Card, folder: str) -> None:
         self.plain: dict[str, object] = {**card.plain(), "folder": folder, "number": next(_CARDS)}
@@ -62,7 +62,7 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """An answer with its calls, as pages show it; their `CallFront`. Any thread."""
+    """A running answer with its tool calls, as pages show it; also their `CallFront`. Any thread."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new one is stored.
@@ -71,30 +71,30 @@ class RunningAnswer:
         self.answer: Answer | None = None
         self.tools: ChatTools | None = None
         self.stop = Stop()
-        #: Message: what the answer waits for, or why it failed.
+        #: Message: why the answer waits or has failed.
         self.notice = ""
         #: Notices about changes of tool servers.
         self.said: tuple[str, ...] = ()
-        #: Monotonic time at which a page last looked.
+        #: Monotonic time (s) at which a page last polled.
         self.seen = time.monotonic()
         self._words: dict[str, str] = {}
         self._shown: _ShownCard | None = None
 
     def decide(self, card: Card) -> Decision:
-        """Show a card in every page; wait for a decision, a stop, or too long without a page."""
+        """Show a card in every page. Wait for a decision, a stop, or too long without a page."""
         card_shown = _ShownCard(card, "" if self.tools is None else str(self.tools.toolbox.folder))
 
         def refuse() -> None:
             card_shown.decided.put(Decision("no", "stopped"))
 
         self.stop.add(refuse)
-        self._words = {**self._words, card.id: "waits for you"}
+        self._words = {**self._words, card.id: "waits for your decision"}
         self._shown = card_shown
         try:
             while time.monotonic() - self.seen < UNSEEN_S:
                 with contextlib.suppress(queue.Empty):
                     return card_shown.decided.get(timeout=min(1.0, UNSEEN_S))
-            return Decision("no", "no page is open to allow it")
+            return Decision("no", "no page was open to allow the call")
         finally:
             self._shown = None
             self.stop.remove(refuse)
@@ -103,10 +103,10 @@ class RunningAnswer:
         self._words = {**self._words, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
-        """Take the decision about a card. Raises Problem 409 if that call no longer waits."""
+        """Set the decision about a card. Raises Problem 409 if its call no longer waits."""
         shown = self._shown  # another thread ends it, and may show the next one
         if shown is None or shown.is_decided or shown.plain["number"] != card:
-            raise Problem(409, "This call does not wait any more.", code="not_waiting")
+            raise Problem(409, "This call no longer waits for a decision.", code="not_waiting")
         shown.is_decided = True
         shown.decided.put(decision)
 
@@ -117,7 +117,7 @@ class RunningAnswer:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Return the state of the calls for a page."""
+        """Describe the tool calls for a page."""
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
         return {"card": card, "words": self._words, "said": self.said}
@@ -127,7 +127,7 @@ _NOTHING_RUNS = RunningAnswer(is_running=False)
 
 
 class Conversations:
-    """The conversations of one endpoint's user. Lives on the event loop."""
+    """The conversations of one endpoint's user. Belongs to one event loop."""
 
     def __init__(
         self, endpoint: Endpoint, open_store: Callable[[], ConversationStore] = ConversationStore.open
@@ -136,14 +136,15 @@ class Conversations:
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
-        #: Threads of tool calls: a call that waits for the user holds one, and must not delay answers.
+        #: Threads of tool calls. A call that waits for the user blocks one, so answers use other
+        #: threads.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
         self._answers: dict[int, RunningAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def report(self, error: Exception) -> None:
-        """Log an error that spoils one turn."""
+        """Log an error that affects only one turn."""
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
@@ -181,7 +182,7 @@ class Conversations:
         prepare: Callable[[ChatSession], object],
         begin: Begin,
     ) -> int:
-        """Store what the user typed and begin its answer, which outlives the request.
+        """Store the user's input and begin its answer, which continues after the request ends.
 
         `prepare` stores the question. Return the conversation's id. Raises Problem 409 if an answer to
         it is being written, and what `prepare` raises.
@@ -210,7 +211,7 @@ class Conversations:
         task = asyncio.create_task(self._answer(context, conversation, running, begin, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # so that the page sees the answer, not the old state
+        # so that the page's next view contains the answer
         waiting = asyncio.create_task(began.wait())
         await asyncio.wait({task, waiting}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -234,7 +235,7 @@ class Conversations:
         async def has_calls(begin: Begin) -> bool:
             try:
                 return await self._generate(context, conversation, running, begin)
-            except EngineClosedError:  # its process died since the last request
+            except EngineClosedError:  # the engine's process died since the last request
                 return await self._generate(context, conversation, running, begin)
 
         try:
@@ -274,7 +275,7 @@ class Conversations:
     def _write(
         self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
     ) -> bool:
-        """Generate an answer into the store, in a thread; return whether it has calls, which wait."""
+        """Generate an answer into the store, in a thread; return whether tool calls are pending."""
         endpoint, engine = self._endpoint, lease.engine
         with self._session(running, engine) as session:
             answer = running.answer = begin(session)
@@ -284,7 +285,7 @@ class Conversations:
             try:
                 for event in answer.generation:
                     answer.add(event)
-                    answer.flush()  # 0.05 ms; a later one would keep the last token back in a pause
+                    answer.flush()  # takes 0.05 ms; later, the last token would wait during a pause
                     if isinstance(event, Finished):
                         version = version_of(engine.info.sha256)
                         endpoint.metrics.generation_ended(lease.model, version, event)
@@ -300,7 +301,7 @@ class Conversations:
             return session.calls is not None
 
     def _call(self, running: RunningAnswer) -> bool:
-        """Run the calls of the last answer, in a thread; return whether to answer their results."""
+        """Run the last answer's tool calls, in a thread; return whether to answer their results."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)
@@ -320,7 +321,7 @@ class Conversations:
         """Stop an answer that this endpoint generates. Raises Problem 409 if there is none."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
-            message = "This endpoint writes no answer here: stop it in the program that does."
+            message = "This endpoint writes no answer here: stop it in the program that writes it."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
@@ -329,7 +330,7 @@ class Conversations:
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
         """Yield server-sent events about the list and one conversation (0: only the list).
 
-        The first ones give the whole state, so that a page may come back at any time.
+        The first events give the whole state, so a page may reconnect at any time.
         """
         follower = Follower(self, conversation_id, latest)
         commented = time.monotonic()
@@ -342,12 +343,12 @@ class Conversations:
             if events:
                 commented = now
                 yield events
-            # rendering shares the processor with the engine: it may take a fifth of the time
+            # rendering shares the processors with the engine: limit it to a fifth of the time
             await asyncio.sleep(max(_LOOK_S, 4 * (now - began) if events else 0))
 
 
 class Follower:
-    """The state that one page has been sent."""
+    """What one page has been sent so far."""
 
     def __init__(self, conversations: Conversations, conversation_id: int, latest: int) -> None:
         self._conversations = conversations
@@ -362,7 +363,7 @@ class Follower:
         self._calls: object = None
 
     def look(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
-        """Return the events since the last look."""
+        """Return the changes since the last call as events."""
         running = self._conversations.latest_answer(self._id)
         running.seen = time.monotonic()
         held = bool(self._id) and store.is_answering(self._id)
@@ -427,7 +428,7 @@ class Follower:
 
 
 def no_conversation() -> Problem:
-    """Return the refusal of an id that is none."""
+    """Make the error for an unknown conversation id."""
     return Problem(404, "There is no such conversation.", code="not_found")
 
 

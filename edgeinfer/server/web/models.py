@@ -1,4 +1,4 @@
-"""The models that the page offers and pulls. A pull goes on when its page is closed."""
+"""List and pull models for the page. A pull continues after its page is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgeinfer.units import format_bytes
 
 
 class Pulls:
-    """The pulls of one endpoint. Lives on the event loop."""
+    """The pulls of one endpoint. Belongs to one event loop."""
 
     def __init__(self, admin: ModelAdministrator, endpoint: Endpoint) -> None:
         self._admin = admin
@@ -31,7 +31,7 @@ class Pulls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, name: str, key: str) -> None:
-        """Pull a model unless it is being pulled; until its end, `key` has one request more.
+        """Start a pull unless one is running; until its end it counts as a request of `key`.
 
         Raises InvalidRequestError, UnknownModelError, Problem 503 and 429.
         """
@@ -45,10 +45,10 @@ class Pulls:
             task.add_done_callback(self._tasks.discard)
 
     def stop(self, name: str) -> None:
-        """Stop a pull, or forget a failed one; what was fetched is kept."""
+        """Stop a pull, or remove a failed one from the list; fetched data is kept."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
-        else:  # it holds the model's lock until its thread ends
+        else:  # its thread holds the model's lock until it ends
             stop.set()
             self.now[name] = wire.Pull(name=name, text="stopping")
 
@@ -66,10 +66,10 @@ class Pulls:
             failure = from_error(error).message
         except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
             self._endpoint.log.error("internal", error)
-            failure = "An internal error; the endpoint's log has it."
+            failure = "An internal error; the endpoint's log describes it."
         finally:
             stopped = stop.is_set()
-            stop.set()  # for a thread that outlives the endpoint
+            stop.set()  # stop a thread that would outlive the endpoint
             del self._stops[name], self.now[name]
             self._endpoint.leave(key)
         if failure and not stopped:

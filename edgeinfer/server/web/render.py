@@ -1,7 +1,7 @@
-"""Markdown of models and users as HTML that a page can show: no script, no picture from elsewhere.
+"""Render the Markdown of models and users as safe HTML: no script, no remote picture.
 
-The server renders, with the parser of the terminal chat. HTML in the Markdown is text, links are http,
-https and mailto, and a picture is its description with its address.
+The server renders with the terminal chat's parser. HTML in the Markdown is shown as text, links are
+http, https and mailto, and a picture is shown as its description with its address.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 #: Longest shown arguments or result (characters) of a tool call.
 _CALL = 8000
 
-#: Reports an error in rendering.
+#: Called with an error in rendering.
 Report = Callable[[Exception], object]
 
 
 @cache
 def _renderer() -> RendererHTML:
-    from markdown_it.renderer import RendererHTML  # 30 ms, on the first page
+    from markdown_it.renderer import RendererHTML  # 30 ms, at the first page
 
     renderer = RendererHTML()
     rules: dict[str, Any] = {
@@ -77,7 +77,7 @@ def _link(tokens: Sequence[Token], index: int, *_: Any) -> str:
 
 
 def _cell(tokens: Sequence[Token], index: int, *_: Any) -> str:
-    """Render a cell's alignment as a class: the page allows no style of an element."""
+    """Render a cell's alignment as a class: the page's policy forbids style attributes."""
     token = tokens[index]
     style = str(token.attrs.get("style", ""))
     return f'<{token.tag} class="{style.removeprefix("text-align:")}">' if style else f"<{token.tag}>"
@@ -88,9 +88,9 @@ def _fail(error: Exception) -> None:
 
 
 class Growing:
-    """The HTML of a Markdown text that grows; all but its last blocks are rendered once.
+    """HTML of a Markdown text that grows. Only its last blocks are rendered again.
 
-    A text that cannot be rendered, by a defect here, is shown as it is, and the error reported.
+    If rendering fails by a defect, the text is shown unformatted and the error is reported.
     """
 
     def __init__(self, text: str = "", report: Report = _fail) -> None:
@@ -129,7 +129,7 @@ def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
 
 
 class ShownFile(Reply, frozen=True, kw_only=True):
-    """An attachment, named."""
+    """Name of an attachment."""
 
     name: str
     is_picture: bool
@@ -137,7 +137,7 @@ class ShownFile(Reply, frozen=True, kw_only=True):
 
 
 class ShownCall(Reply, frozen=True, kw_only=True):
-    """A call of a tool; `result` is what the model was told."""
+    """A tool call; `result` is the text that the model got."""
 
     id: str
     name: str
@@ -147,8 +147,8 @@ class ShownCall(Reply, frozen=True, kw_only=True):
 
 
 class ShownTurn(Reply, frozen=True, kw_only=True):
-    """A turn as the page shows it. `text` is a question's own text; `page` its place among its
-    alternatives, from 1, and their number.
+    """A turn as the page shows it. `text` is the question's own text. `page` is its number among its
+    alternatives, from 1, and their count.
     """
 
     id: int
@@ -167,7 +167,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
 
 
 def shown(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
-    """Return a turn as the page shows it; an error in rendering its text is reported."""
+    """Convert a turn for the page; an error in rendering its text is reported."""
     is_question = turn.role == "user"
     return ShownTurn(
         id=turn.id,

@@ -1,4 +1,4 @@
-"""Routes of the page. Its files are open; all else wants the cookie of a sign-in (`access.py`)."""
+"""Routes of the page. Its files are open; all others need the cookie of a sign-in (`access.py`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ console.log((await answer.json()).choices[0].message.content);
 
 
 def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: str) -> str:
-    """Write the request of the answer `turn_id` (0: of the latest) as curl, Python or JavaScript.
+    """Write the request of the answer `turn_id` (0: the latest) as curl, Python or JavaScript.
 
     `system` is the model's own system prompt. Pictures are left out. Raises UsageError.
     """
@@ -91,7 +91,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
-#: Model output never becomes a script, a style, a picture from elsewhere, or a frame.
+#: Model output never becomes a script, a style, a remote picture, or a frame.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -164,7 +164,7 @@ async def static(context: RequestContext) -> Response:
 
 @ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
 async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
-    """Exchange a one-time code, the first API key or the local user's name for the page's cookie."""
+    """Exchange a one-time code or the first API key for the page's cookie; some users need neither."""
     access: Access = context.endpoint.web.access
     user = user_of(context.request.scope.get("connection"))
     if body.key:
@@ -172,8 +172,8 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
         message = "This is not the endpoint's first API key."
     elif body.code:
         is_valid = access.redeem(body.code, user)
-        message = "This code is used up or too old: `edgeinfer web` makes a new one."
-    else:  # a proxy is a program of this user, its clients need not be
+        message = "This code was used already or has expired: `edgeinfer web` makes a new one."
+    else:  # refuse proxied requests: the proxy runs as this user, its clients may not
         is_valid = not _FORWARDED.intersection(context.headers) and access.lets_in(user)
         message = "Sign in first: `edgeinfer web` opens the page."
     if not is_valid:
@@ -275,7 +275,7 @@ async def conversations(context: RequestContext, query: wire.ListQuery) -> list[
 
 @ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")
 async def events(context: RequestContext, query: wire.EventsQuery) -> Response:
-    """Follow the list and one conversation (0: none): the whole state first, then its changes."""
+    """Follow the list and one conversation (0: none): first the whole state, then its changes."""
     stream: AsyncIterator[bytes] = _of(context).follow(_id(context), query.latest)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
@@ -379,7 +379,7 @@ def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> 
 
 @ROUTES.post(f"{PATH}/conversations/{{id}}", uses_model=False, web="cookie")
 async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
-    """Regenerate, continue or stop an answer, decide about a call, or change the conversation."""
+    """Regenerate, continue or stop an answer, decide about a tool call, or change the conversation."""
     conversation_id, all_conversations = _id(context), _of(context)
     if body.action == "stop":
         all_conversations.stop(conversation_id)
@@ -421,10 +421,10 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
 
 
 async def _tools_text(context: RequestContext) -> str:
-    """Return the tools by server; servers that have failed are asked again. Raises UsageError."""
+    """List the tools by server; failed servers are asked again. Raises UsageError."""
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
-    return "\n".join([tools.text(), f"They work in {tools.toolbox.folder}.", *said])
+    return "\n".join([tools.text(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
 
 
 WEB = Dialect(

@@ -1,4 +1,4 @@
-"""Bodies and replies of the page's requests. No other client is promised them."""
+"""Bodies and replies of the page's requests. They may change: only the page uses them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """A one-time code, or the endpoint's first API key; nothing asks as this machine's user.
+    """Sign in with a one-time code, with the endpoint's first API key, or with neither as the local
+    user.
 
-    `announce`: the code is `edgeinfer web`'s own, which opens a browser next.
+    `announce`: `edgeinfer web` sends it, and opens a browser next.
     """
 
     code: Annotated[str, Meta(max_length=512)] = ""
@@ -27,14 +28,14 @@ class SignIn(Wire, frozen=True, kw_only=True):
 
 
 class SentFile(Wire, frozen=True, kw_only=True):
-    """A file to attach, base64."""
+    """A file to attach, in base64."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     data: bytes
 
 
 class Settings(Wire, frozen=True, kw_only=True):
-    """Settings with which a conversation is answered; None leaves one unchanged."""
+    """Settings for answers in a conversation; None leaves one unchanged."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     system_prompt: str | None = None
@@ -43,7 +44,7 @@ class Settings(Wire, frozen=True, kw_only=True):
 
 
 class Question(Settings, frozen=True, kw_only=True):
-    """A question to a new or a stored conversation; `editing` is the question that it replaces."""
+    """A question in a new or stored conversation; `editing` is the question that it replaces."""
 
     text: str = ""
     files: tuple[SentFile, ...] = ()
@@ -51,9 +52,10 @@ class Question(Settings, frozen=True, kw_only=True):
 
 
 class Change(Settings, frozen=True, kw_only=True):
-    """One change of a conversation. `show`: the branch through `turn`, or its alternative `step` on.
+    """One change of a conversation. `show` selects the branch of `turn`, or its alternative `step`
+    further.
 
-    `decide`: what the user says to the call of `card`; `reason` is told to the model.
+    `decide` is the user's decision about the call of `card`; the model is told `reason`.
     """
 
     action: Action
@@ -73,13 +75,13 @@ class PullModel(Wire, frozen=True, kw_only=True):
 
 
 class ListQuery(Wire, frozen=True, kw_only=True):
-    """Words to search for; none lists all."""
+    """Words to search for; "" lists all conversations."""
 
     q: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class EventsQuery(Wire, frozen=True, kw_only=True):
-    """The turns from the end that are wanted."""
+    """`latest` is the number of turns to send, counted from the end."""
 
     latest: Annotated[int, Meta(ge=1, le=1_000_000)] = 60
 
@@ -88,15 +90,15 @@ ExportForm = Literal["markdown", "json", "curl", "python", "javascript", "text",
 
 
 class ExportQuery(Wire, frozen=True, kw_only=True):
-    """The form; `turn` is the answer whose request, text or file is wanted, `file` the file's index."""
+    """The export's form. `turn` is the answer to export; `file` is the index of an attached file."""
 
-    form: Annotated[ExportForm, Meta(description="What to export.")] = "markdown"
+    form: Annotated[ExportForm, Meta(description="Form of the export.")] = "markdown"
     turn: int = 0
     file: Annotated[int, Meta(ge=0)] = 0
 
 
 class Opened(Reply, frozen=True, kw_only=True):
-    """The conversation that a request was about, or made; `note` is to be shown."""
+    """The changed or created conversation; the page shows `note`."""
 
     id: int
     note: str = ""
@@ -112,7 +114,7 @@ class ListedModel(Reply, frozen=True, kw_only=True):
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`: in a list with `written_at` (Unix time), opened with `blocks`."""
+    """A report of `edgeinfer eval`. A list gives `written_at` (Unix time), a single report `blocks`."""
 
     name: str
     written_at: int = 0
@@ -138,7 +140,7 @@ class Offer(Reply, frozen=True, kw_only=True):
 
 
 class Setup(Reply, frozen=True, kw_only=True):
-    """Initial data of the page. `options`: least and greatest value of each option."""
+    """Initial data of the page. `options`: minimum and maximum of each option."""
 
     version: str
     default_model: str

@@ -106,7 +106,7 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="smollm2", max_tokens=-1, messages=HELLO)
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-    with pytest.raises(anthropic.BadRequestError, match="nothing is fetched"):
+    with pytest.raises(anthropic.BadRequestError, match="fetches nothing"):
         client.messages.create(
             model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}]
         )

@@ -87,7 +87,7 @@ def test_a_model_without_the_tokens_says_so(serve, path, body, param):
     answer = serve(FakeEngine()).client.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
-    assert "no tokens for fill-in-the-middle" in error["message"]
+    assert "does not support fill-in-the-middle" in error["message"]
 
 
 def test_token_ids_have_no_suffix_and_adapters_must_be_there(live_server):

@@ -154,14 +154,14 @@ def test_counting_tokens_takes_pictures(live_server, blind):
     assert live_server.client.post(path, json=body).status_code == 200
     refused = blind.client.post(path, json=body)
     assert refused.status_code == 400
-    assert "fake cannot read pictures" in refused.text
+    assert "fake does not accept pictures" in refused.text
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_model_that_sees_nothing_says_so(blind, path):
     answer = blind.client.post(path, json=BODIES[path] | {"model": "fake"})
     assert answer.status_code == 400
-    assert "fake cannot read pictures" in answer.text
+    assert "fake does not accept pictures" in answer.text
 
 
 def test_pictures_that_are_decoded_delay_no_text(serve_module):
@@ -195,10 +195,10 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
     ("path", "content", "reason"),
     [
         ("/v1/chat/completions", openai_part("https://example.org/a.png"), "https: addresses are not fetched"),
-        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "https://x.org/a"}}, "nothing is fetched"),
-        ("/v1/messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "no files are stored"),
+        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "https://x.org/a"}}, "the endpoint fetches nothing"),
+        ("/v1/messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "the endpoint stores no files"),
         ("/v1/responses", {"type": "input_image", "image_url": "http://x.org/a"}, "http: addresses are not fetched"),
-        ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "stored files are no pictures"),
+        ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "the endpoint stores no files"),
     ],
 )  # fmt: skip
 def test_what_is_no_picture_in_base64_is_refused_with_the_reason(live_server, path, content, reason):

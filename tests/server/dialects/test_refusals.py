@@ -136,7 +136,7 @@ def test_every_field_that_is_wrong_is_named_at_once(live_server):
     }
     error = _post(live_server, "/v1/chat/completions", body).json()["error"]
     assert error["param"] == "messages[0].role"
-    for said in ("'robot'", "sound cannot be heard", "'temperature'", "'n'", "'audio'"):
+    for said in ("'robot'", "audio input is not supported", "'temperature'", "'n'", "'audio'"):
         assert said in error["message"]
 
 

@@ -152,7 +152,7 @@ def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader,
     _ask(live_server, "b", keep_alive=0)
     asking = live_server.pool.submit(_ask, live_server, "b")
     loading = live_server.endpoint.models.loading
-    until(lambda: [m.stage for m in loading()] == ["writing what it has read"], "b to be waited for")
+    until(lambda: [m.stage for m in loading()] == ["writing cached prefixes"], "b to be waited for")
     assert loader.loads == ["a", "b"]
     loader.writing["b"].set()
     asking.result(20)

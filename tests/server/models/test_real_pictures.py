@@ -99,8 +99,8 @@ def test_chat_completion_reads_a_picture(sees, url):
         ("What is this: <__media__>\n", [RED], ""),
         ("What is this: <__media__> or <__media__>\n", [RED, BLUE], ""),
         ("What is this: <__media__>\n", ["malformed"], "not valid base64"),
-        ("What is this:\n", [""], "1 pictures and 0 places <__media__>"),
-        ("What is this: <__media__>\n", [], "0 pictures and 1 places"),
+        ("What is this:\n", [""], "1 pictures, but 0 placeholders <__media__>"),
+        ("What is this: <__media__>\n", [], "0 pictures, but 1 placeholders"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -209,7 +209,7 @@ def test_a_secret_that_others_can_read_is_refused(serve):
     path = paths.data_dir() / "web-secret"
     assert path.stat().st_mode & 0o777 == 0o600
     os.chmod(path, 0o644)
-    with pytest.raises(ServeError, match="readable only by you"):
+    with pytest.raises(ServeError, match="read by other users"):
         make_code()
     assert live_server.client.post("/web/session", json={"code": "x"}).status_code >= 400
 

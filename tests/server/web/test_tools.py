@@ -178,7 +178,7 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
     _question, called, answer = page.ended(page.number)
     assert (called["calls"][0]["status"], called["calls"][0]["result"]) == (
         "refused",
-        "the user said no: no page is open to allow it",
+        "the user said no: no page was open to allow the call",
     )
     assert "Without." in answer["blocks"][0]
 
@@ -247,5 +247,5 @@ def test_the_switch_says_what_there_is_and_where(paged, folder):
     page.ended(number)
     note = page.post(f"/conversations/{number}", action="set", tools=True)["note"]
     assert "plain: add, weather, fail" in note
-    assert f"They work in {folder}." in note
+    assert f"Tools work in the folder {folder}." in note
     assert "version '1999-01-01'" in note
