@@ -1,6 +1,6 @@
 """Pull LoRA adapters and convert them for a base model.
 
-adapters/NAME.gguf           the adapter, as `--lora NAME` finds it
+adapters/NAME.gguf           the adapter that `--lora NAME` loads
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def place(name: str) -> Path:
 
 
 def list_adapters() -> list[PulledAdapter]:
-    """List the adapters that were pulled, by name; a damaged one is left out, with a warning."""
+    """List the pulled adapters by name; a damaged adapter is skipped with a warning."""
     adapters = []
     for path in sorted(paths.adapters_dir().glob("*.gguf")):
         try:
             adapters.append(_describe(path))
         except InvalidGgufError as error:
-            _log.warning("the adapter %s is left out: %s", path.stem, error.message)
+            _log.warning("skipped the adapter %s: %s", path.stem, error.message)
     return adapters
 
 
@@ -64,14 +64,14 @@ def _describe(path: Path) -> PulledAdapter:
 
 
 def is_adapter(text: str) -> bool:
-    """Return whether `text` is a folder that PEFT wrote."""
+    """Return whether `text` is a folder written by PEFT."""
     return names.is_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
 
 
 def pull_adapter(
     text: str, base: str, progress: OnProgress | None = None, options: PullOptions | None = None
 ) -> PulledAdapter:
-    """Fetch the adapter that `text` names, convert it for the model `base`, and store it.
+    """Fetch the adapter `text`, convert it for the model `base`, and store it.
 
     Raises what `pull` and `ModelRef.files` raise, and ConversionError.
     """
@@ -81,7 +81,7 @@ def pull_adapter(
     options = options or PullOptions()
     base_files = resolve(base).files().paths
     if len(base_files) > 1:
-        raise ConversionError(f"{base} is in {len(base_files)} files; a base is one file")
+        raise ConversionError(f"{base} is split into {len(base_files)} files; a base must be one file")
     header = gguf.check(base_files[0])
     todo = plan_pull(text, load_catalog(), options.name)
     planned = todo.ref.name

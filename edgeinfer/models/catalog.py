@@ -1,8 +1,8 @@
 """Read models.toml: the shipped catalogue and the user's own; unknown keys are errors.
 
 The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a
-shipped one by name. If it gives `sources`, the shipped `sha256` and `size-bytes` of
-that model are dropped with the old ones, because the bytes differ.
+shipped one by name. If it gives `sources`, the shipped `sha256` and `size-bytes` of that model are
+dropped, because the bytes differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
-#: Keys of a shipped model that are dropped if the user gives other sources: they describe its bytes.
+#: Keys of a shipped model that describe its bytes; dropped if the user gives other sources.
 _OF_THE_BYTES = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
-#: Mean bits per weight of whole files, by type: embeddings and output are often of a larger type.
+#: Mean bits per weight of whole files by type: embeddings and output often have a larger type.
 _BITS_PER_WEIGHT = {
     "Q4_0": 4.6,
     "Q4_1": 5.1,
@@ -69,10 +69,10 @@ _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-et
 
 
 class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
-    """A model's own sampling defaults; what is left out is the program's default."""
+    """A model's own sampling defaults; the program's defaults apply to all other options."""
 
     def given(self) -> dict[str, float]:
-        """Return what the catalogue sets, by Sampling's field names."""
+        """Return the options that the catalogue sets, by field name of `Sampling`."""
         return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def over(self, base: Sampling) -> Sampling:
@@ -86,11 +86,11 @@ def parameter_count(text: str) -> float:
 
 
 class LoraTable(_Table, frozen=True, kw_only=True):
-    """An adapter of a model: one that was pulled, or a file."""
+    """An adapter of a model: a pulled one by name, or a file."""
 
     path: Annotated[str, key_doc("A GGUF adapter's file; ~ is the home directory.")] = ""
-    name: Annotated[str, key_doc("An adapter that was pulled by this name.")] = ""
-    scale: Annotated[float, key_doc("How much of it is added.", ge=-100, le=100)] = 1.0
+    name: Annotated[str, key_doc("Name of a pulled adapter.")] = ""
+    scale: Annotated[float, key_doc("Factor by which the adapter is scaled.", ge=-100, le=100)] = 1.0
 
     @property
     def option(self) -> str:
@@ -99,33 +99,33 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """A model. `sources` are tried in order; a source that is a list is concatenated."""
+    """A model. `sources` are tried in order; a source that is a list of parts is concatenated."""
 
-    title: Annotated[str, key_doc("What a person calls it.", min_length=1)]
+    title: Annotated[str, key_doc("Name for people.", min_length=1)]
     sources: Annotated[
         tuple[str | tuple[str, ...], ...],
-        key_doc("Where its files come from, tried in order.", min_length=1),
+        key_doc("Sources of its files, tried in order.", min_length=1),
     ]
-    name: Annotated[str, key_doc("Set from the table's own name.")] = ""
-    family: Annotated[str, key_doc("The family it belongs to.")] = ""
+    name: Annotated[str, key_doc("The table's name; not a key.")] = ""
+    family: Annotated[str, key_doc("The model's family.")] = ""
     parameters: Annotated[str, key_doc('Parameters as its makers count them: "135M", "7B".')] = ""
     active_parameters: Annotated[
-        str, key_doc('Of a mixture of experts: those that a token is multiplied with: "3B".')
+        str, key_doc('Mixture of experts: parameters that each token uses: "3B".')
     ] = ""
-    licence: Annotated[str, key_doc("SPDX name, or the licence's own.")] = ""
-    context_length: Annotated[int, key_doc("Tokens it was trained for.", ge=0, le=1 << 24)] = 0
+    licence: Annotated[str, key_doc("SPDX name of the licence, or its own name.")] = ""
+    context_length: Annotated[int, key_doc("Context of the training (tokens).", ge=0, le=1 << 24)] = 0
     purpose: Annotated[
         Literal["chat", "base", "code", "reasoning", "embedding", "reranker"],
-        key_doc("What it is for."),
+        key_doc("Purpose of the model."),
     ] = "chat"
-    quantization: Annotated[str, key_doc("Quantization of the file the sources hold.")] = ""
+    quantization: Annotated[str, key_doc("Quantization of the file at the sources.")] = ""
     quantize: Annotated[str, key_doc("Quantize to this after pulling; empty keeps the file.")] = ""
-    file_name: Annotated[str, key_doc("Name of the file; empty takes the source's.")] = ""
-    size_bytes: Annotated[int, key_doc("Exact size, where it is known.", ge=0)] = 0
-    sha256: Annotated[str, key_doc("SHA-256 of the file, where it is known.")] = ""
+    file_name: Annotated[str, key_doc("Name of the file; empty: the source's name.")] = ""
+    size_bytes: Annotated[int, key_doc("Exact size (bytes), if known.", ge=0)] = 0
+    sha256: Annotated[str, key_doc("SHA-256 of the file, if known.")] = ""
     chat_template: Annotated[str, key_doc("Jinja template instead of the file's own.")] = ""
     stop: Annotated[tuple[str, ...], key_doc("Stop strings, added to the model's end tokens.")] = ()
-    system_prompt: Annotated[str, key_doc("System prompt when none is given.")] = ""
+    system_prompt: Annotated[str, key_doc("System prompt of requests without one.")] = ""
     lora: Annotated[
         tuple[LoraTable, ...], key_doc("Adapters that are applied: a list of { path or name, scale }.")
     ] = ()
@@ -133,13 +133,13 @@ class Model(_Table, frozen=True, kw_only=True):
         str, key_doc("A smaller model of the same vocabulary, which drafts tokens if it was pulled.")
     ] = ""
     projector: Annotated[
-        str, key_doc("The GGUF file that encodes pictures: a path, or a source pulled with the model.")
+        str, key_doc("The projector (GGUF) for pictures: a path, or a source pulled with the model.")
     ] = ""
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def default_sampling(self) -> Sampling:
-        """The defaults of a model of this size, with its own on top."""
+        """Sampling defaults for a model of this size, overridden by its own."""
         return self.sampling.over(default_sampling(parameter_count(self.parameters)))
 
     @property
@@ -182,7 +182,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def nearest(name: str, candidates: Any) -> str | None:
-    """Return a hint with those of `candidates` nearest to `name`, or None."""
+    """Return a hint with those `candidates` that are nearest to `name`, or None."""
     names = list(dict.fromkeys(candidates))
     near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
     near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)
@@ -201,7 +201,7 @@ def user_path() -> Path:
 
 
 def load_catalog(user: Path | None = None) -> Catalog:
-    """Load the shipped catalogue, overridden by the user's. Raises ConfigError with the nearest key."""
+    """Load the shipped catalogue with the user's overrides. Raises ConfigError with the nearest key."""
     user = user or user_path()
     tables = _read(shipped_path())
     origin = dict.fromkeys(tables, shipped_path())
@@ -226,10 +226,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in document:
         if key != "models":
-            raise ConfigError(f'{path}: unknown key "{key}"; every model is a table [models.NAME]')
+            raise ConfigError(f'{path}: unknown key "{key}"; every model needs a table [models.NAME]')
     models = document.get("models", {})
     if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
-        raise ConfigError(f"{path}: every model is a table [models.NAME]")
+        raise ConfigError(f"{path}: write every model as a table [models.NAME]")
     for name, table in models.items():
         if isinstance(sampling := table.get("sampling"), dict):
             table["sampling"] = {k: v for k, v in sampling.items() if k not in _OLD_SAMPLERS}
@@ -239,7 +239,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _model(name: str, table: dict[str, Any], where: str) -> Model:
     if "name" in table:
-        raise ConfigError(f"{where}: key \"name\": the table's own name is the model's name")
+        raise ConfigError(f"{where}: remove the key \"name\": the table's name is the model's name")
     try:
         names.model_name(name)
         model = msgspec.convert(table | {"name": name}, Model)
@@ -256,7 +256,7 @@ def _check(model: Model) -> None:
     if any(
         isinstance(source, places.Url) and source.url.startswith("http:") for source in every_source
     ):
-        raise UsageError("a source: http: is not encrypted; give the https: address")
+        raise UsageError("a source with http: is not encrypted; use its https: address")
     if model.sha256:
         names.digest(model.sha256)
     if model.file_name:
@@ -276,4 +276,4 @@ def _check(model: Model) -> None:
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
             suggestion = f'; did you mean "{near[0]}"?' if near else ""
-            raise UsageError(f'key "{key}": {value!r} is no type of llama.cpp{suggestion}')
+            raise UsageError(f'key "{key}": {value!r} is not a quantization of llama.cpp{suggestion}')

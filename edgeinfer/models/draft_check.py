@@ -1,4 +1,4 @@
-"""Check a draft model that a user named, before anything is loaded or bound."""
+"""Check a draft model that a user named, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgeinfer.models.reference import ModelRef, resolve
 
 
 def refuse_unfit(model: ModelRef, draft: str) -> None:
-    """Raise for a draft model that is not here, or whose vocabulary has another size than `model`'s.
+    """Raise for a draft model that is not pulled, or whose vocabulary differs in size from `model`'s.
 
     Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
     """
@@ -21,9 +21,9 @@ def refuse_unfit(model: ModelRef, draft: str) -> None:
         raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
     parts = model.parts
     if not parts or not parts[0].is_file():
-        return  # the model's own error says more
+        return  # resolving the model itself gives a better error
     mine, others = (gguf.check(path, vocabulary=False).n_vocab for path in (files.paths[0], parts[0]))
     if abs(mine - others) > MAX_DRAFT_PADDING:
-        vocabulary = f"it has another vocabulary ({mine:,} tokens, not {others:,})"
-        hint = "take a smaller model of the same family, or none: --draft none"
+        vocabulary = f"its vocabulary differs ({mine:,} tokens, not {others:,})"
+        hint = "use a smaller model of the same family, or --draft none"
         raise ModelLoadError(f"{draft} cannot draft for {model.name}: {vocabulary}", hint=hint)

@@ -1,4 +1,4 @@
-"""Estimate which models this machine can hold, how fast they answer, and what a load would allocate."""
+"""Estimate which models fit this machine, how fast they answer, and what memory a load would take."""
 
 from __future__ import annotations
 
@@ -34,40 +34,40 @@ from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]
 Role = Literal["comfortable", "better", "tiny"]
-#: Rate (tokens/s) that is about as fast as one reads.
+#: Rate (tokens/s) of a person's reading.
 READABLE_TOKENS_PER_S = 8.0
-#: Rate (tokens/s) at which an answer is done before one has read it.
+#: Rate (tokens/s) at which an answer is complete before a person has read it.
 _QUICK_TOKENS_PER_S = 20.0
 _ANSWER_TOKENS = 200
-#: Share of the memory bandwidth that decoding reaches; and bytes of weights per second that one thread
-#: multiplies (measured on two threads of a zen4 EPYC: 15 to 21 GB/s together).
+#: Share of the memory bandwidth that decoding reaches, and weights (bytes/s) that one thread
+#: multiplies. Measured on two threads of a Zen 4 EPYC: 15 to 21 GB/s together.
 _SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
-#: Assumed bandwidth (bytes/s) of a discrete GPU, which drivers do not report (those of 2019 and later
-#: reach it); and the largest share of its memory for a model.
+#: Assumed bandwidth (bytes/s) of a discrete GPU, because drivers do not report it (GPUs since 2019
+#: reach it), and the largest share of its memory for a model.
 _CARD_BYTES_PER_S, _CARD_SHARE = 150e9, 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
-#: Chat models offered on a first run, best first.
+#: Chat models offered on a first run, the best first.
 _OFFERED = """
     qwen3-30b-a3b-instruct-2507 phi-4 qwen3-4b-instruct-2507 llama-3.2-3b-instruct
     smollm2-1.7b-instruct llama-3.2-1b-instruct lfm2-700m lfm2-350m
 """.split()
 
 
-#: Share of the machine's memory that a model may take; the system and other programs need the rest.
+#: Share of the machine's memory that a model may use; the rest is for the system and other programs.
 _MEMORY_SHARE = 0.95
-#: The memory divided by this is the context's part, for a model larger than memory.
+#: For a model larger than memory, the memory divided by this is for the context.
 _CONTEXT_SHARE = 8
-#: Smallest file (bytes) with which a disk is measured.
+#: Smallest file (bytes) whose reads measure the disk.
 _LEAST_FILE_BYTES = 64 << 20
 #: Measured memory bandwidths by machine.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a model runs on this machine. `tokens_per_s` is estimated for one stream with a short
-    context; for a model larger than memory, from the rate of the disk.
+    """How well a model runs on this machine. `tokens_per_s` is an estimate for one stream with a short
+    context; for a model larger than memory it depends on the disk.
 
-    Nothing but `shortage` depends on what other programs do at this moment.
+    Only `shortage` depends on the memory that other programs use now.
     """
 
     group: Group
@@ -78,7 +78,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to offer on a first run: what `pull` stores, its licence, and its estimated speed."""
+    """A model to offer on a first run: its stored size, its licence, and its estimated speed."""
 
     role: Role
     name: str
@@ -93,7 +93,7 @@ _OPEN_LICENCES = ("Apache-2.0", "MIT", "BSD-3-Clause", "OpenMDW-1.0")
 
 
 def is_restricted(licence: str) -> bool:
-    """Return whether a licence is known and not open-source: some uses need permission."""
+    """Return whether a licence is known and not open-source, so that some uses need permission."""
     return bool(licence) and licence not in _OPEN_LICENCES
 
 
@@ -103,7 +103,7 @@ def needed_bytes(size_bytes: int) -> int:
 
 
 class Estimator:
-    """Estimates for this machine: the same in `list`, the chat's models, the page and a first run."""
+    """Estimates for this machine, which `list`, the chat, the page and a first run share."""
 
     def __init__(self) -> None:
         self.catalog = load_catalog()
@@ -113,7 +113,7 @@ class Estimator:
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
-        """Estimate a model whose file has `size_bytes`, with its draft model if both fit."""
+        """Estimate a model with a file of `size_bytes`, together with its draft model if both fit."""
         model = self.catalog.get(name)
         share = active_share(model, name, parameters)
 
@@ -149,8 +149,8 @@ def fit(
 ) -> Fit:
     """Estimate a model of `size_bytes`, of which each token reads `active_share`.
 
-    `card_bytes` is the memory of discrete GPUs, on which all of it may be; `draft_bytes` are those of
-    its draft model.
+    `card_bytes` is the memory of discrete GPUs, which the whole model may use; `draft_bytes` is the
+    size of its draft model.
     """
     needed = needed_bytes(size_bytes + draft_bytes)
     is_on_card = needed <= _CARD_SHARE * card_bytes
@@ -168,14 +168,14 @@ def fit(
         group = "embedding" if group == "embedding" else "too big"
         room = int(memory.total_bytes * _MEMORY_SHARE)
         speed = _pace_from_disk(size_bytes, active_share, room, speed)
-        why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
+        why = f"needs {needed / 1e9:.2f} GB, {room / 1e9:.2f} GB usable: runs from the disk"
     elif needed > memory.available_bytes:
-        shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
+        shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} are free now"
     return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
 
 
 def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
-    """Return the tokens/s of a model that is larger than `room_bytes` of memory, at most `speed`.
+    """Return the tokens/s (at most `speed`) of a model larger than its `room_bytes` of memory.
 
     For a mixture of experts, half of the weights read per token are assumed to be experts.
     """
@@ -189,7 +189,7 @@ def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed
 
 @cache
 def disk_rate() -> float:
-    """Measure the disk (bytes/s) of the largest pulled model, for 0.4 s; 0.0 if it cannot be."""
+    """Measure the disk (bytes/s) on the largest pulled model, for 0.4 s; 0.0 if that is impossible."""
     files = [path for model in list_pulled() for path in model.paths]
     large_files = [path for path in files if size_or_zero(path) >= _LEAST_FILE_BYTES]
     return read_rate(max(large_files, key=size_or_zero)) if large_files else 0.0
@@ -197,7 +197,7 @@ def disk_rate() -> float:
 
 @cache
 def card_bytes() -> int:
-    """Return the memory (bytes) of the discrete GPUs that a launch would use; asking takes 0.2 s."""
+    """Return the memory (bytes) of the discrete GPUs that a launch would use. Takes 0.2 s."""
     config = load_config()
     request = OffloadRequest(layers=config.load.gpu_layers, devices=config.gpu.devices)
     if not (has_gpu() and request.opens_backends()):
@@ -209,9 +209,9 @@ def card_bytes() -> int:
 
 @cache
 def memory_rate() -> MemoryRate:
-    """Return how fast this machine reads memory: the fastest of the measurements so far, 0.2 s each.
+    """Return this machine's memory bandwidth: the fastest measurement so far, 0.2 s each.
 
-    A rate that was measured on a busy machine is measured again by the next process.
+    If the machine was busy during the measurement, the next process measures again.
     """
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
     stored = _RATES.read().get(machine)
@@ -225,7 +225,7 @@ def memory_rate() -> MemoryRate:
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:
-    """Return the share of weights a token is multiplied with: below 1 for a mixture of experts."""
+    """Return the share of weights that a token uses: below 1 for a mixture of experts."""
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
     stated = parameter_count(model.active_parameters) if model else 0.0
@@ -236,8 +236,8 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
 def first_run_choices() -> list[FirstRunChoice]:
     """Choose up to three chat models for this machine, in the order comfortable, better, tiny.
 
-    Measures memory for some 0.2 s; asks nothing of the network. "tiny" is the default model, which
-    comes from the package index; only it is offered where no other is fast enough.
+    Measures memory for some 0.2 s; uses no network. "tiny" is the default model, which comes from the
+    package index; if no other model is fast enough, only "tiny" is offered.
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
@@ -250,8 +250,8 @@ def first_run_choices() -> list[FirstRunChoice]:
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
     return [
         *(_choice("comfortable", "answers faster than you can read", *offer) for offer in quick[:1]),
-        *(_choice("better", "better answers, takes longer to fetch", *offer) for offer in larger[:1]),
-        _choice("tiny", "small and quick to fetch, simple answers", *tiny),
+        *(_choice("better", "better answers, longer to download", *offer) for offer in larger[:1]),
+        _choice("tiny", "small and quick to download, simple answers", *tiny),
     ]
 
 
@@ -268,7 +268,7 @@ def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRun
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """Return a model's shape from its files' headers; the first has the metadata."""
+    """Return a model's shape from its files' headers; the first header has the metadata."""
     first = headers[0]
     return make_shape(
         first.metadata,
@@ -284,8 +284,8 @@ def header_plan(
     machine: Machine,
     draft: Sequence[GgufHeader] = (),
 ) -> tuple[Shape, Plan]:
-    """Return the shape and the plan by which `runtime.llama.model` would load these files, and those
-    of `draft`.
+    """Return the shape and the memory plan with which `runtime.llama.model` would load these files and
+    those of `draft`.
     """
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
     draft_shape = header_shape(draft) if draft else None

@@ -1,11 +1,11 @@
-"""Read GGUF headers without trusting a byte of them.
+"""Read GGUF headers as untrusted input.
 
 The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is
-checked against what is left of the file before it is used, so that a hostile or torn file ends in
-InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are stepped over, not
-built: a 262,144-token vocabulary costs tens of milliseconds.
+checked against the remaining bytes before it is used, so a hostile or truncated file raises
+InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are skipped, not built:
+a 262,144-token vocabulary costs tens of milliseconds.
 
-This module knows the format (version 2 and 3, little endian), not what a model needs beyond it.
+This module checks the format (version 2 and 3, little endian), not what a model needs beyond it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TensorType(msgspec.Struct, frozen=True):
     bytes: int
 
 
-#: File types that count as unquantized: quantizing from any other loses quality twice.
+#: Unquantized file types: quantizing any other type again loses more quality.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
-#: ggml_type, name, elements in a block, bytes of a block. Missing numbers were removed from the format.
+#: ggml_type, name, elements per block, bytes per block. Missing numbers were removed from the format.
 _TENSOR_TYPES = """
     0 F32 1 4          1 F16 1 2          2 Q4_0 32 18       3 Q4_1 32 20       6 Q5_0 32 22
     7 Q5_1 32 24       8 Q8_0 32 34       9 Q8_1 32 36       10 Q2_K 256 84     11 Q3_K 256 110
@@ -56,7 +56,7 @@ _FROM_7 = """
     Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS Q2_K_S
     IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16
 """
-#: llama_ftype → the name people type. What llama.cpp can quantize to, in its order.
+#: llama_ftype → name. Only types that llama.cpp can quantize to, in its order.
 FILE_TYPES: dict[int, str] = {
     **dict(enumerate("F32 F16 Q4_0 Q4_1".split())),
     **dict(enumerate(_FROM_7.split(), 7)),
@@ -71,12 +71,12 @@ def file_type(name: str) -> int | None:
 
 
 def parse_file_type(name: str, context: str = "") -> int:
-    """Return the llama_ftype of `name`. Raises UsageError, which names the `context` it was in."""
+    """Return the llama_ftype of `name`. Raises UsageError, which quotes `context`."""
     number = file_type(name)
     if number is None:
         where = f" in {context!r}" if context else ""
         hint = "`edgeinfer quantize --help` lists them"
-        raise UsageError(f"{name!r}{where} is no quantization of llama.cpp's", hint=hint)
+        raise UsageError(f"{name!r}{where} is not a quantization of llama.cpp", hint=hint)
     return number
 
 
@@ -84,14 +84,14 @@ MAGIC = b"GGUF"
 TOKENS = "tokenizer.ggml.tokens"
 VERSIONS = (2, 3)
 _GGML = (
-    "a GGML file, of the time before GGUF (August 2023), which llama.cpp no longer reads",
+    "a GGML file (older than GGUF, August 2023), which llama.cpp no longer reads",
     "pull the same model as GGUF or safetensors: `edgeinfer pull OWNER/REPO`",
 )
 _PICKLE = (
-    "a PyTorch archive of pickles, which can run any program when they are read",
+    "a PyTorch pickle file, which can run any program when it is loaded",
     "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
 )
-#: Magic bytes of other formats: (what it is, the hint).
+#: Magic bytes of other formats: (description, hint).
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << power for power in range(21)]
@@ -99,13 +99,13 @@ _ALIGNMENTS = [1 << power for power in range(21)]
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: Most layers; llama.cpp aborts the process at more, or none (LLAMA_MAX_LAYERS, llama-model.cpp).
+#: Most layers. With more, or with none, llama.cpp aborts (LLAMA_MAX_LAYERS, llama-model.cpp).
 MAX_LAYERS = 512
-#: Limits of our own, far above any known model: no code loops for long over a number from the file.
+#: Limits far above any known model, so that no number from the file makes a loop run for long.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Longest numeric array that is kept (per-layer head counts); longer ones are only described.
+#: Longest numeric array that is stored (per-layer head counts); longer ones are only described.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
@@ -118,7 +118,7 @@ _U64 = struct.Struct("<Q")
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
-    """A long array that was stepped over: its element type (GGUF's number) and length."""
+    """A long array that was skipped: its element type (GGUF's number) and length."""
 
     type: int
     count: int
@@ -129,7 +129,7 @@ Value = Scalar | tuple[Scalar, ...] | ArrayInfo
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor. `offset` is from the file's start; `shape` has the fastest dimension first."""
+    """A tensor. `offset` is from the file's start; `shape` begins with the fastest dimension."""
 
     name: str
     type: str
@@ -154,19 +154,19 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorInfo, ...]
 
     def text(self, key: str) -> str:
-        """Return the string at `key`, "" if it is absent or no string."""
+        """Return the string at `key`, "" if there is no string."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
     def number(self, key: str, default: int = 0) -> int:
-        """Return the non-negative integer at `key`, or `default` if it is absent or anything else."""
+        """Return the non-negative integer at `key`, or `default` if there is none."""
         value = self.metadata.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             return default
         return value if value >= 0 else default
 
     def arch_key(self, key: str) -> str:
-        """Return `key` under the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
+        """Return `key` with the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
         return f"{self.architecture}.{key}"
 
     @property
@@ -212,7 +212,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """The type that `general.file_type` names, otherwise the type of most bytes."""
+        """The type in `general.file_type`, otherwise the type of most bytes."""
         if named := FILE_TYPES.get(self.number("general.file_type", -1)):
             return named
         bytes_of: Counter[str] = Counter()
@@ -222,7 +222,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split(self) -> tuple[int, int]:
-        """(index from 0, count) of this file among its shards; (0, 1) for a whole file."""
+        """Index of this file among its shards (from 0) and their number; (0, 1) for a whole file."""
         count = self.number("split.count", 1)
         return self.number("split.no"), max(1, count)
 
@@ -230,7 +230,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> GgufHeader:
     """Read the header of the GGUF at `path`; `vocabulary` refuses equal tokens (0.2 s for 262,144).
 
-    Raises InvalidGgufError, naming the file and what is wrong with it, or that it cannot be read.
+    Raises InvalidGgufError with the file and its defect, or the reason why it cannot be read.
     """
     place = Path(path)
     try:
@@ -246,16 +246,16 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:
-    """Parse the header in `view`, a whole file, which is not kept. Raises as `read_header`."""
+    """Parse the header in `view`, a whole file; no reference is kept. Raises as `read_header`."""
     return _Walker(view, name, vocabulary).header()
 
 
 def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
-    """Read the header of a model that llama.cpp can be given. Raises InvalidGgufError."""
+    """Read and check the header of a model for llama.cpp. Raises InvalidGgufError."""
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:
         problem = f"{header.path} aligns its tensors to {header.alignment} bytes"
-        raise InvalidGgufError(f"{problem}; llama.cpp needs {DEFAULT_ALIGNMENT} at least")
+        raise InvalidGgufError(f"{problem}; llama.cpp needs at least {DEFAULT_ALIGNMENT}")
     for key, value in header.metadata.items():
         if isinstance(value, float) and key.startswith(f"{header.architecture}."):
             least = 0.0 if key.endswith("epsilon") else -math.inf
@@ -270,7 +270,7 @@ def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeade
         raise InvalidGgufError(f"{header.path} has no tensors: not a model")
     layers = header.metadata.get(header.arch_key("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
-        bounds = f"1 to {MAX_LAYERS} are possible"
+        bounds = f"1 to {MAX_LAYERS} are allowed"
         raise InvalidGgufError(f"{header.path} claims {layers!r} layers; {bounds}")
     return header
 
@@ -279,11 +279,11 @@ def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
     """Raise InvalidGgufError if a split file is not the `index`-th part (from 0) of `count`."""
     if header.split[1] > 1 and header.split != (index, count):
         stated = f"part {header.split[0] + 1} of {header.split[1]} by its header"
-        raise InvalidGgufError(f"{name} is {stated}, {index + 1} of {count} by its name")
+        raise InvalidGgufError(f"{name} is {stated}, but {index + 1} of {count} by its name")
 
 
 class _Walker:
-    """Reads a header in one pass. `at` only grows and never passes `end`."""
+    """Reads a header in one pass. The position `at` only grows and never passes `end`."""
 
     def __init__(self, view: bytes | mmap.mmap, name: str, vocabulary: bool) -> None:
         self.view = view
@@ -312,10 +312,10 @@ class _Walker:
         raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {problem} (at byte {self.at})")
 
     def _need(self, n_bytes: int, field: str) -> int:
-        """Step over `n_bytes` and return their offset. Raises InvalidGgufError past the end."""
+        """Skip `n_bytes` and return their offset. Raises InvalidGgufError past the end."""
         start = self.at
         if n_bytes > self.end - start:
-            self.bad(f"{field} needs {n_bytes} bytes and {self.end - start} are left")
+            self.bad(f"{field} needs {n_bytes} bytes, but only {self.end - start} are left")
         self.at = start + n_bytes
         return start
 
@@ -392,7 +392,7 @@ class _Walker:
         return ArrayInfo(_STRING, count)
 
     def _refuse_equal_tokens(self, count: int) -> None:
-        """Look ahead for two equal tokens, at which llama.cpp aborts; it renames empty ones."""
+        """Refuse two equal tokens, at which llama.cpp aborts; it renames empty ones."""
         start = self.at
         seen = set()
         for _ in range(count):
@@ -405,7 +405,7 @@ class _Walker:
         self.at = start
 
     def _step_over_strings(self, key: str, count: int) -> None:
-        """Step over strings; unpack_from itself refuses an offset past the buffer."""
+        """Skip strings; unpack_from itself refuses an offset past the buffer."""
         unpack = _U64.unpack_from
         view = self.view
         position = self.at
@@ -425,7 +425,7 @@ class _Walker:
         return alignment
 
     def _tensor(self, index: int) -> TensorInfo:
-        """Return the next entry, whose offset is from the data's start."""
+        """Return the next entry; its offset counts from the data's start."""
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:
@@ -446,7 +446,7 @@ class _Walker:
     def _place_tensors(
         self, tensors: list[TensorInfo], data_offset: int, alignment: int
     ) -> Iterator[TensorInfo]:
-        """Check that tensors follow each other without gaps and end within the file."""
+        """Check that tensors are contiguous and end within the file."""
         expected = 0
         names = set()
         for tensor in tensors:

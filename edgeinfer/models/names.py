@@ -1,7 +1,7 @@
-"""Check names, digests and file names from outside; only here they become paths.
+"""Check untrusted names, digests and file names; only this module turns them into paths.
 
 A model's reference is `NAME` or `NAME:QUANT`. Its folder is `name` or `name+quant`: no name has a `+`,
-so two references never share a folder. Unsafe names are refused; only names of a user's own files are
+so two references never share a folder. Unsafe names are refused; only names of the user's own files are
 sanitized instead.
 """
 
@@ -24,7 +24,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """A model's name and quantization ("" for the catalogue's own)."""
+    """A model's name and quantization ("" for the catalogue's quantization)."""
 
     name: str
     quant: str = ""
@@ -40,8 +40,8 @@ class Reference(msgspec.Struct, frozen=True):
 def model_name(text: str) -> str:
     """Check a model's name: 1 to 96 of a-z, digits, `.`, `_`, `-`. Raises UsageError."""
     if not _NAME.fullmatch(text) or ".." in text:
-        hint = "names have lower-case letters, digits, '.', '_' and '-', up to 96 of them"
-        raise UsageError(f"{text!r} is no model name", hint=hint)
+        hint = "a name has up to 96 lower-case letters, digits, '.', '_' and '-'"
+        raise UsageError(f"{text!r} is not a model name", hint=hint)
     return text
 
 
@@ -59,7 +59,7 @@ def folder(ref: Reference) -> Path:
 
 
 def digest(text: str) -> str:
-    """Parse a SHA-256 in hexadecimal, `sha256:` before it or not. Raises UsageError."""
+    """Parse a SHA-256 in hexadecimal, with or without `sha256:`. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
         raise UsageError(f"{text!r} is not a SHA-256 (64 hexadecimal digits)")
@@ -67,7 +67,7 @@ def digest(text: str) -> str:
 
 
 def file_name(text: str) -> str:
-    """Return the last component of `text` if it is a safe file name. Raises UsageError."""
+    """Return the last component of `text`. Raises UsageError if it is not a safe file name."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
         raise UsageError(f"{name!r} is not a safe file name")
@@ -81,13 +81,13 @@ def sanitize_file_name(text: str) -> str:
 
 
 def is_path(text: str) -> bool:
-    """Return whether `text` means a file: it ends in .gguf, or begins like a path."""
+    """Return whether `text` is a file's path: it ends in .gguf, or begins like a path."""
     is_gguf = text.lower().endswith(".gguf") and ":" not in text
     return is_gguf or text.startswith(("/", "./", "../", "~"))
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint for a file of this folder whose name `is_path` does not accept, or None."""
+    """Return a hint for a file here whose name `is_path` does not recognize, or None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 
@@ -104,13 +104,13 @@ def quantization_of(path: str) -> str:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """List a split GGUF's parts from any of them, there or not; `[path]` for a whole file."""
+    """List all parts of a split GGUF from any part, existing or not; `[path]` for a whole file."""
     siblings = split_names(path.name)
     return [path.with_name(name) for name in siblings] if siblings else [path]
 
 
 def split_names(file_name: str) -> list[str]:
-    """List the names of all parts from one of them, 999 at most; [] for another name."""
+    """List the names of all parts from one of them, at most 999; [] for another name."""
     match = _PART.fullmatch(file_name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= 999:
         return []
@@ -118,7 +118,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return the SHA-256 of a model: its file's, or that of its files' digests in order."""
+    """Return the SHA-256 of a model: its file's or, for several files, of their digests in order."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # 3 ms, only for split models

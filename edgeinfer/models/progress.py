@@ -1,6 +1,6 @@
 """Report progress of pulls and quantizations, and cancel them.
 
-On stderr: one line in place on a terminal, a line now and then elsewhere.
+On stderr: one line that is rewritten on a terminal, otherwise a line every few seconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Stage = Literal[
 ]  # fmt: skip
 
 #: Note for a cancelled pull or a full disk.
-FETCHED_IS_KEPT = "what was fetched is kept"
+FETCHED_IS_KEPT = "downloaded data is kept"
 #: Least interval (s) between reports, except the first and last of a stage.
 _INTERVAL_S = 0.1
-#: Window (s) over which the rate is measured, so that it follows the line's speed.
+#: Window (s) over which the rate is measured, so that it follows changes of the connection.
 _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The position within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
+    """Position within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
 
     While quantizing, `done_bytes` counts tensors; while scoring, tokens.
     """
@@ -49,12 +49,12 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-#: Called from the thread that pulls, at most ten times a second: be quick.
+#: Called on the thread that pulls, at most ten times a second; it must return quickly.
 OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Retries of a server: `attempts` without a new byte, pauses doubling from `pause_s` up to 30 s."""
+    """Retries of a server: `attempts` without progress; pauses double from `pause_s` to 30 s."""
 
     attempts: int = 6
     pause_s: float = 1.0
@@ -62,7 +62,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 30.0
 
     def pause(self, failures: int, asked_s: float) -> float:
-        """Return the pause (s) after `failures` in a row, at least what the server asked for."""
+        """Return the pause (s) after `failures` in a row, at least the `asked_s` of the server."""
         return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
@@ -127,12 +127,12 @@ class Job:
     def check(self) -> None:
         """Raise InterruptedByUser once cancelled."""
         if self._cancel.is_set():
-            hint = "type the same command again to go on"
+            hint = "type the same command again to continue"
             raise InterruptedByUser(f"stopped; {FETCHED_IS_KEPT}", hint=hint)
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call `wake` from another thread on a cancellation during the block."""
+        """Call `wake` from another thread if the task is cancelled during the block."""
         if not self._cancellable:
             yield
             return
@@ -153,7 +153,7 @@ class Job:
             thread.join()
 
     def wait(self, seconds: float) -> None:
-        """Wait (s), at most until a cancellation, which raises InterruptedByUser."""
+        """Wait `seconds`. A cancellation raises InterruptedByUser."""
         self._cancel.wait(seconds)
         self.check()
 
@@ -166,12 +166,12 @@ class Job:
         self._on_progress(self._now)
 
 
-#: Interval (s) of lines if none is written in place: they tell a slow download from a dead one.
+#: Interval (s) of lines without a terminal: they distinguish a slow download from a dead one.
 _PLAIN_INTERVAL_S = 5.0
 #: Escape that returns to the line's beginning and clears it.
 _CLEAR = "\r\x1b[K"
 
-#: Labels of the stages that people see under another name.
+#: Stages whose label differs from their name.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 
@@ -184,7 +184,7 @@ def progress_text(now: PullProgress) -> str:
 
 
 def amount_text(now: PullProgress) -> str:
-    """Return `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, as far as it is known."""
+    """Return `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, as far as known."""
     parts: list[str] = []
     counted = _COUNTS.get(now.stage)
     if counted and now.total_bytes:
@@ -200,9 +200,10 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Write a line at every new stage and note; in between every few seconds, or one in place.
+    """Write a line at every new stage and note, and between them every few seconds or in place.
 
-    `in_place` is for a terminal: the latest line is written over, and gone at the next whole one.
+    `in_place` is for a terminal: the latest line is overwritten, and removed before the next complete
+    line.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Pull the verified files of a model; an error keeps what was fetched.
+"""Pull the verified files of a model; an error keeps fetched data.
 
-The order is what keeps a wrong file out: lock, fetch to a partial file, hash, compare with every digest
-known (catalogue, hub, pin), check the header, quantize if wanted, rename, and only then write the
-record that makes the folder a model.
+The order keeps a wrong file out: lock, fetch to a partial file, hash, compare with every known digest
+(catalogue, hub, pin), check the header, quantize if requested, rename, and finally write the record
+that makes the folder a model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` and `sha256` replace the catalogue's type to store and digest.
+    """`quantize` and `sha256` override the catalogue's quantization and digest.
 
-    `in_place` points at a local file instead of copying it; `again` fetches a model that is here.
+    `in_place` uses a local file without copying it; `again` fetches a pulled model again.
     """
 
     name: str | None = None
@@ -46,11 +46,11 @@ def pull(
     cancel: threading.Event | None = None,
     options: PullOptions | None = None,
 ) -> PulledModel:
-    """Fetch the model that `text` names unless it is here, and return its record.
+    """Fetch the model `text` unless it is pulled already, and return its record.
 
     Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection,
-    DownloadError and its kin when every source failed, ChecksumError, InvalidGgufError, QuantizeError,
-    DiskFullError, InterruptedByUser.
+    DownloadError and its subclasses if every source failed, ChecksumError, InvalidGgufError,
+    QuantizeError, DiskFullError, InterruptedByUser.
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.retry_policy)
@@ -71,7 +71,7 @@ def pull(
 def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
     if type_name and pulled.quantization != type_name.upper():
         command = f"`edgeinfer quantize {pulled.name} {type_name}`"
-        hint = f"make one of it: {command}, or fetch anew: --again"
+        hint = f"quantize it: {command}, or fetch it again: --again"
         raise UsageError(f"{pulled.name} is here already, in {pulled.quantization}", hint=hint)
 
 
@@ -89,7 +89,7 @@ def _named_type(todo: PullPlan) -> str:
 
 
 def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
-    """Return the record if every file still matches it; touched files are hashed again."""
+    """Return the record if every file still matches it; changed files are hashed again."""
     record = store.read_record(names.folder(todo.ref))
     if record is None:
         return None
@@ -117,7 +117,7 @@ def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     todo: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[Fetched], str]:
-    """Fetch from the first good candidate. Raises the last error, with the others' messages."""
+    """Fetch from the first candidate that works. Raises the last error, with the messages of all."""
     failures: list[CatalogError] = []
     for parts in todo.candidates:
         source = " + ".join(map(str, parts))
@@ -144,7 +144,7 @@ def _projector(todo: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # a checksum that does not fit must not hide behind a server that was merely down
+    # report a checksum error rather than a server that was only unreachable
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
@@ -152,13 +152,13 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 def _verify(
     fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted: str
 ) -> None:
-    """Compare with every known digest, check the headers; set a wrong file aside as `.bad`.
+    """Compare with every known digest and check the headers; rename a wrong file to `.bad`.
 
-    A projector that is none, or does not fit the model, is left out of `fetched` with a note.
+    A projector that is invalid or does not fit the model is removed from `fetched` with a note.
     """
     n_files = sum(not file.is_projector for file in fetched)
     if wanted and (fetched[0].checkpoint or n_files > 1):
-        raise UsageError(f"--sha256 is of one file, and {source} has several")
+        raise UsageError(f"--sha256 is for one file, but {source} has several")
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
             continue
@@ -188,7 +188,7 @@ def _verify(
                 gguf.check_part(gguf.check(file.path), file.file_name, index, n_files)
         except InvalidGgufError as error:
             if file.is_projector:
-                job.note(f"{source}: without a projector, so no pictures are read: {error.message}")
+                job.note(f"{source}: the projector is left out, so no pictures: {error.message}")
                 file.path.unlink()
                 fetched.remove(file)
                 continue
@@ -198,13 +198,13 @@ def _verify(
 
 def _set_aside(file: Fetched, work: Path) -> str:
     if not file.ours:
-        return "nothing was changed"
-    if not file.pinned:  # of a file of this machine
+        return "the file was not changed"
+    if not file.pinned:  # a copy of a local file
         file.path.unlink()
-        return "the copy was dropped"
+        return "the copy was removed"
     bad = work / (file.file_name + ".bad")
     file.path.replace(bad)
-    return f"it is kept as {bad}"
+    return f"the file is kept as {bad}"
 
 
 def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:

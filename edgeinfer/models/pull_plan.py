@@ -1,4 +1,4 @@
-"""Plan a pull: the model that a reference names, its sources, and what its files must be."""
+"""Plan a pull: the model, its sources, and the expected size and digest of its files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or unwanted.
+    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or not requested.
 
-    `projector` is fetched with the model, instead of one of its source.
+    `projector` is fetched with the model in place of the source's own projector.
     """
 
     ref: Reference
@@ -34,9 +34,9 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Fetched(msgspec.Struct, kw_only=True):
     """One complete file of a source, not yet verified. `ours` is false for a file imported in place.
 
-    `sha256` is the source's digest ("": none), `found_sha256` the computed one.
-    `pinned` is false for files of this machine, which may change between two imports.
-    `checkpoint` marks files, or a folder, to convert; `is_projector` the file that encodes pictures.
+    `sha256` is the source's digest ("" if it has none), `found_sha256` the computed one. `pinned` is
+    false for local files, which may change between two imports. `checkpoint` marks files, or a folder,
+    to convert; `is_projector` the file that encodes pictures.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Fetched(msgspec.Struct, kw_only=True):
 
     @classmethod
     def made_here(cls, path: Path, job: Job) -> Fetched:
-        """Hash a file made from fetched ones, and return it named as `path` without ".part"."""
+        """Hash a file that was made from fetched ones; its name is that of `path` without ".part"."""
         name = path.name.removesuffix(".part")
         job.begin("verifying", name, total=path.stat().st_size)
         return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.at))
@@ -94,11 +94,11 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
 
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
-    """Return the same repositories in another quantization; only Hugging Face has several."""
+    """Return the same repositories with another quantization; only Hugging Face has several."""
     parts = chain(*entry.parsed_sources())
     repos = [source for source in parts if isinstance(source, sources.HubFile | sources.HubQuant)]
     if not repos:
-        own = entry.quantization or "their own"
+        own = entry.quantization or "the catalogue's"
         commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"
         problem = f"the sources of {ref.name} have no other quantization than {own}"
         raise UsageError(problem, hint=f"make it here: {commands}")

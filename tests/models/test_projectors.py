@@ -42,16 +42,16 @@ def write(path, architecture="clip", **sizes):
     [
         ({"image_size": 0}, "image_size is 0"),
         ({"image_size": 1 << 30}, "image_size is 1073741824"),
-        ({"patch_size": 65}, "patches of 65 pixels in pictures of 64"),
+        ({"patch_size": 65}, "patches of 65 pixels, larger than pictures"),
         ({"block_count": 1 << 20}, "block_count"),
         ({"preproc_image_size": 1 << 16}, "preproc_image_size is 65536"),
-        ({"preproc_image_size": 513}, "more than 8 tiles a side"),
+        ({"preproc_image_size": 513}, "more than 8 tiles per side"),
         ({"preproc_max_tiles": 1 << 20}, "preproc_max_tiles"),
         ({"image_min_pixels": 1 << 30}, "image_min_pixels"),
         ({"image_size": 4096, "embedding_length": 128}, "too many patches: 65536 of width 128"),
         ({"image_min_pixels": 1 << 20, "embedding_length": 128}, "too many patches: 4096 of width 128"),
         ({"attention.head_count": 0}, "head_count is 0"),
-        ({"architecture": "llama"}, "its architecture is 'llama'"),
+        ({"architecture": "llama"}, "a projector: architecture 'llama'"),
     ],
 )
 def test_header_that_no_projector_has_is_refused(tmp_path, sizes, said):

@@ -56,7 +56,7 @@ def test_file_in_place_that_is_gone_or_changed(local: Path) -> None:
     with pytest.raises(InvalidGgufError, match="was changed"):
         resolve("mine").files()
     local.unlink()
-    with pytest.raises(ModelNotPulledError, match="is gone"):
+    with pytest.raises(ModelNotPulledError, match="cannot be found"):
         resolve("mine").files()
 
 

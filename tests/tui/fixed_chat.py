@@ -73,7 +73,7 @@ def make_offer(role, name, reason, size, rate):
 #: What a first run offers.
 OFFERED = [
     make_offer("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
-    make_offer("tiny", MODEL, "small and quick to fetch, simple answers", 98_362_432, 140.0),
+    make_offer("tiny", MODEL, "small and quick to download, simple answers", 98_362_432, 140.0),
 ]
 EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
 

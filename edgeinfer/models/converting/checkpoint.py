@@ -1,6 +1,6 @@
 """Read a checkpoint's config.json and safetensors, checked before any value is used.
 
-Tensors are views of the mapped files; nothing is copied until a value is computed with. The format
+Tensors are views of the mapped files; values are copied only when a computation needs them. The format
 (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, the data.
 """
 
@@ -26,15 +26,15 @@ from edgeinfer.platform.disk import open_regular
 
 Array = npt.NDArray[Any]
 
-#: The largest header that the format's own reader takes.
+#: Largest header that the safetensors library accepts.
 MAX_HEADER_BYTES = 100_000_000
-#: BF16 has no dtype in numpy: its bits as integers.
+#: numpy has no BF16: the bits are read as integers.
 _NUMPY = """
     F64 <f8  F32 <f4  F16 <f2  BF16 <u2  I64 <i8  I32 <i4  I16 <i2  I8 i1  U8 u1  BOOL ?
     F8_E4M3 u1  F8_E5M2 u1
 """.split()
 DTYPES: dict[str, np.dtype[Any]] = dict(zip(_NUMPY[::2], map(np.dtype, _NUMPY[1::2]), strict=True))
-#: Types of weights that are converted.
+#: Types of weights that can be converted.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -45,7 +45,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor's place. `dtype` is the format's name; `shape` has the slowest dimension first."""
+    """A tensor's type, shape (slowest dimension first) and position. `dtype` is safetensors' name."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Safetensors:
-    """An open file. Raises ConversionError naming the file and what is wrong with it."""
+    """An open safetensors file. Raises ConversionError naming the file and its defect."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,14 +67,14 @@ class Safetensors:
         self.tensors = {tensor.name: tensor for tensor in self._read()}
 
     def _bad(self, problem: str) -> NoReturn:
-        hint = "fetch it again: it is cut off, or something else by that name"
+        hint = "fetch it again: it is incomplete, or not a safetensors file"
         raise ConversionError(f"{self.path} is not a valid safetensors file: {problem}", hint=hint)
 
     def _read(self) -> list[Tensor]:
         size = len(self._map)
         length = int.from_bytes(self._map[:8], "little") if size >= 8 else size
         if length > min(MAX_HEADER_BYTES, size - 8):
-            self._bad(f"its header would be {length} bytes long, in a file of {size}")
+            self._bad(f"the header is {length} bytes long, but the file has {size}")
         try:
             header = msgspec.json.decode(self._map[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
@@ -94,7 +94,7 @@ class Safetensors:
         begin, stop = entry.data_offsets
         n_bytes = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
         if min(entry.shape, default=0) < 0 or not 0 <= begin <= stop or stop - begin != n_bytes:
-            self._bad(f"{name} of shape {list(entry.shape)} does not take bytes {begin} to {stop}")
+            self._bad(f"{name} of shape {list(entry.shape)} does not fit bytes {begin} to {stop}")
         if data + stop > size:
             self._bad(f"{name} ends {data + stop - size} bytes past the end of the file")
         return Tensor(name, entry.dtype, entry.shape, data + begin, n_bytes)
@@ -107,7 +107,7 @@ class Safetensors:
         return flat.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Give the tensor's pages back to the kernel; they are read again on use."""
+        """Return the tensor's pages to the kernel; the next use reads them again."""
         tensor = self.tensors[name]
         begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.offset + tensor.n_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -125,7 +125,7 @@ Config = dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, {} without one. Raises ConversionError."""
+    """Read the object in a JSON file; {} if there is no file. Raises ConversionError."""
     try:
         with open(open_regular(path), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
@@ -145,18 +145,18 @@ def conversion_errors(folder: Path) -> Iterator[None]:
 
 
 class ModelCheckpoint:
-    """An open checkpoint; `home` is the file of each tensor.
+    """An open checkpoint; `home` maps each tensor to its file.
 
-    `config` is the text model's; `whole_config` is as the file has it.
+    `config` is the text model's; `whole_config` is the whole config.json.
 
-    Raises SourceNotFoundError when a numbered shard is missing, ConversionError when one is torn.
+    Raises SourceNotFoundError if a numbered shard is missing, ConversionError if a shard is truncated.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.whole_config = read_json(folder / CONFIG)
         if not self.whole_config:
-            raise ConversionError(f"{folder} has no {CONFIG}, which says what model it is")
+            raise ConversionError(f"{folder} has no {CONFIG}, which describes the model")
         _refuse_packed(self.whole_config)
         text = self.whole_config.get("text_config")
         self.config: Config = self.whole_config | (text if isinstance(text, dict) else {})
@@ -179,23 +179,23 @@ class ModelCheckpoint:
 
     @property
     def architectures(self) -> list[str]:
-        """The classes that config.json names, the first of which decides the family."""
+        """The class names in config.json; the first decides the family."""
         names = self.whole_config.get("architectures") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def tensor(self, name: str) -> Tensor:
-        """Return where `name` lies. Raises ConversionError if it holds no floating-point numbers."""
+        """Return the position of tensor `name`. Raises ConversionError if it is not floating-point."""
         tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(
-                f"{name} is of type {tensor.dtype}: weights that are packed already are not converted",
-                hint="take the repository it was made from, in BF16 or F16, or one with GGUF files",
+                f"{name} is of type {tensor.dtype}: quantized weights cannot be converted",
+                hint="use the original repository in BF16 or F16, or one with GGUF files",
             )
         return tensor
 
     @property
     def own_type(self) -> str:
-        """The type that loses least of most of the bytes: BF16 or F16."""
+        """BF16 or F16: the type that loses least for most of the weights."""
         bytes_of: Counter[str] = Counter()
         for file in set(self.home.values()):
             for tensor in file.tensors.values():
@@ -208,16 +208,16 @@ def _refuse_packed(config: Config) -> None:
     if isinstance(packed, dict):
         method = str(packed.get("quant_method", "an unknown method"))
         command = "`edgeinfer pull OWNER/REPO --quantize Q4_K_M`"
-        hint = f"pull the repository it was made from ({command}), or one that has GGUF files"
-        problem = f"the checkpoint is quantized with {method}, which is not read here"
+        hint = f"pull the original repository ({command}), or one with GGUF files"
+        problem = f"the checkpoint is quantized with {method}, which is not supported"
         raise ConversionError(problem, hint=hint)
 
 
 def _no_weights(folder: Path, file_names: list[str]) -> ConversionError:
     pickles = [name for name in file_names if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
-        problem = "Python's pickles can run any program when they are read, so they are not"
+        problem = "loading a Python pickle can run any program, so it is refused"
         code = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
-        hint = f"take a revision with .safetensors, or make them: {code}"
+        hint = f"use a revision with .safetensors, or convert it: {code}"
         return ConversionError(f"{folder} has its weights in {pickles[0]}: {problem}", hint=hint)
-    return ConversionError(f"{folder} has no .safetensors file: there are no weights")
+    return ConversionError(f"{folder} has no .safetensors file with weights")

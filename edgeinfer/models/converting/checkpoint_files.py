@@ -1,4 +1,4 @@
-"""Pick the files of a checkpoint or an adapter from a folder or a repository."""
+"""Choose the files of a checkpoint or an adapter in a folder or a repository."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CONFIGURATION = (
 
 
 def weight_files(names: list[str]) -> list[str]:
-    """Pick the files with a checkpoint's weights, of a folder or repository, in order; [] for none.
+    """Choose the files with a checkpoint's weights, in order; [] if there are none.
 
-    Raises SourceNotFoundError when shards of a numbered set are missing.
+    Raises SourceNotFoundError if shards of a numbered set are missing.
     """
     if WEIGHTS in names:
         return [WEIGHTS]
@@ -40,14 +40,14 @@ def weight_files(names: list[str]) -> list[str]:
     assert match is not None
     expected = [f"model-{index + 1:05}-of-{match[2]}.safetensors" for index in range(int(match[2]))]
     if missing := [name for name in expected if name not in shards]:
-        hint = "a file ending in .part or .incomplete is half of one: fetch it again"
+        hint = "a file ending in .part or .incomplete is not complete: fetch it again"
         problem = f"{len(missing)} of {len(expected)} shards are missing"
         raise SourceNotFoundError(f"{problem}: {', '.join(missing[:4])}", hint=hint)
     return expected
 
 
 def checkpoint_files(paths: list[str]) -> list[str]:
-    """Pick the files of a repository that a conversion needs; [] without checkpoint or adapter."""
+    """Choose the files that a conversion needs; [] without a checkpoint or an adapter."""
     if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []

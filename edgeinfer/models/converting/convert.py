@@ -1,7 +1,7 @@
 """Convert a checkpoint to one GGUF file, a block of rows at a time.
 
-At any moment a tensor that must be reordered is in memory once, and a block of the result; the rest is
-mapped, and given back to the kernel as soon as it is written.
+Memory holds at most one tensor that must be reordered, and a block of the result. All others are
+mapped, and their pages are returned to the kernel once written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import need_room, room_errors
 
-#: Prefixes of the tensors of vision towers, which become a separate file (`vision`).
+#: Prefixes of vision tower tensors, which become a separate file (`vision`).
 VISION = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
     *("model.vision_model.", "model.connector.", "visual.", "model.visual."),
@@ -39,9 +39,9 @@ VISION = (
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A tensor of the result, made of the checkpoint's tensor `source`.
+    """A tensor of the result, made from the checkpoint's tensor `source`.
 
-    `exact`: it is float32 whatever the file's type. `shape` has the slowest dimension first.
+    `exact`: stored as float32 whatever the file's type. `shape` begins with the slowest dimension.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[Planned]:
-    """Plan every tensor. Raises ConversionError for one that has no place in llama.cpp."""
+    """Plan every tensor. Raises ConversionError for a tensor that llama.cpp does not know."""
     table = tensor_names(family, required_number(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
@@ -63,7 +63,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
         name = table.get_name(plain_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
             hint = "the checkpoint has parts that a model of this family does not have"
-            raise ConversionError(f"{source} has no place in llama.cpp's {family.arch}", hint=hint)
+            raise ConversionError(f"llama.cpp's {family.arch} has no tensor for {source}", hint=hint)
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(Planned(name, shape, source, transform_of(family, name), exact))
@@ -71,7 +71,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
 
 
 def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
-    """Return the table from a checkpoint's names of tensors to llama.cpp's."""
+    """Return the mapping from a checkpoint's tensor names to llama.cpp's."""
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     return gguf.get_tensor_name_map(arch, n_layer)
 
@@ -98,7 +98,7 @@ def transform_of(family: Family, name: str) -> Transform | None:
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
-    """Return whether a row's `suffix` matches the tensor: with its kind, or both weight and bias."""
+    """Return whether a transform's `suffix` matches the tensor name, with or without weight or bias."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None
@@ -112,14 +112,14 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Most tokens of a vocabulary, far above any known: each token takes memory.
+#: Largest vocabulary, far above any known one: each token takes memory.
 _MOST_TOKENS = 1 << 22
 
 
 def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckpoint:
-    """Write the checkpoint in `folder` to `target` as one of `DIRECT`; "" takes its own type.
+    """Write the checkpoint in `folder` to `target` as a type of `DIRECT`; "" keeps its own type.
 
-    Raises ConversionError, DiskFullError, InterruptedByUser; then nothing is left at `target`.
+    Raises ConversionError, DiskFullError, InterruptedByUser; then `target` does not exist.
     """
     try:
         with conversion_errors(folder):
@@ -136,7 +136,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckp
 
 
 class Conversion:
-    """The file that a checkpoint's text model becomes."""
+    """Conversion of a checkpoint's text model to one file."""
 
     def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
         self.checkpoint = checkpoint
@@ -148,7 +148,7 @@ class Conversion:
         self.made = families.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
-        """Write all to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
+        """Write the file to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
         writer = gguf.GGUFWriter(target, self.arch)
         self._metadata(writer)
         for name, values in self.made.items():
@@ -169,7 +169,7 @@ class Conversion:
             self._data(writer, job)
 
     def _type(self, tensor: Planned) -> gguf.GGMLQuantizationType:
-        """Return the tensor's type; rows that blocks of Q8_0 do not divide are stored as F16."""
+        """Return the tensor's type; rows that do not divide into blocks of Q8_0 are stored as F16."""
         name = "F32" if tensor.exact else self.type_name
         if name == "Q8_0" and tensor.shape[-1] % 32:
             name = "F16"
@@ -194,8 +194,8 @@ class Conversion:
             (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
         )
         if n_tokens != rows:
-            problem = f"config.json says {n_tokens} tokens, the embedding has {rows} rows"
-            hint = "the model was resized (`resize_token_embeddings`) without its config.json"
+            problem = f"config.json says {n_tokens} tokens, but the embedding has {rows} rows"
+            hint = "the model was resized (`resize_token_embeddings`)without its config.json"
             raise ConversionError(problem, hint=hint)
         return n_tokens
 
@@ -242,6 +242,6 @@ class Conversion:
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add a key of the value's kind; whole numbers are u32, fractions f32."""
+    """Add a key of the value's kind: whole numbers as u32, fractions as f32."""
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)

@@ -1,8 +1,8 @@
-"""The families that are converted, a row each, and their config.json and tensors in llama.cpp's terms.
+"""The supported families: a row maps config.json and tensors to llama.cpp's terms.
 
-The first name in `architectures` of config.json decides the row. A row says what llama.cpp calls the
-architecture, which activation its graph has, and what is peculiar: tensors in another order, keys of
-its own, and what cannot be expressed, which is refused instead of converted wrongly.
+The first name in `architectures` of config.json selects the row. A row gives llama.cpp's name of the
+architecture, its activation, and its peculiarities: tensors in another order, additional keys, and
+settings that llama.cpp cannot express; these are refused, not converted wrongly.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from edgeinfer.models.converting.checkpoint import Array
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Counts of query heads and of key and value heads, and a head's width."""
+    """Number of query heads and of key and value heads, and a head's width."""
 
     n_head: int
     n_head_kv: int
     head_dim: int
 
 
-#: Reorders one tensor that llama.cpp keeps in another order than its makers do: takes stored values
-#: (slowest dimension first), and returns values of the same type, except `plus_one`, for float32.
+#: Reorders a tensor that llama.cpp stores in another order. Takes values (slowest dimension first) and
+#: returns values of the same type; only `plus_one` takes and returns float32.
 Transform = Callable[[Array, Heads], Array]
 
 
@@ -46,8 +46,8 @@ def plus_one(values: Array, _heads: Heads) -> Array:
 Values = dict[str, Any]
 
 
-#: A GGUF's key under the architecture's name → its kind, and config.json's key. One that config.json
-#: lacks, or has as null, is left out.
+#: GGUF key (without the architecture's name) → its type, and config.json's key. Keys that config.json
+#: lacks or has as null are left out.
 KEYS: dict[str, tuple[type, str]] = {
     "vocab_size": (int, "vocab_size"),
     "context_length": (int, "max_position_embeddings"),
@@ -62,11 +62,11 @@ KEYS: dict[str, tuple[type, str]] = {
 
 
 def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
-    """Return the count at a GGUF's key. Raises ConversionError for a missing or invalid one."""
+    """Return the number for a GGUF key. Raises ConversionError if it is missing or invalid."""
     word = KEYS[key][1]
     value = config.get(word)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConversionError(f"config.json has no {word} between 1 and {most}: {value!r}")
+        raise ConversionError(f"config.json: {word} must be between 1 and {most}, not {value!r}")
     return value
 
 
@@ -85,7 +85,7 @@ def count_heads(config: Values) -> Heads:
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
-    """Return the architecture's keys and values, without its prefix. Raises ConversionError."""
+    """Return the architecture's keys (without its prefix) and values. Raises ConversionError."""
     heads = count_heads(config)
     required_number(config, "context_length")
     keys: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
 
 
 def _rope_metadata(config: Values, head_dim: int) -> Values:
-    """Return the keys of rope. Raises ConversionError for a kind llama.cpp lacks.
+    """Return the keys of rope. Raises ConversionError for a kind that llama.cpp lacks.
 
     https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py
     """
@@ -140,11 +140,11 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
         keys["rope.scaling.original_context_length"] = original
         keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or factor)
         return keys
-    raise ConversionError(f"config.json: rope scaling {kind!r} is none of {_KNOWN}")
+    raise ConversionError(f"config.json: rope scaling {kind!r} is not supported, only {_KNOWN}")
 
 
 def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
-    """Return the frequency factors llama.cpp reads as tensors, float32 of half the rotated width."""
+    """Return rope's frequency factors, which llama.cpp reads as a tensor: float32[head_dim / 2]."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "llama3":
@@ -166,7 +166,7 @@ def _llama3(rope: Values, head_dim: int) -> Array:
     return factors
 
 
-#: Projections [heads * head_dim, …] in order for rope over neighbouring values.
+#: Reordering of projections [heads * head_dim, …] for rope over neighbouring values.
 _NORM_PAIRS: dict[str, Transform] = {
     "attn_q": lambda values, heads: _interleave(values, heads.n_head),
     "attn_k": lambda values, heads: _interleave(values, heads.n_head_kv),
@@ -179,8 +179,8 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 class Family(msgspec.Struct, frozen=True):
     """A supported family. `checkpoints` are values of `architectures`, `arch` is llama.cpp's name.
 
-    `transforms` go by the GGUF name's end; `needs` are values without which it is refused. `extra`
-    computes keys under the architecture's name.
+    `transforms` match the end of a GGUF name; `needs` are the values that config.json must have.
+    `extra` computes further keys of the architecture.
     """
 
     title: str
@@ -194,7 +194,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def _gemma2(config: Values) -> Values:
-    """Set the window for architectures that have one: a key elsewhere would change memory estimates."""
+    """Set the attention window only for architectures with one: it changes memory estimates."""
     window = config.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
 
@@ -206,7 +206,7 @@ def _gemma3(config: Values) -> Values:
 
 
 def _mrope(config: Values) -> Values:
-    """Set how many pairs of a head turn with time, height and width."""
+    """Set how many pairs of a head rotate with time, height and width."""
     sections = [int(count) for count in rope_parameters(config)["mrope_section"]]
     deep = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
     keys: Values = {} if deep is None else {"n_deepstack_layers": len(deep)}
@@ -276,7 +276,7 @@ FAMILIES = (
 
 
 def find_family(architectures: list[str]) -> Family:
-    """Return the row of a checkpoint. Raises ConversionError with the known ones."""
+    """Return the family of a checkpoint. Raises ConversionError, which lists the supported ones."""
     for word in architectures[:1]:
         for family in FAMILIES:
             if word in family.checkpoints:
@@ -284,18 +284,18 @@ def find_family(architectures: list[str]) -> Family:
     named = architectures[0] if architectures else "none"
     supported = ", ".join(dict.fromkeys(word for family in FAMILIES for word in family.checkpoints))
     raise ConversionError(
-        f"config.json names the architecture {named}, which is not converted; known: {supported}",
-        hint="`architectures` in config.json decides; a repository with its GGUF files may do",
+        f"config.json names the architecture {named}, which is not supported; supported: {supported}",
+        hint="look for a repository with GGUF files of this model",
     )
 
 
 def check(family: Family, config: Values) -> None:
-    """Refuse what the family's graph in llama.cpp does not do. Raises ConversionError."""
+    """Refuse settings that the family's graph in llama.cpp lacks. Raises ConversionError."""
     spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
     activations = [config[word] for word in spellings if config.get(word)]
     if activations and activations[-1] not in family.activations:
-        problem = f"config.json: a {family.arch} with the activation {activations[-1]!r}"
-        raise ConversionError(f"{problem}; llama.cpp computes {family.activations[0]}")
+        problem = f"config.json: {family.arch} with the activation {activations[-1]!r}"
+        raise ConversionError(f"{problem}; llama.cpp supports only {family.activations[0]}")
     for key, allowed in family.needs.items():
         value = config.get(key)
         if value is not None and value not in allowed:

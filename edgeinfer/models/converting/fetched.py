@@ -1,4 +1,4 @@
-"""Convert a fetched checkpoint to GGUF. Imports numpy and gguf (150 ms): only a conversion needs it."""
+"""Convert a fetched checkpoint to GGUF. Imports numpy and gguf (150 ms): import it only to convert."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from edgeinfer.models.pull_plan import Fetched
 
 
 def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
-    """Convert verified files, or a local folder, to one GGUF in `work`, and a projector if it has one.
+    """Convert verified files or a local folder to one GGUF in `work`, and its vision tower to a
+    projector.
 
-    `type_name` is one of DIRECT, or "" for the checkpoint's own. Raises ConversionError,
-    DiskFullError, InterruptedByUser; what was fetched is kept.
+    `type_name` is one of DIRECT, or "" for the checkpoint's own type. Raises ConversionError,
+    DiskFullError, InterruptedByUser; fetched files are kept.
     """
     if any(file.file_name == ADAPTER_CONFIG for file in fetched):
-        problem = "the repository holds a LoRA adapter, which is made for one model"
-        hint = "say which it is here: `edgeinfer pull OWNER/REPO --base MODEL`"
+        problem = "the repository holds a LoRA adapter, not a model"
+        hint = "name the model that it is for: `edgeinfer pull OWNER/REPO --base MODEL`"
         raise UsageError(problem, hint=hint)
     first = fetched[0]
     folder = first.path if first.path.is_dir() else link_files(fetched, work / "checkpoint")
@@ -38,7 +39,7 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
     try:
         vision.convert_tower(checkpoint, target, type_name, job)
     except (ConversionError, InvalidGgufError) as error:
-        job.note(f"without a projector, so no pictures are read: {error.message}")
+        job.note(f"converted without its projector, so it accepts no pictures: {error.message}")
         return []
     projector = Fetched.made_here(target, job)
     projector.is_projector = True
@@ -46,7 +47,7 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
 
 
 def link_files(fetched: list[Fetched], folder: Path) -> Path:
-    """Link the files in `folder` under their published names, and return it."""
+    """Link the files in `folder` under their published names, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     for file in fetched:

@@ -32,17 +32,17 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
-_NO_WAY = "merge it where it was trained (`merge_and_unload`), and convert the result"
+_NO_WAY = "merge it into its model (`merge_and_unload`), and convert the result"
 
 
-#: Tensor name in the base → the module's name in the adapter, and its float32 "A" and "B".
+#: Tensor name in the base → module name in the adapter, and its matrices "A" and "B" (float32).
 _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
 def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
     """Write the adapter in `folder` to `target`, for the model `base` that is called `base_name`.
 
-    Raises ConversionError for what is no plain LoRA, and for one that does not fit the base.
+    Raises ConversionError if it is not a plain LoRA, or does not fit the base.
     """
     with conversion_errors(folder):
         config = read_json(folder / ADAPTER_CONFIG)
@@ -57,12 +57,12 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
         writer.add_float32("adapter.lora.alpha", 1.0)
         for name, (module, pair) in pairs.items():
             a, b = _fitting(name, pair, base)
-            # llama.cpp scales by alpha / rank with one alpha for all, so each module's own scale goes
-            # into its B
+            # llama.cpp has one alpha (alpha / rank) for all modules, so a module's own scale is
+            # multiplied into B
             with np.errstate(over="ignore"):
                 b = b * np.float32(_scale(config, module, len(a)) * len(a))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                problem = f"the adapter's {name} holds numbers that are none (NaN, infinity)"
+                problem = f"the adapter's {name} contains NaN or infinity"
                 raise ConversionError(problem)
             transform = transform_of(family, name)
             if transform is not None and transform is not plus_one:
@@ -77,9 +77,9 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
 
 def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     if not config:
-        raise ConversionError(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter of PEFT's")
+        raise ConversionError(f"{folder} has no {ADAPTER_CONFIG}: it is not a PEFT adapter")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        hint = "save it anew: `save_pretrained(FOLDER)`"
+        hint = "save it again with PEFT: `save_pretrained(FOLDER)`"
         raise ConversionError(f"{folder} has no {ADAPTER_WEIGHTS}", hint=hint)
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -117,10 +117,10 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
         if match is None:
-            raise ConversionError(f"{file.path.name} has {key}, which is no plain LoRA", hint=_NO_WAY)
+            raise ConversionError(f"{file.path.name} has {key}: not a plain LoRA", hint=_NO_WAY)
         name = table.get_name(plain_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
-            raise ConversionError(f"{match[1]} is no module of a {family.arch}, as the base is")
+            raise ConversionError(f"the base, a {family.arch}, has no module {match[1]}")
         _, pair = pairs.setdefault(name, (match[1], {}))
         pair[match[2]] = to_float32(file.view(key), tensor.dtype)
     if not pairs:

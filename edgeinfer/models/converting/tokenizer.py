@@ -1,9 +1,8 @@
 """Map a tokenizer.json to the keys of a GGUF.
 
 Two kinds: byte-level BPE, and BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma).
-llama.cpp has a fixed set of ways to split text before BPE, each under the name of the model that
-brought it (`llama-vocab.cpp`); the name is chosen by the steps that tokenizer.json lists, never by the
-model's name.
+llama.cpp has a fixed set of ways to split text before BPE, each named after the first model that used
+it (`llama-vocab.cpp`). The steps in tokenizer.json select the name, never the model's name.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CASED = (
 )
 _SLASH_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Pattern by which a ByteLevel step splits text by itself.
+#: Pattern of a ByteLevel step without a pattern of its own.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
@@ -37,8 +36,8 @@ TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
 O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
 _DIGIT = "digit"
 
-#: The steps in order → (name, name where whole words in the vocabulary are taken as they are). The one
-#: called gpt-4o leaves combining marks out of words, so O200K goes by another that has its pattern.
+#: Steps in order → llama.cpp's name, and its name if whole words of the vocabulary are not split.
+#: llama.cpp's gpt-4o leaves combining marks out of words, so O200K gets another name with its pattern.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),
@@ -51,15 +50,15 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the splits of a byte-level tokenizer.json. Raises ConversionError."""
+    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenizer. Raises ConversionError."""
     steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
     whole_words = bool(tokenizer["model"].get("ignore_merges"))
     name = _PRE_TOKENIZERS.get(steps, ("", ""))[whole_words]
     if not name:
         raise ConversionError(
-            "tokenizer.json splits texts in a way that llama.cpp has no name for: "
-            + " then ".join(map(repr, steps or ("not at all",))),
-            hint="the ids would differ, so it is not converted; a repository with GGUF files may exist",
+            "llama.cpp does not support the pre-tokenizer of tokenizer.json: "
+            + " then ".join(map(repr, steps or ("none",))),
+            hint="look for a repository with GGUF files; a conversion would produce wrong token ids",
         )
     return name
 
@@ -88,7 +87,7 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
 Values = dict[str, Any]
 
 _FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
-#: tokenizer_config.json's key → llama.cpp's.
+#: Key of tokenizer_config.json → llama.cpp's key.
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -101,7 +100,7 @@ _SPECIAL = {
 
 
 class Vocabulary:
-    """Tokens by id, with a type and a score each; unnamed ids are unused padding."""
+    """Tokens by id, with type and score; ids without a token are unused padding."""
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{index}]" for index in range(size)]
@@ -109,10 +108,10 @@ class Vocabulary:
         self.scores = [-1000.0] * size
 
     def put(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
-        """Name a token. Raises ConversionError if the model has no row for it."""
+        """Set a token. Raises ConversionError if the model has no row for its id."""
         if not 0 <= index < len(self.tokens):
             bound = f"config.json says {len(self.tokens)} tokens"
-            raise ConversionError(f"tokenizer.json has {token!r} at {index}, {bound}")
+            raise ConversionError(f"tokenizer.json has {token!r} at {index}, but {bound}")
         self.tokens[index] = token
         self.types[index] = kind
         self.scores[index] = score
@@ -122,7 +121,7 @@ def metadata(folder: Path, n_vocab: int) -> Values:
     """Return the keys under `tokenizer.` for the checkpoint in `folder`. Raises ConversionError."""
     tokenizer = read_json(folder / "tokenizer.json")
     if not isinstance(tokenizer.get("model"), dict):
-        hint = "make it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        hint = "create it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         raise ConversionError(f"{folder} has no tokenizer.json", hint=hint)
     vocabulary = Vocabulary(n_vocab)
     keys = _model(tokenizer, vocabulary)
@@ -137,13 +136,13 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     kind = model.get("type") or ("BPE" if "merges" in model else "")
     if kind != "BPE":
-        raise ConversionError(f"tokenizer.json is of the kind {kind!r}: only BPE is supported")
+        raise ConversionError(f"tokenizer.json has the type {kind!r}: only BPE is supported")
     steps = f"{tokenizer.get('pre_tokenizer')}{tokenizer.get('decoder')}"
     return (_byte_level if "'ByteLevel'" in steps else _sentence_piece)(tokenizer, vocabulary)
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
-    """Return the pairs in order of rank; tokenizer.json spells them in two ways."""
+    """Return the BPE merges, the highest rank first; tokenizer.json has two notations for them."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
@@ -152,7 +151,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for token, index in model["vocab"].items():
         vocabulary.put(index, token, TokenType.NORMAL)
-    # a space inside a token is written Ġ, so one space separates the two
+    # inside a token a space is written Ġ, so one space separates the pair
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     pre = pre_tokenizer_name(tokenizer)
     keys: Values = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.merges": merges}
@@ -160,14 +159,14 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     if normalizer == "NFC":
         keys[_FORM] = NFC
     elif normalizer:
-        raise ConversionError(f"tokenizer.json normalizes by {normalizer}, which llama.cpp does not")
+        raise ConversionError(f"tokenizer.json: llama.cpp lacks the normalizer {normalizer}")
     return keys
 
 
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """Put the tokens with SentencePiece's scores, and return the keys.
 
-    SentencePiece merges the pair whose result scores best: here the rank of its first merge.
+    SentencePiece first merges the pair with the best score; here that is the rank of its first merge.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}
@@ -191,7 +190,7 @@ def _prefixes(tokenizer: Values) -> bool:
 
 
 def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
-    """Put the tokens that are matched before text is split: special ones, and whole words."""
+    """Put the tokens that are matched before text is split: special tokens and whole words."""
     for token in tokenizer.get("added_tokens") or ():
         index = token["id"]
         if index < len(vocabulary.types) and vocabulary.types[index] == TokenType.UNKNOWN:
@@ -223,7 +222,7 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
 
 
 def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
-    """Return whether a special token goes before one text, and after it; None if nothing says."""
+    """Return whether a special token goes before and after a text; None if the file does not say."""
     if step is None:
         return None, None
     if step["type"] == "Sequence":

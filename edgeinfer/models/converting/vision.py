@@ -1,7 +1,7 @@
-"""Convert the vision tower of a checkpoint to a projector: the encoder of pictures, a row a family.
+"""Convert a checkpoint's vision tower to a projector; a row describes each family.
 
-llama.cpp's names of tensors come from the table of the gguf package; keys are those that its reader
-(`tools/mtmd/clip.cpp`) asks for.
+Tensor names come from the gguf package's table; keys are those that llama.cpp's reader
+(`tools/mtmd/clip.cpp`) looks for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgeinfer.models.converting.families import Heads, Transform, Values, plus_
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 
-#: A key under "clip.vision." → the vision configuration's.
+#: Key under "clip.vision." → key of the vision configuration.
 _KEYS = {
     "image_size": "image_size",
     "patch_size": "patch_size",
@@ -33,7 +33,7 @@ _KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-#: The activation → llama.cpp's switch; its GELU is the approximation by tanh.
+#: Activation → llama.cpp's switch. llama.cpp's GELU is the tanh approximation.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu", "silu": "use_silu"}
 
 
@@ -41,8 +41,8 @@ class Tower(msgspec.Struct, frozen=True):
     """A supported vision tower. `checkpoints` are values of `architectures`, `kind` is llama.cpp's
     projector type.
 
-    `defaults` are the makers' for what config.json leaves out. `extra` computes keys under
-    "clip.vision." from the whole, the vision's and the preprocessor's configuration.
+    `defaults` apply to keys that config.json leaves out. `extra` computes keys under "clip.vision."
+    from the whole configuration, the vision tower's and the preprocessor's.
     """
 
     kind: str
@@ -66,14 +66,14 @@ def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
     whole = list(vision["fullatt_block_indexes"])
     step = whole[0] + 1
     if whole != list(range(step - 1, step * len(whole), step)) or vision["window_size"] != 112:
-        raise ConversionError("config.json: a vision tower with other windows than llama.cpp has")
+        raise ConversionError("config.json: llama.cpp does not support the vision tower's windows")
     keys = _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures)
     return keys | {"n_wa_pattern": step, "image_size": vision["image_size"]}
 
 
 def _qwen3(_config: Values, vision: Values, _pictures: Values) -> Values:
     if vision["spatial_merge_size"] != 2 or vision["temporal_patch_size"] != 2:
-        raise ConversionError("config.json: a vision tower that does not merge 2 x 2 patches")
+        raise ConversionError("config.json: the vision tower does not merge 2 x 2 patches")
     side = math.isqrt(int(vision["num_position_embeddings"]))
     return {"image_size": side * vision["patch_size"], "spatial_merge_size": 2}
 
@@ -87,7 +87,7 @@ _QWEN = {
 }
 _QWEN2_5 = {"num_hidden_layers": 32, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 _QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
-#: Qwen's key names in vision_config, and the common ones.
+#: Qwen's key in vision_config → the common key.
 _WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
@@ -124,7 +124,7 @@ TOWERS = (
 )
 
 
-#: Prefixes that newer and older checkpoints put before a name in the gguf package's table.
+#: Prefixes of newer and older checkpoints → those of the gguf package's table.
 _RENAMED = (
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),
@@ -139,7 +139,7 @@ _DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[
 
 
 def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
-    """Return the row of a checkpoint with a vision tower that is converted, or None."""
+    """Return the row for a checkpoint's vision tower; None if it is not supported."""
     if not any(name.startswith(VISION) for name in checkpoint.home):
         return None
     first = checkpoint.architectures[:1]
@@ -147,7 +147,7 @@ def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name in the words of the gguf package's table."""
+    """Return a tensor's name as the gguf package's table spells it."""
     for prefix, plain in _RENAMED:
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)
@@ -165,9 +165,10 @@ def _third(third: int, values: Array, _heads: Heads) -> Array:
 
 
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
-    """Write the projector to `target` in F32 or, otherwise, F16.
+    """Write the projector to `target` in F32 or, for any other type, F16.
 
-    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; then nothing is left.
+    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; then `target` does not
+    exist.
     """
     tower = find_tower(checkpoint)
     assert tower is not None
@@ -202,7 +203,7 @@ class _TowerConversion(Conversion):
                 continue
             name = self._name(_plain(source))
             if name is None:
-                raise ConversionError(f"{source} has no place in llama.cpp's {self.tower.kind}")
+                raise ConversionError(f"llama.cpp's {self.tower.kind} has no tensor for {source}")
             whole = self.checkpoint.tensor(source).shape
             for part, shape, transform in self._parts(name, whole):
                 exact = len(shape) < 2 or "_embd" in name
@@ -219,7 +220,7 @@ class _TowerConversion(Conversion):
     def _parts(
         self, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
-        """Yield what a tensor becomes: Qwen's have two frames, and before Qwen3 three projections."""
+        """Yield the parts of a tensor: Qwen's have two frames, and before Qwen3 three projections."""
         if len(shape) == 5:
             for frame, suffix in enumerate(("", ".1")):
                 yield name + suffix, shape[:2] + shape[3:], partial(_frame, frame)
@@ -237,7 +238,7 @@ class _TowerConversion(Conversion):
         writer.add_file_type(file_type(self.type_name))
         activation = vision["hidden_act"]
         if activation not in _ACTIVATIONS:
-            raise ConversionError(f"config.json: a vision tower with the activation {activation!r}")
+            raise ConversionError(f"config.json: unsupported vision activation {activation!r}")
         keys: dict[str, Any] = {
             "has_vision_encoder": True,
             "projector_type": self.tower.kind,

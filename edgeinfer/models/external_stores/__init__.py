@@ -1,1 +1,1 @@
-"""Use models in other programs' stores where they are; nothing there is ever written."""
+"""Use models in other programs' stores in place; nothing is ever written there."""

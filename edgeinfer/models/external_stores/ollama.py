@@ -1,11 +1,11 @@
 """Read Ollama's store: manifests name the blobs of a model by their SHA-256.
 
     MODELS/manifests/REGISTRY/NAMESPACE/MODEL/TAG    JSON: layers by kind, digest and size
-    MODELS/blobs/sha256-HEX                          what was fetched, under its own digest
+    MODELS/blobs/sha256-HEX                          a fetched file, named by its digest
 
-A model is called `ollama/` and the argument of `ollama run`.
+A model is called `ollama/NAME`, with the NAME of `ollama run`.
 
-Ollama's templates are Go's and not read: the GGUF's own Jinja template is used.
+Ollama's templates are Go templates, which are ignored: the GGUF's Jinja template is used.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class _Manifest(msgspec.Struct, frozen=True):
 class OllamaStore(ExternalStore):
     name = "Ollama"
     prefix = PREFIX
-    fix = "fetch it again with its owner: `ollama pull {}`"
+    fix = "fetch it again with Ollama: `ollama pull {}`"
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the configured folder, this user's and the service's."""
+        """Return the configured folder, this user's folder and the service's."""
         folder = environment.get("OLLAMA_MODELS", "")
         return [Path(folder)] * bool(folder) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
@@ -98,11 +98,11 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     try:
         layers = msgspec.json.decode(raw, type=_Manifest).layers
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnusableError(f"its manifest {manifest} can't be understood: {error}") from error
+        raise UnusableError(f"its manifest {manifest} is invalid: {error}") from error
     kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
         problem = f"its manifest names {kinds.count('model')} GGUF files, not one"
-        raise UnusableError(problem, hint="only models that Ollama keeps as one GGUF can be used")
+        raise UnusableError(problem, hint="only models that are one GGUF in Ollama's store can be used")
     return dict(zip(kinds, layers, strict=True))
 
 
@@ -112,24 +112,24 @@ def _blob(root: Path, layer: _Layer) -> ExternalFile:
         raise UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
     path, info = file_in(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
-        raise UnusableError(f"{path} has {info.st_size} bytes, and its manifest says {layer.size}")
+        raise UnusableError(f"{path} has {info.st_size} bytes, but its manifest says {layer.size}")
     return ExternalFile(path=path, size_bytes=info.st_size, sha256=digest[1])
 
 
 def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     if "adapter" in files:
         paths = files["model"].path, files["adapter"].path
-        hint = f"name both: `edgeinfer chat {paths[0]} --lora {paths[1]}`"
+        hint = f"use both: `edgeinfer chat {paths[0]} --lora {paths[1]}`"
         raise UnusableError(f"it is {paths[0]} with the adapter {paths[1]}", hint=hint)
     return files["model"]
 
 
-#: Stop strings that a model may bring, and their length in characters.
+#: Most stop strings of a model, and their maximum length (characters).
 _STOPS, _STOP_CHARACTERS = 32, 200
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """Settings from a model's layers; `used` and `unused` describe them for `show`."""
+    """Settings from a model's layers; `show` prints `used` and `unused`."""
 
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class OllamaSettings(msgspec.Struct, kw_only=True):
 
 
 def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
-    """Read the layers of a model whose GGUF has a template, or none. Never raises."""
+    """Read the layers of a model; `has_template`: the GGUF has one. Never raises."""
     settings = OllamaSettings()
     for kind, path in sorted(layers.items()):
         if kind == "system":
@@ -149,7 +149,7 @@ def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSet
             _read_parameters(settings, _text(path))
         elif kind == "template":
             own = "the GGUF's own is used instead"
-            other = "Go templates are not read; `chat-template` in models.toml can say it"
+            other = "Go templates are not supported; set `chat-template` in models.toml"
             settings.unused.append(f"template: {own if has_template else other}")
         elif kind not in ("license", "projector"):
             settings.unused.append(f"{kind}: not supported here")

@@ -1,8 +1,8 @@
-"""Read stores of other programs: bounded, inside the store, and without a trace.
+"""Read other programs' stores with limits, only inside the store, and without writing.
 
-Nothing here opens a file for writing, takes a lock or makes a folder. A name from inside a store is
-used only if it leads to an ordinary file inside the store. Files that were hashed once are remembered
-in the cache by path; size, modification time and inode must be unchanged.
+Nothing here opens a file for writing, takes a lock or creates a folder. A path from inside a store is
+used only if it leads to an ordinary file inside the store. Hashed files are recorded in the cache by
+path; size, modification time and inode must be unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgeinfer.platform.disk import CacheTable, sha256_of
 
 
 class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A GGUF file. `path` is the file itself, no link; `sha256` is the digest in its name, or ""."""
+    """A GGUF file. `path` has no links; `sha256` is the digest in its name, or ""."""
 
     path: str
     size_bytes: int
@@ -54,7 +54,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(file.path for file in self.files)
 
 
-#: Progress callback: (bytes read, bytes in all).
+#: Progress callback: (bytes read, total bytes).
 OnRead = Callable[[int, int], None]
 
 
@@ -70,7 +70,7 @@ _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
 def verify(file: ExternalFile, progress: OnRead) -> None:
-    """Compare a file with the digest in its name, once. Raises ChecksumError, OSError."""
+    """Compare a file with the digest in its name, once per file. Raises ChecksumError, OSError."""
     if not file.sha256:
         return
     now = _look(file)
@@ -88,14 +88,14 @@ def _look(file: ExternalFile) -> _Seen:
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 
 
-#: Most folders and files that a search of one store visits; models are tens.
+#: Most folders and files that a search of one store visits; real stores have tens of models.
 MAX_ENTRIES = 20_000
-#: Longest manifest, template or settings file that is read.
+#: Longest manifest, template or settings file (bytes) that is read.
 MAX_TEXT_BYTES = 1 << 20
 
 
 class UnusableError(Exception):
-    """An unusable part of a store; a search turns it into a model's problem."""
+    """Part of a store that cannot be used; a search reports it as a model's problem."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -104,8 +104,8 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """A program's models. Their names begin with `prefix`; `fix`: the hint for an unusable one, whose
-    name replaces "{}".
+    """A program's models. Their names begin with `prefix`. `fix` is the hint for an unusable model,
+    whose name replaces "{}".
     """
 
     name: ClassVar[str]
@@ -121,7 +121,7 @@ class ExternalStore(ABC):
         """Yield every model below the real path `root`. Raises UnusableError if it is not readable."""
 
     def unusable(self, name: str, error: UnusableError) -> ExternalModel:
-        """Return a model that cannot be used, with the error's hint or the store's `fix`."""
+        """Return an unusable model, with the error's hint or the store's `fix`."""
         fix = error.hint or self.fix.replace("{}", name.removeprefix(self.prefix))
         return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 
@@ -134,11 +134,11 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UnusableError(f"{folder} can't be looked into: {_reason(error)}") from error
+        raise UnusableError(f"{folder} cannot be listed: {_reason(error)}") from error
 
 
 def folders(folder: Path) -> list[Path]:
-    """List the folders in a folder without hidden ones. Raises as `entries`."""
+    """List the visible folders in a folder. Raises as `entries`."""
     return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
 
 
@@ -150,7 +150,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield files called `….gguf` up to `depth` folders deep; links to folders are not followed."""
+    """Yield `….gguf` files up to `depth` folders deep; links to folders are not followed."""
     for entry in entries(folder):
         if entry.name.startswith("."):
             continue
@@ -163,24 +163,24 @@ def ggufs(folder: Path, depth: int) -> Iterator[Path]:
 def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
     """Return the ordinary file that `path` is or links to, and its status. `store` is a real path.
 
-    Raises UnusableError when it is gone, no file, not readable, or outside `store`.
+    Raises UnusableError if it does not exist, is not a readable file, or is outside `store`.
     """
     real = os.path.realpath(path)
     try:
         info = os.stat(real)
     except (OSError, ValueError) as error:
         gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        reason = "is gone" if gone else f"can't be read: {_reason(error)}"
-        raise UnusableError(f"its file {real} {reason}") from error
+        reason = "does not exist" if gone else f"can't be read: {_reason(error)}"
+        raise UnusableError(f"the file {real} {reason}") from error
     if not real.startswith(f"{store}{os.sep}"):
         hint = f"if you trust that file, use it by its path: {real}"
         raise UnusableError(f"{path} is a link to {real}, which is outside {store}", hint)
     if not stat.S_ISREG(info.st_mode):
-        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no ordinary file"
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "a device or socket"
         raise UnusableError(f"{real} is {kind}, not a file")
     if not os.access(real, os.R_OK):
         hint = "let its owner or an administrator allow it"
-        raise UnusableError(f"{real} may not be read by this user", hint)
+        raise UnusableError(f"this user may not read {real}", hint)
     return real, info
 
 
@@ -188,7 +188,7 @@ def small_file(path: Path, store: Path) -> bytes:
     """Read a manifest or another short file whole. Raises UnusableError."""
     real, info = file_in(path, store)
     if info.st_size > MAX_TEXT_BYTES:
-        raise UnusableError(f"{real} has {info.st_size} bytes, and {MAX_TEXT_BYTES} are read at most")
+        raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")
     try:
         with open(real, "rb") as file:
             return file.read(MAX_TEXT_BYTES + 1)

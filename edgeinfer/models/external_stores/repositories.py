@@ -1,12 +1,12 @@
 """Read stores of repositories' GGUF files: Hugging Face's cache and LM Studio's folders.
 
-    HUB/models--OWNER--REPO/refs/REF                 the revision that a branch or tag was
+    HUB/models--OWNER--REPO/refs/REF                 the revision of a branch or tag
     HUB/models--OWNER--REPO/snapshots/REVISION/…     links, under the files' own names
-    HUB/models--OWNER--REPO/blobs/SHA256             what was fetched
+    HUB/models--OWNER--REPO/blobs/SHA256             a fetched file
     LMSTUDIO/PUBLISHER/REPOSITORY/FILE.gguf
 
-A model of Hugging Face's cache is named by its source, `hf:OWNER/REPO:QUANT`, one of LM Studio
-`lmstudio/PUBLISHER/REPOSITORY:QUANT`. LM Studio's files carry no digest: size and time vouch for them.
+A model of Hugging Face's cache is named `hf:OWNER/REPO:QUANT`, a model of LM Studio
+`lmstudio/PUBLISHER/REPOSITORY:QUANT`. LM Studio stores no digests: only size and time are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.AS
 
 
 class _RepositoryStore(ExternalStore):
-    """A store of repositories, whose folders are `depth` deep; names end without `suffix`."""
+    """A store of repositories. Their folders are `depth` deep; names omit `suffix`."""
 
     depth: int
     suffix: str
@@ -46,8 +46,8 @@ class _RepositoryStore(ExternalStore):
     def in_repository(self, folder: Path, root: Path, prefix: str) -> Iterator[ExternalModel]:
         """Yield the models of the repository in `folder`, below the store's `root`.
 
-        A model is called `prefix` and its quantization if no other file has that, otherwise `prefix`
-        and its path. Projectors are every model's. Raises UnusableError if `folder` is not readable.
+        A model is called `prefix:QUANT` if only one file has that quantization, otherwise `prefix` and
+        its path. Every model gets all projectors. Raises UnusableError if `folder` is not readable.
         """
         gguf_names = [str(path.relative_to(folder)) for path in ggufs(folder, self.depth)]
         firsts = sorted({min(_parts(file)) for file in gguf_names if "mmproj" not in file.lower()})
@@ -69,7 +69,7 @@ class _RepositoryStore(ExternalStore):
 
 
 def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[ExternalFile]:
-    """Yield the projectors of a repository that can be read."""
+    """Yield the readable projectors of a repository."""
     for file in gguf_names:
         if is_projector(os.path.basename(file)):
             with contextlib.suppress(UnusableError):
@@ -84,7 +84,7 @@ def _found_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
         raise UnusableError(f"its part {path.name} is missing")
     real, info = file_in(path, root)
-    # Hugging Face names large files by SHA-256, small ones by Git's digest
+    # a blob of Hugging Face is named by SHA-256 if it is large, otherwise by Git's digest
     blob = os.path.basename(real)
     digest = blob if _SHA256.fullmatch(blob) else ""
     return ExternalFile(path=real, size_bytes=info.st_size, sha256=digest)
@@ -93,12 +93,12 @@ def _found_file(path: Path, root: Path) -> ExternalFile:
 class HuggingFaceCache(_RepositoryStore):
     name = "Hugging Face"
     prefix = paths.FOUND[1]
-    fix = "`edgeinfer pull {}` fetches a copy of our own"
+    fix = "`edgeinfer pull {}` fetches a separate copy"
     depth = 3
     suffix = ""
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the cache's folder; the first variable that is set decides."""
+        """Return the cache's folder, from the first variable that is set."""
         for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             if environment.get(variable):
                 return [Path(environment[variable]).expanduser()]
@@ -150,7 +150,7 @@ class LmStudioFolder(_RepositoryStore):
     suffix = ".gguf"
 
     def roots(self, _environment: Mapping[str, str]) -> list[Path]:
-        """Return the configured folder, and the usual one."""
+        """Return the configured folder and the usual one."""
         home = Path.home() / ".lmstudio"
         try:
             content = small_file(home / "settings.json", Path(os.path.realpath(home)))

@@ -1,7 +1,7 @@
 """Find models in other programs' stores, and verify one before it is used.
 
-A search reads only names and sizes. When a model is used, its header is checked without trusting a
-byte of it, and once the whole file against the digest in its name.
+A search reads only names and sizes. When a model is used, its header is checked as untrusted input, and
+the whole file is compared once with the digest in its name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from edgeinfer.models.external_stores.repositories import HuggingFaceCache, LmSt
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
-#: How long (s) a list of the stores' models is used.
+#: How long (s) a list of the stores' models is cached.
 FRESH_S = 2.0
-#: (stage, fraction), as in loading.
+#: Progress callback (stage, fraction), as in loading.
 Progress = Callable[[str, float | None], None]
 
 
@@ -40,7 +40,7 @@ def is_name(text: str) -> bool:
 
 
 def search(prefix: str = "") -> list[ExternalModel]:
-    """List every model whose name begins with `prefix`, unusable ones included."""
+    """List every model whose name begins with `prefix`, including unusable ones."""
     models: dict[str, ExternalModel] = {}
     for store in _STORES:
         if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
@@ -59,7 +59,7 @@ def _in_store(store: ExternalStore) -> Iterator[ExternalModel]:
         try:
             yield from map(_printable, store.search(Path(real)))
         except (UnusableError, OSError) as error:
-            name, fix = f"{store.prefix}*", f"let this user read {root}, or leave it"
+            name, fix = f"{store.prefix}*", f"let this user read {root}, or ignore this message"
             yield ExternalModel(name=name, store=store.name, problem=str(error), fix=fix)
 
 
@@ -67,12 +67,12 @@ def _printable(model: ExternalModel) -> ExternalModel:
     if model.name.isprintable():
         return model
     shown = "".join(c if c.isprintable() else "?" for c in model.name)
-    problem = "its name can't be shown"
+    problem = "its name has unprintable characters"
     return ExternalModel(name=shown, store=model.store, problem=problem, fix="rename it")
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find a model by name in any letter case, with or without `hf:` and Ollama's `:latest`."""
+    """Find a model by name, ignoring case, with or without `hf:` and Ollama's `:latest`."""
     name = text.lower()
     if name.startswith(_OLLAMA.prefix):
         name = name.removesuffix(":latest")
@@ -95,7 +95,7 @@ def usable() -> list[ExternalModel]:
 
 
 class StoreCache:
-    """Cache the usable models for a moment, because clients list them often; thread-safe."""
+    """Caches the usable models for a moment, because clients list them often. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -128,9 +128,9 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Check headers and digests of a model and return its files, where they are.
+    """Check a model's headers and digests; return its files, which stay where they are.
 
-    Raises ModelNotPulledError for one that can't be used, InvalidGgufError, ChecksumError.
+    Raises ModelNotPulledError for an unusable model, InvalidGgufError, ChecksumError.
     """
     files = describe_files(model)
     report, hint = progress or (lambda stage, fraction: None), f"fetch it again with {model.store}"
@@ -148,7 +148,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def describe_files(model: ExternalModel) -> ModelFiles:
-    """Describe a model's files by their headers and the store's records; bytes are not verified.
+    """Describe a model's files by their headers and the store's records, without verifying bytes.
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
@@ -166,13 +166,13 @@ def describe_files(model: ExternalModel) -> ModelFiles:
 
 
 def digest(model: ExternalModel) -> str:
-    """Return the SHA-256 by the files' names; "" if one has none."""
+    """Return the SHA-256 from the files' names; "" if a name has none."""
     digests = [file.sha256 for file in model.files]
     return names.combined_digest(digests) if all(digests) else ""
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Return the error for a name of another program's model that is absent."""
+    """Make the error for a model that another program's store lacks."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

@@ -1,1 +1,1 @@
-"""Fetch sources into partial files, one module a kind of source; nothing is verified here."""
+"""Fetch sources into partial files, one module per kind of source; nothing is verified here."""

@@ -1,16 +1,16 @@
-"""Download one file over HTTP, resumable, into a partial file.
+"""Download one file over HTTP into a partial file; an interrupted download can resume.
 
-`FILE.part.json` says which file the bytes belong to. A download continues only if the server's partial
-response has the same validator (a strong ETag, or Last-Modified), as not every server with ranges knows
-If-Range (RFC 9110, 15.3.7), or if the SHA-256 is known and compared afterwards. Verifying and renaming
-are the caller's.
+`FILE.part.json` records which file the bytes belong to. A download resumes only if the server's partial
+response has the same validator (a strong ETag, or Last-Modified), because not every server with ranges
+supports If-Range (RFC 9110, 15.3.7), or if the SHA-256 is known and compared afterwards. The caller
+verifies and renames the file.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+import httpx2  # 75 to 120 ms, so only a pull imports this module
 import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError
@@ -24,9 +24,9 @@ PART = ".part"
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server; 0 and "" mean unknown. Only the first host gets `headers`.
+    """A file on a server; 0 and "" mean unknown. `headers` are sent to the first host only.
 
-    `login` is the hint of a refusal. `is_projector`: it encodes pictures for the model before it.
+    `login` is the hint if the server refuses access. `is_projector`: it encodes pictures for the model.
     """
 
     url: str
@@ -40,7 +40,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file that partial bytes belong to. `validator` "": the server gave none to trust."""
+    """The file that partial bytes belong to. `validator` is "" if the server gave none."""
 
     origin: str
     sha256: str
@@ -50,9 +50,9 @@ class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     """Download `remote` into `folder` and return the partial file, complete but not verified.
 
-    Raises DownloadError and its kin, ChecksumError if the server's length is not the promised one,
-    DiskFullError, InterruptedByUser. What was fetched is kept for the next time, except when it turns
-    out to be of another file.
+    Raises DownloadError and its subclasses, ChecksumError if the server's length is not the expected
+    one, DiskFullError, InterruptedByUser. Fetched bytes are kept for the next attempt unless they
+    belong to another file.
     """
     partial_file = folder / (remote.file_name + PART)
     retry_policy = job.retry_policy
@@ -65,11 +65,11 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 _try_once(client, remote, partial_file, job)
                 return partial_file
             except RetryableError as again:
-                job.check()  # a connection that was shut down because of a cancellation
+                job.check()  # `check` raises if a cancellation shut the connection down
                 n_kept = size_or_zero(partial_file)
                 failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
-                    outcome = f"gave up after {failures} attempts, {format_bytes(n_kept)} are kept"
+                    outcome = f"gave up after {failures} attempts; {format_bytes(n_kept)} are kept"
                     raise DownloadError(f"{remote.origin}: {again}; {outcome}") from again
                 pause = retry_policy.pause(failures, again.wait_s)
                 job.note(f"{again}; trying again in {pause:.0f} s")
@@ -89,14 +89,14 @@ def _try_once(client: httpx2.Client, remote: Remote, partial_file: Path, job: Jo
             _receive(remote, response, partial_file, state, job)
     except (httpx2.TransportError, httpx2.DecodingError) as error:
         if http_client.is_untrusted(error):
-            hint = "behind a company's proxy, set SSL_CERT_FILE to the file of its certificates"
+            hint = "behind a company's proxy, set SSL_CERT_FILE to the proxy's certificate file"
             problem = http_client.describe_transport_error(error)
             raise DownloadError(f"{remote.origin}: {problem}", hint=hint) from error
         if isinstance(error, httpx2.ConnectError) and http_client.is_loopback(error.request.url.host):
-            raise DownloadError(f"{remote.origin}: nothing listens there ({error})") from error
+            raise DownloadError(f"{remote.origin}: the server refuses connections ({error})") from error
         raise RetryableError(http_client.describe_transport_error(error)) from error
     except httpx2.TooManyRedirects as error:
-        raise DownloadError(f"{remote.origin}: the server redirects for ever") from error
+        raise DownloadError(f"{remote.origin}: too many redirects") from error
 
 
 def _state_path(partial_file: Path) -> Path:
@@ -104,10 +104,10 @@ def _state_path(partial_file: Path) -> Path:
 
 
 def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
-    """Return the record of the partial file, which is removed if it may be of another file."""
+    """Return the partial file's record. Removes the partial file if it may belong to another file."""
     try:
         state = msgspec.json.decode(_state_path(partial_file).read_bytes(), type=_PartialState)
-    except (FileNotFoundError, msgspec.MsgspecError):  # none, or one of an earlier version
+    except (FileNotFoundError, msgspec.MsgspecError):  # no record, or one of an older version
         state = _PartialState(origin="", sha256="")
     same = (state.origin, state.sha256) == (remote.origin, remote.sha256)
     if not same or not (remote.sha256 or state.validator):
@@ -120,7 +120,7 @@ def _receive(
 ) -> None:
     offset, total = http_client.placement(response, size_or_zero(partial_file))
     if remote.size_bytes and total is not None and total != remote.size_bytes:
-        problem = f"{remote.origin} has {total} bytes, not the promised {remote.size_bytes}"
+        problem = f"{remote.origin} has {total} bytes, not the expected {remote.size_bytes}"
         raise ChecksumError(f"{problem}; nothing was fetched")
     if total is not None:
         need_room(partial_file.parent, total - size_or_zero(partial_file), remote.file_name)
@@ -129,7 +129,7 @@ def _receive(
         partial_file.unlink()
         raise RetryableError("the file on the server may have changed; starting over")
     if offset == 0 and state.validator not in ("", validator):
-        partial_file.unlink(missing_ok=True)  # the server has another file now
+        partial_file.unlink(missing_ok=True)  # the server now has another file
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
     write_whole(_state_path(partial_file), msgspec.json.encode(new_state))
     job.at(offset, total)
@@ -142,22 +142,22 @@ def _receive(
         for chunk in response.iter_raw():
             if 0 < remote.size_bytes < offset + len(chunk):
                 partial_file.unlink()
-                problem = f"{remote.origin} has more than the promised {remote.size_bytes} bytes"
+                problem = f"{remote.origin} has more than the expected {remote.size_bytes} bytes"
                 raise ChecksumError(f"{problem}; nothing was kept")
             view = memoryview(chunk)
             while view:
                 view = view[file.write(view) :]
             offset += len(chunk)
             job.at(offset)
-        file.truncate()  # a longer tail of an earlier file ends here
+        file.truncate()  # cut off what a longer earlier file left
     if total is not None and offset != total:
         raise RetryableError(f"the server sent {offset} of {total} bytes")
 
 
 def _after_416(remote: Remote, response: httpx2.Response, partial_file: Path, start: int) -> None:
-    """Handle "Range not satisfiable": the partial file is complete, or longer than the file is now."""
+    """Handle "Range not satisfiable": the file is complete, or the server's file has become shorter."""
     total = response.headers.get("Content-Range", "").rpartition("/")[2]
     expected = int(total) if total.isdecimal() else remote.size_bytes
     if expected != start:
         partial_file.unlink()
-        raise RetryableError("the file on the server is shorter than what is here; starting over")
+        raise RetryableError("the file on the server is shorter than the partial file; starting over")

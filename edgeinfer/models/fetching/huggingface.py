@@ -1,7 +1,7 @@
-"""Resolve a repository of Hugging Face to files with sizes, SHA-256 and addresses.
+"""Resolve a Hugging Face repository to files with sizes, SHA-256 and addresses.
 
-huggingface_hub knows the endpoint, the tokens and the gated repositories; the bytes are fetched by
-`download`, which resumes and verifies. Nothing here is called when the network is switched off.
+huggingface_hub handles the endpoint, tokens and gated repositories; `download` fetches, resumes and
+verifies. Nothing here is called if the network is switched off.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TIMEOUT_S = 15.0
 
 
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
-    """Return the files that `source` names, all of a split model, at the repository's current commit.
+    """Return the files of `source` at the repository's current commit; all parts of a split model.
 
-    The smallest projector of the repository follows them. Raises AuthenticationError,
-    SourceNotFoundError, DownloadError.
+    The smallest projector of the repository is added. Raises AuthenticationError, SourceNotFoundError,
+    DownloadError.
     """
-    from huggingface_hub import HfApi, get_token  # 130 ms, only when something is pulled from there
+    from huggingface_hub import HfApi, get_token  # 130 ms, only for a pull from Hugging Face
 
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
     token = os.environ.get("HF_TOKEN") or get_token()
@@ -48,7 +48,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
-    """Return the smallest projector next to chosen GGUF files, if there is one."""
+    """Return the smallest projector for the chosen GGUF files, if there is one."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
     projectors = [file for path, file in listed.items() if is_projector(path)]

@@ -1,8 +1,8 @@
-"""Container registries: artifacts whose layers are GGUF files, and images of snapshots.
+"""Container registries: artifacts with GGUF layers, and images of snapshots.
 
-A manifest lists layers by media type and digest; the digest is the SHA-256 of the file, so a download
-is checked against it. Protocol: https://github.com/opencontainers/distribution-spec. A user who logged
-in with docker or podman is logged in here.
+A manifest lists layers by media type and digest. The digest is the SHA-256 of the file, so each
+download is verified. Protocol: https://github.com/opencontainers/distribution-spec. Logins of docker
+and podman are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
-import httpx2  # 75–120 ms, which is why nothing but a pull imports this module
+import httpx2  # 75 to 120 ms, so only a pull imports this module
 import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError
@@ -27,14 +27,14 @@ from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 
-#: Media types of layers with a model's weights as GGUF: Ollama's, Docker's, and ModelPack's by name.
+#: Media types of layers with GGUF weights: Ollama's, Docker's, and ModelPack's by file name.
 _WEIGHTS = (
     "application/vnd.ollama.image.model",
     "application/vnd.docker.ai.gguf.v3",
     "application/vnd.cncf.model.weight.v1.gguf",
     "application/vnd.cncf.model.weight.v1.raw",
 )
-#: Media types of layers with a projector, which encodes pictures for the model.
+#: Media types of projector layers, which encode pictures for the model.
 _PROJECTORS = ("application/vnd.ollama.image.projector", "application/vnd.docker.ai.mmproj")
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -47,7 +47,7 @@ _MANIFESTS = (
 )
 _TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-#: Docker Hub's registry, by the names that people write.
+#: Docker Hub's registry, by its common names.
 _HUB = "registry-1.docker.io"
 _TIMEOUT_S = 60.0
 
@@ -63,7 +63,7 @@ def connect(source: OciArtifact) -> Iterator[Registry]:
 
 
 def resolve(source: OciArtifact) -> list[Remote]:
-    """Return the artifact's GGUF files, in order, with their sizes and digests; a projector is last.
+    """Return the artifact's GGUF files, in order, with sizes and digests; a projector is last.
 
     Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest of another digest,
     DownloadError.
@@ -82,7 +82,7 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
             return remotes
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise DownloadError(f"{source}: the registry's manifest is none: {error!r}") from error
+        raise DownloadError(f"{source}: the registry's manifest is invalid: {error!r}") from error
 
 
 def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A registry's answer, read whole; `url` is the address after redirects."""
+    """A registry's complete answer; `url` is the address after redirects."""
 
     status_code: int
     headers: httpx2.Headers
@@ -126,7 +126,7 @@ class Registry:
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
-        # as Docker has it: a registry on this machine may speak without encryption
+        # as in Docker: a registry on this machine may use HTTP
         scheme = "http" if http_client.is_loopback(host) else "https"
         self.base = f"{scheme}://{host}/v2/{source.repository}"
         self._url = httpx2.URL(self.base)
@@ -142,7 +142,7 @@ class Registry:
         return manifest
 
     def manifest_content(self, reference: str = "") -> bytes:
-        """Return the manifest of a tag, or verified of a digest; "": the source's reference."""
+        """Return a manifest; one named by digest is verified. "" means the source's reference."""
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
         content = self.send("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
@@ -152,7 +152,7 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """Return a layer's address, size and digest."""
+        """Return the address, size and digest of a layer."""
         digest = str(layer["digest"])
         return Remote(
             url=f"{self.base}/blobs/{digest}",
@@ -197,7 +197,7 @@ class Registry:
         content: bytes | Iterator[bytes] | None = None,
         wanted: tuple[int, ...] = (200,),
     ) -> Answer:
-        """Send a request, again with a token if required; return an answer of a `wanted` status.
+        """Send a request, again with a token if required; return an answer with a `wanted` status.
 
         Raises AuthenticationError, SourceNotFoundError, DownloadError.
         """
@@ -214,7 +214,7 @@ class Registry:
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
     ) -> Answer:
-        target = httpx2.URL(url)  # of an upload, what the registry's Location says
+        target = httpx2.URL(url)  # for an upload, this is the registry's Location header
         http_client.refuse_downgrade(str(self._source), self._url, target)
         all_headers = {"User-Agent": "edgeinfer"} | headers
         if self._authorization and self._is_ours(target):
@@ -227,7 +227,7 @@ class Registry:
             return Answer(response.status_code, response.headers, response.url, content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Return whether an address is the registry's own; no other gets the credentials."""
+        """Return whether an address belongs to the registry; only then it gets the credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
@@ -253,7 +253,7 @@ class Registry:
 
 
 def _same_owner(host: str, other: str) -> bool:
-    """Return whether two hosts are one or in one domain, as auth.docker.io and its registry are."""
+    """Return whether two hosts are equal or in one domain, such as auth.docker.io and its registry."""
     domain = host.split(".")[-2:]
     return host == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 

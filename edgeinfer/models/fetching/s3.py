@@ -1,8 +1,8 @@
-"""Resolve objects of S3 and Google Cloud Storage to addresses that botocore signs.
+"""Resolve objects of S3 and Google Cloud Storage to signed addresses, with botocore.
 
-Credentials, region and endpoint come from where every S3 tool finds them (environment, profile,
-instance); without credentials the object is asked for anonymously. Google's buckets are asked at its
-S3 endpoint.
+Credentials, region and endpoint come from the usual places of S3 tools (environment, profile,
+instance). Without credentials, requests are anonymous. Google's buckets are requested at Google's S3
+endpoint.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import StoredObject
 
 _GOOGLE = "https://storage.googleapis.com"
-#: How long (s) a signed address lasts: the longest that S3 allows.
+#: How long (s) a signed address is valid: the longest that S3 allows.
 _SIGNED_S = 7 * 24 * 3600
 
 
 def resolve(source: StoredObject) -> list[Remote]:
-    """Return the object, or all of a split model or a checkpoint, with sizes and signed addresses.
+    """Return the object, or all files of a split model or a checkpoint, with sizes and signed
+    addresses.
 
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """
@@ -48,12 +49,12 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     files = checkpoint_files([key.removeprefix(source.key) for key in keys])
     if not files:
         problem = f"{source} has no config.json with safetensors next to it"
-        raise SourceNotFoundError(problem, hint="name a GGUF by its whole key")
+        raise SourceNotFoundError(problem, hint="give the complete key of a GGUF file")
     return [(source.key + path, names.file_name(path)) for path in files]
 
 
 def _client(source: StoredObject, region: str) -> Any:
-    import botocore.session  # 110 ms, only when something is pulled from such a store
+    import botocore.session  # 110 ms, only for such a source
     from botocore import UNSIGNED
     from botocore.config import Config
 
@@ -74,7 +75,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
     head = client.head_object(**about, **digests)
     home = head["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", "")
     if home and home != client.meta.region_name:
-        client = _client(source, home)  # an address is signed for one region
+        client = _client(source, home)  # a signature is valid in one region only
     return Remote(
         url=client.generate_presigned_url("get_object", Params=about, ExpiresIn=_SIGNED_S),
         file_name=file_name,
@@ -85,7 +86,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
 
 
 def _sha256(head: dict[str, Any]) -> str:
-    """Return the object's SHA-256 if the store has that of the whole object, otherwise ""."""
+    """Return the SHA-256 of the whole object if the store has it, otherwise ""."""
     digest = head.get("ChecksumSHA256", "")
     if not digest or "-" in digest or head.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
         return ""
@@ -94,7 +95,7 @@ def _sha256(head: dict[str, Any]) -> str:
 
 @contextmanager
 def _botocore_errors(source: StoredObject) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError  # imported by `_client` anyway
+    from botocore.exceptions import BotoCoreError, ClientError  # already imported by `_client`
 
     try:
         yield
@@ -103,7 +104,7 @@ def _botocore_errors(source: StoredObject) -> Iterator[None]:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if "Credentials" in type(error).__name__:
             status = 401
-        login = "check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL; the object's readers"
+        login = "check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL, and who may read the object"
         if not status:
             raise DownloadError(f"{source}: {error}") from error
         raise status_error(f"{source}: {error}", "store", status, login) from error

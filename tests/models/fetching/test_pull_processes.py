@@ -49,7 +49,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli) -
         process.wait()
         nothing_wrong_is_published(body)
         now = part().stat().st_size if part().exists() else 0
-        assert now >= before, f"round {round_}: what was fetched is kept"
+        assert now >= before, f"round {round_}: downloaded data is kept"
         before = now
     assert before > 0
     server.always = Fault()
@@ -116,7 +116,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert b"what was fetched is kept" in err
+    assert b"downloaded data is kept" in err
     assert b"Traceback" not in err
     assert 0 < part().stat().st_size < len(body)
     server.always = Fault()
