@@ -1,1 +1,1 @@
-"""The command line: the parser, one module per verb, results and how they are printed."""
+"""The command line: the parser, one module per verb, results and their printing."""

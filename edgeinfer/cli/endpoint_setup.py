@@ -1,4 +1,4 @@
-"""Assemble the endpoint: of `serve`, on sockets, and of `batch`, without one."""
+"""Assemble the endpoint for `serve`, on sockets, and for `batch`, without sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
-#: Descriptors reserved for files, models and workers, not for connections.
+#: Descriptors reserved for files, models and workers; the others are for connections.
 _OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600
@@ -70,8 +70,8 @@ _PURGE_EVERY_S = 24 * 3600
 def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     """Serve until a signal or idleness.
 
-    Raises ServeError if the address cannot be bound or a key file is not safe, and what naming a model
-    raises.
+    Raises ServeError if the address cannot be bound or a key file is not safe, and what resolving a
+    model raises.
     """
     name, ref = _default_model(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
@@ -144,7 +144,7 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
-    load_key(host.config.receipts.key)  # refuses a wrong one now
+    load_key(host.config.receipts.key)  # raises now if the key is invalid
     if folder := pick(options.log_payloads, config.log_payloads):
         endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:
@@ -164,10 +164,10 @@ async def _serve(
 def offline_endpoint(
     options: argparse.Namespace, host: Host, names: Sequence[str] = ()
 ) -> tuple[Endpoint, ASGIApp]:
-    """Assemble an endpoint without a socket or limits, and its application, for `edgeinfer batch`.
+    """Assemble an endpoint without sockets or limits, and its application, for `edgeinfer batch`.
 
-    `names` are models next to the default and the stored ones, such as GGUF files, of `eval`: its
-    answers are not counted.
+    `names` are further models, such as GGUF files for `eval`. Usage does not count this endpoint's
+    answers.
     """
     ref = host.resolve(options.model or host.config.default_model)
     name = host.files(ref).name
@@ -187,9 +187,9 @@ async def _purge_daily() -> None:
 
 
 class ModelLoader:
-    """Loads models: the default model into this process the first time, all others into workers.
+    """Loads models: the default model into this process for the first load, all others into workers.
 
-    `ref` is the default model's reference, None if this process was resumed with it.
+    `ref` is the default model's reference, None if this process was resumed with that model.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class ModelLoader:
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model, in a worker thread. Raises what loading raises."""
+        """Load a model. Runs in a worker thread. Raises what loading raises."""
         if name == self.name and self._loads_here:
             self._loads_here = False
             engine = self.host.engine(self._ref or self._typed, self._options, progress)
@@ -221,11 +221,11 @@ class ModelLoader:
         return self._worker(name, self._options.for_another_model(), progress)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
-        """Load the default model into a worker, with the load options `changed`."""
+        """Load the default model into a worker; `changed` overrides load options."""
         return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
 
     def n_threads(self) -> int:
-        """Return the decode threads of the default model."""
+        """Return the number of decode threads of the default model."""
         return int(choose_threads(self._options.n_threads, read_processors()).value)
 
     def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> LoadedEngine:
@@ -238,14 +238,14 @@ class ModelLoader:
 
 @dataclass
 class ReplicaLoader:
-    """Loads the default model as replicas in workers; none of them ends the endpoint."""
+    """Loads the default model as replicas in workers. The endpoint survives a replica's crash."""
 
     loader: ModelLoader
     count: int
     on_change: Callable[[ReplicasInfo], None]
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model, in a worker thread. Raises what loading raises."""
+        """Load a model. Runs in a worker thread. Raises what loading raises."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []
@@ -262,7 +262,7 @@ class ReplicaLoader:
 
 
 def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Return the sizes that a replica must share with the first one: the engine's choice may differ."""
+    """Return the sizes of the first replica: the engine could choose other sizes for the next one."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -271,11 +271,11 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
 
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
-    """Return a function that lists every model here, those of external stores last."""
+    """Return a function that lists every local model; models of external stores are last."""
     watched: list[StoreCache] = []
 
     def list_models() -> Sequence[AvailableModel]:
-        # the catalogue is not needed until a second model is named
+        # the catalogue is not needed before a second model is requested
         from edgeinfer.models.external_stores import stores
 
         watched[:] = watched or [stores.StoreCache()]
@@ -342,13 +342,13 @@ def _bind_ollama(
     except ServeError as error:
         raise ServeError(
             error.message,
-            hint="stop the Ollama that runs there, or leave out --ollama: /api/* is at the endpoint's "
-            "own address too",
+            hint="stop the running Ollama, or leave out --ollama: "
+            "the endpoint's own address also serves /api/*",
         ) from error
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Build the gate; a public address gets a key, stored on first use. Raises ServeError."""
+    """Build the gate; a public address needs an API key, made on first use. Raises ServeError."""
     api_keys = keys.given_keys(options.api_key_file)
     if not api_keys and not is_loopback(listeners):
         api_keys, created = keys.stored_keys()
@@ -359,7 +359,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
     if not is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
     if "*" in options.allow_origin:
-        message = "'*' is not an origin: name the web pages that may call"
+        message = "'*' is not an origin: name the web pages that may send requests"
         raise ServeError(message, hint="--allow-origin https://example.org")
     return Gate(
         keys=api_keys,
@@ -372,7 +372,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """Return the limits of this process. Raises UsageError, ServeError for the TLS files."""
+    """Return the limits of this process. Raises UsageError, and ServeError for the TLS files."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key must be given together")
     for file in (options.tls_cert, options.tls_key):
@@ -389,7 +389,7 @@ def pick(typed: T | None, default: T) -> T:
 class ModelAdmin:
     """Pulls and removes models for the page and `serve --ollama`. Thread-safe.
 
-    The modules that change models are imported on first use: 60 ms that few endpoints need.
+    Imports the modules that change models on first use: 60 ms, which few endpoints need.
     """
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:

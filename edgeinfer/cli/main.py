@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        # the reader of stdout went away: nothing more can be flushed at exit
+        # the reader of stdout is gone: nothing can be flushed at exit
         _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
             target = error.filename or "the output"
             failure: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
         elif isinstance(error, PermissionError) and error.filename:
-            hint = "check who may use this path, and its folders"
+            hint = "check the permissions of this path and its folders"
             failure = UsageError(f"{error.filename}: {error.strerror}", hint=hint)
         else:
             _print_unexpected(error, as_json=as_json)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
 
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
-    """Raise UsageError with the verb that was probably meant."""
+    """Raise UsageError with the verb that the user probably meant."""
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return
@@ -115,14 +115,14 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
 def _is_model(word: str, host: Host) -> bool:
     try:
         return host.find_model(word) is not None
-    except CatalogError:  # its record cannot be read
+    except CatalogError:  # the model's record cannot be read
         return True
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:
     if VERBS[options.verb].linux_only and sys.platform != "linux":
         raise SnapshotsUnavailableError(
-            f"`{options.verb}` needs Linux; every launch here is a cold start", hint=""
+            f"`{options.verb}` needs Linux; without it every launch is a cold start", hint=""
         )
     start_s = time.monotonic()
     result: Result = module_of(options.verb).run(options, host)
@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace, host: Host) -> Result:
 def _print_result(result: Result, *, as_json: bool) -> None:
     text = envelope(result).decode() if as_json else result.human()
     if sys.stdout.isatty():
-        text = without_controls(text)  # it may quote a file or a name
+        text = without_controls(text)  # the message may quote a file or a name
     if text:
         print(text, flush=True)  # noqa: T201
 
@@ -157,7 +157,7 @@ def _print_error(error: EdgeInferError, *, as_json: bool) -> None:
 
 
 def _print_unexpected(error: Exception, *, as_json: bool) -> None:
-    hint = "set EDGEINFER_DEBUG=1 and run it again to see where, and report it"
+    hint = "run it again with EDGEINFER_DEBUG=1 to get a traceback, and report it"
     wrapped = EdgeInferError(f"unexpected {type(error).__name__}: {error}", hint=hint)
     wrapped.__cause__ = error
     _print_error(wrapped, as_json=as_json)

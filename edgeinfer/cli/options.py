@@ -13,12 +13,12 @@ from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
 
-SYSTEM = "system prompt: text, @FILE or name of a saved one"
+SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the load-scope options; for one that is not typed (None), the configuration decides."""
-    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="this help with every option")
+    """Add the load options; None means not typed, so the configuration decides."""
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help with every option")
     group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:
         if option.flag and option.of_snapshot:
@@ -26,7 +26,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attached_options(parser: argparse._ActionsContainer) -> None:
-    """Add the load options that any snapshot serves."""
+    """Add the load options that do not need a snapshot of their own."""
     for option in LOAD_OPTIONS:
         if option.flag and not option.of_snapshot:
             add_load_option(parser, option)
@@ -72,17 +72,17 @@ class _Join(argparse.Action):
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of launch scope, which any snapshot serves, and return their group."""
+    """Add the launch options, which work with any snapshot, and return their group."""
     group = parser.add_argument_group(LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
     which.add_argument("--resume", choices=("auto", "always", "never"), help="resume from a snapshot")
-    add_option(which, "--snapshot SNAPSHOT", "resume this one, with its model and load options")
+    add_option(which, "--snapshot SNAPSHOT", "resume this snapshot, with its model and load options")
     return group
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of request scope, and return their group; None: the model's defaults."""
+    """Add the sampling options, and return their group; None means the model's defaults."""
     group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
         metavar = "N" if option.kind is int else "X"
@@ -106,8 +106,8 @@ count = number_between(int, 1, 1_000_000)
 
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
-    """Add `--traces`; the path is absolute."""
-    help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP's JSON"
+    """Add `--traces`; its value becomes an absolute path."""
+    help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP JSON"
     add_option(parser, "--traces FILE", help, type=os.path.abspath)
 
 
@@ -125,7 +125,7 @@ def add_model(
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `--quiet` to a verb that reports progress."""
-    add_option(parser, "--quiet", "no progress on stderr")
+    add_option(parser, "--quiet", "print no progress on stderr")
 
 
 def add_everywhere(parser: argparse._ActionsContainer) -> None:

@@ -1,6 +1,6 @@
-"""The parser of every verb: options anywhere among the words, our own errors, a help that fits.
+"""The parser of all verbs: options may stand anywhere, errors are ours, and the help stays short.
 
-An option has one of three scopes (load, launch, request), told by its group in the parser.
+Each option has a scope (load, launch, request), which is its group in the parser.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LAUNCH = "launch options"
 ENDPOINT = "endpoint options"
 SAMPLING = "sampling"
 _SCOPES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
-#: Groups that `--help` leaves to `--help-all`.
+#: Groups that only `--help-all` shows.
 FOLDED = (LOAD, LAUNCH, SAMPLING)
 #: Verbs whose options have a scope.
 _SCOPED_VERBS = ("chat", "run", "serve", "batch", "eval", "warm")
-#: Verbs whose requests come from elsewhere, each with its own sampling.
+#: Verbs whose clients send the sampling options.
 _ENDPOINTS = ("serve", "batch")
 EXAMPLES = "examples"
 
 
 class Verb(NamedTuple):
-    """A row of the table: its line in `--help`, and its examples without `edgeinfer`."""
+    """A row of the table of verbs: its line in `--help`, and its examples without `edgeinfer`."""
 
     summary: str
     examples: tuple[str, ...]
@@ -65,7 +65,7 @@ VERBS = {
         "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
     ),
     "verify": Verb(
-        "check the receipt of an answer: does this model generate it?",
+        "check by a receipt that a model generated an answer",
         ("verify receipt.json", "verify --log payloads --sample 1%"),
     ),
     "eval": Verb(
@@ -87,7 +87,7 @@ VERBS = {
         "show a model's architecture, sizes, licence, source and memory needs",
         ("show qwen3-4b --ctx 32768",),
     ),
-    "rm": Verb("remove models; files used in place are left alone", ("rm qwen3-4b",)),
+    "rm": Verb("remove models, but not files that are used in place", ("rm qwen3-4b",)),
     "forget": Verb(
         "delete cached prefixes of a model, of a conversation, or all",
         ("forget qwen3-4b", "forget --conversation chat-12"),
@@ -126,7 +126,7 @@ VERBS = {
     ),
     "doctor": Verb("check this machine, and print commands that fix it", ("doctor",)),
     "update": Verb(
-        "replace this program by a newer release, once that is verified and has answered here",
+        "update this program to a release that is verified and has answered here",
         ("update", "update --back"),
         linux_only=True,
     ),
@@ -140,14 +140,14 @@ VERBS = {
     ),
 }
 
-#: Commands of other programs → our command.
+#: Actions of other programs → our action.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
-#: Most choices that an error lists.
+#: Most allowed values that an error lists.
 _MOST_LISTED = 10
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with options anywhere, none abbreviated, that raises instead of exiting."""
+    """argparse with options in any position, without abbreviations, that raises instead of exiting."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -159,7 +159,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed: overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and positionals in any order; leave what follows a verb or an agent."""
+        """Parse options and positionals in any order; words after a verb or an agent stay unparsed."""
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
         suggestion = other if other in choices else nearest(str(value), choices)
         listed = f": one of {', '.join(choices)}" if len(choices) <= _MOST_LISTED else ""
         if isinstance(action, argparse._SubParsersAction):
-            message = f"{self.prog.removeprefix('edgeinfer ')} has no command {value!r}"
+            message = f"{self.prog.removeprefix('edgeinfer ')} has no action {value!r}"
         else:
             argument = "/".join(action.option_strings) or action.metavar or action.dest
             message = f"{value!r} is not a value of {argument}{listed}"
@@ -185,7 +185,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"did you mean {suggestion}? {lists}" if suggestion else lists)
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help without the groups that `--help-all` adds."""
+        """Print the help without the groups of `--help-all`."""
         every, self.usage = self._action_groups, self._short_usage()
         self._action_groups = [group for group in every if group.title not in FOLDED]
         self._print_message(self.format_help(), file or sys.stdout)
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpAll(argparse.Action):
-    """`--help-all`: the help with every group of options."""
+    """`--help-all`: print the help with every group of options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(parser.format_help(), end="")  # noqa: T201
@@ -207,13 +207,13 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Build the parser of the command line with the arguments of only `verb`, or of every verb (None).
+    """Build the command line's parser, with the arguments of only `verb` or of every verb (None).
 
     Cached: a parked process has the parsers of the launch verbs, so a launch does not build them.
     """
     parser = Parser(
         prog="edgeinfer",
-        description="Local language models that feel already loaded.",
+        description="Local language models that start at once.",
         epilog=f"""{EXAMPLES}:
   edgeinfer                       chat with the default model
   edgeinfer run "What is a virus?"  answer one prompt
@@ -236,7 +236,7 @@ def module_of(verb: str) -> ModuleType:
 def refuse_unknown(
     parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]
 ) -> None:
-    """Raise WrongScopeError for an option of another scope, UsageError for any other leftover."""
+    """Raise WrongScopeError for an option of another scope, UsageError for other unknown words."""
     verb = options.verb or ""
     for word in unknown:
         owners = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
@@ -258,7 +258,7 @@ def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> st
     if verb == "chat" and flag in ("-v", "-V"):
         return "did you mean `edgeinfer --version`?"
     if flag == "-m" or (near == "--model" and near not in flags):
-        return f"name the model without an option: `edgeinfer {verb} MODEL`"
+        return f"name the model without `--model`: `edgeinfer {verb} MODEL`"
     return f"did you mean {near}?" if near else ""
 
 
@@ -268,7 +268,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _owners(flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
-    """Yield the verbs that take `flag` in a scope: verb, action, title of the group."""
+    """Yield each verb that accepts `flag` in a scope, with the action and the group's title."""
     for name in _SCOPED_VERBS:
         for group in verbs_of(build_parser(name))[name]._action_groups:
             for action in group._group_actions:
@@ -280,11 +280,11 @@ def _wrong_scope(verb: str, owners: Sequence[tuple[str, argparse.Action, str]]) 
     _, action, title = owners[0]
     flag, scope = action.option_strings[0], _SCOPES[title]
     takers = " or ".join(f"`edgeinfer {name}`" for name, _, _ in owners)
-    hint = f"give it to {takers}"
+    hint = f"use it with {takers}"
     if scope == "request" and verb in _ENDPOINTS:
-        hint = f'put "{action.dest}" into the body of a request'
+        hint = f'put "{action.dest}" into the body of the request'
     elif scope == "launch" and verb == "warm":
-        hint += "; any snapshot serves it"
+        hint += "; it works with any snapshot"
     return WrongScopeError(f"{flag} is a {scope} option: `{verb}` does not take it", hint=hint)
 
 
@@ -307,7 +307,7 @@ def add_action(
 
 @cache
 def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **settings: Any) -> None:
-    """Add an option by its usage: `--quiet`, a switch, `--name NAME`, or `--file FILE...`, a list."""
+    """Add an option by its usage: `--quiet` (a switch), `--name NAME`, or `--file FILE...` (a list)."""
     flag, _, metavar = usage.partition(" ")
     if not metavar:
         settings.setdefault("action", "store_true")
@@ -319,22 +319,22 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
 
 
 def json_option() -> argparse.ArgumentParser:
-    """Build the parent of every parser that has `--json`; its default stands at the root."""
+    """Build the parent of every parser with `--json`; the root parser has its default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="the outcome as one JSON object"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
     )
     return parser
 
 
 def wants_json(typed: Sequence[str]) -> bool:
-    """Return whether `--json` was typed as an option, even if the command line has other mistakes."""
+    """Return whether `--json` was typed as an option; the command line may have other mistakes."""
     return hasattr(json_option().parse_known_args(list(typed))[0], "json")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word closest to a mistyped one, or "" if none is close or begins like it."""
-    import difflib  # 5 ms, only for mistakes
+    """Return the known word closest to a mistyped one, or "" if none is close or begins with it."""
+    import difflib  # 5 ms, only after a mistake
 
     typed = word.lower().lstrip("-")
     spelled = {candidate.lower().lstrip("-"): candidate for candidate in known}

@@ -1,4 +1,4 @@
-"""The result of a verb: a frozen value with its text and its JSON, which prints neither."""
+"""The result of a verb: a frozen value that can be converted to text or JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import msgspec
 from edgeinfer import error_text
 from edgeinfer.errors import EdgeInferError, kebab, to_fields
 
-#: Version of the JSON envelope. A key may be added without a new version; none is renamed or removed.
+#: Version of the JSON envelope. A new key does not change it; a removed or renamed key does.
 SCHEMA = "edgeinfer/1"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A verb's outcome. `exit_code` is 0 unless the outcome itself is a finding."""
+    """A verb's outcome. `exit_code` is 0 unless a finding must fail the command."""
 
     @property
     def exit_code(self) -> int:
@@ -24,7 +24,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedResult(Result, frozen=True, kw_only=True):
-    """An outcome that took `wall_s` (s), which `main` measures."""
+    """An outcome with its duration `wall_s`, which `main` measures."""
 
     wall_s: float = 0.0
 
@@ -32,7 +32,7 @@ class TimedResult(Result, frozen=True, kw_only=True):
 def envelope(result: Result) -> bytes:
     """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON.
 
-    `kind` is the class's name in kebab case without its end: "pull-adapter" of `PullAdapterResult`.
+    `kind` is the class's name in kebab case without "Result": "pull-adapter" for `PullAdapterResult`.
     """
     kind = kebab(type(result).__name__.removesuffix("Result"))
     body = {"schema": SCHEMA, "kind": kind, "ok": result.exit_code == 0, "result": result}
@@ -42,7 +42,7 @@ def envelope(result: Result) -> bytes:
 def error_envelope(error: EdgeInferError) -> bytes:
     """Encode the line `{"schema", "kind": "error", "ok", "error": {"code", "message", "hint"}}`.
 
-    `error` also has `param` or `key` if the error names one. `errors.from_fields` reads it back.
+    `error` also has `param` or `key` if the error names one. `errors.from_fields` decodes it.
     """
     body = {**to_fields(error), "hint": error_text.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

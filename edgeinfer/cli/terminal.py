@@ -17,9 +17,9 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
-    """Ask for confirmation on a terminal. Without one, refuse if `needs_yes`, otherwise go on.
+    """Ask for confirmation on a terminal. Without one, refuse if `needs_yes`, otherwise continue.
 
-    Raises InterruptedByUser on a no, UsageError when it refuses.
+    Raises InterruptedByUser if the user declines, UsageError if it refuses.
     """
     if yes:
         return
@@ -27,7 +27,7 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
         if not needs_yes:
             return
         raise UsageError(
-            f"“{question}” cannot be asked: stdin is not a terminal", hint="add --yes to go ahead"
+            f"cannot ask “{question}”: stdin is not a terminal", hint="add --yes to confirm"
         )
     sys.stderr.write(f"{without_controls(question)} [y/N] ")
     sys.stderr.flush()
@@ -50,7 +50,7 @@ def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
-    """Align `rows`, the first being the header; columns in `right` are right-aligned."""
+    """Align `rows`, of which the first is the header; columns in `right` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -61,9 +61,10 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
 
 
 class StageProgress:
-    """Progress on stderr: one line per stage, with the elapsed seconds on a terminal.
+    """Progress on stderr: one line per stage, on a terminal with the elapsed seconds.
 
-    `note` follows each stage. Inside `with`, the line is redrawn. `seconds` are of ended stages.
+    `note` is printed after each stage. Inside `with`, the line is redrawn. `seconds` are those of ended
+    stages.
     """
 
     def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
@@ -88,7 +89,7 @@ class StageProgress:
             self._finish()
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Start a stage, or report its progress (0..1)."""
+        """Start a stage, or report its progress (0 to 1)."""
         with self._lock:
             self._fraction = fraction
             if stage == self._stage:

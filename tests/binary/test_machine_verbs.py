@@ -22,13 +22,13 @@ def options(**values):
 
 
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
-    with pytest.raises(ShippingError, match="not the shipped file"):
+    with pytest.raises(ShippingError, match="only the shipped file"):
         version.run(options(licenses=True), Host())
 
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
-    with pytest.raises(EdgeInferError, match="not the shipped file"):
+    with pytest.raises(EdgeInferError, match="only the shipped file"):
         doctor.run(options(verify=True), Host())
 
 

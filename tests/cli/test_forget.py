@@ -48,7 +48,7 @@ def test_models_blocks_go_and_the_others_stay(gguf: Path, capsys, monkeypatch) -
 def test_conversations_blocks_go(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
-    assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err
+    assert "conversation 'other' has no separate cached prefixes" in capsys.readouterr().err
     assert len(list_blocks(paths.blocks_dir())) == 1
     assert main(["forget", "--conversation", "talk"]) == 0
     assert list_blocks(paths.blocks_dir()) == []

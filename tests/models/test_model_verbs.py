@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_pull_list_show_rm(local: Path, capsys, as_json) -> None:
     _, out, _ = run(capsys, "list", "--pulled")
-    assert out == "nothing is here yet: `edgeinfer pull smollm2-135m-instruct`\n"
+    assert out == "no model is pulled yet: `edgeinfer pull smollm2-135m-instruct`\n"
     pulled = as_json("pull", str(local), "--name", "mine")
     assert (pulled["name"], pulled["was_here"], pulled["quantization"]) == ("mine", False, "F32")
     assert as_json("pull", str(local), "--name", "mine")["was_here"] is True
@@ -143,7 +143,7 @@ def test_model_verbs_print_text(local: Path, capsys) -> None:
     labels = ("architecture", "sha256", "KV cache", "for 1,000 tokens", "compute", "trained context")
     assert all(word in out for word in labels)
     _, out, _ = run(capsys, "show", "qwen3-8b")
-    assert "not here yet: edgeinfer pull qwen3-8b" in out
+    assert "not pulled yet: edgeinfer pull qwen3-8b" in out
     assert "needs " in out
     _, out, _ = run(capsys, "rm", "mine", "--yes")
     assert out.startswith("mine is removed:")

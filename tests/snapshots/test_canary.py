@@ -77,7 +77,7 @@ def test_other_bits_from_the_same_files_are_found(warm):
     finally:
         details.write_text(before)
     assert outcome.code == 7
-    assert "computes other bits than when it was built" in outcome.err
+    assert "computes different bits than at its build" in outcome.err
     assert "suspect the disk or the memory" in outcome.err
 
 

@@ -173,9 +173,9 @@ def test_counts_that_cannot_be_written_cost_no_answer(fault, tmp_path):
 
 def test_verb_says_what_is_missing_or_damaged(capsys):
     assert main(["drift"]) == 0
-    assert "no answers are counted in these weeks" in capsys.readouterr().out
+    assert "no answers were recorded in these weeks" in capsys.readouterr().out
     assert main(["drift", "qwen3-4b"]) == 2
-    assert "no answers of qwen3-4b are counted in these weeks" in capsys.readouterr().err
+    assert "no answers of qwen3-4b were recorded in these weeks" in capsys.readouterr().err
     assert main(["drift", "--until", "tomorrow"]) == 2
     assert "'tomorrow' is not a date; use YYYY-MM-DD" in capsys.readouterr().err
     assert main(["drift", "--until", "2026-11-22", "--against", "2026-11-16"]) == 2
@@ -243,7 +243,7 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recording_engine, as_j
     assert main(["ps", "--usage"], Host(config=Config(drift=DriftConfig(record=False)))) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^\d{4}-\d\d-\d\d +small +2 ", shown, re.MULTILINE)
-    assert "nothing is counted now" in shown
+    assert "usage is not recorded" in shown
 
 
 def test_answer_is_counted_before_its_end_is_seen(engine):

@@ -1,9 +1,9 @@
 """`edgeinfer batch IN OUT`: run OpenAI's batch format offline through the endpoint's routes.
 
-OUT records what is done: an answer is one line, appended in one write. A run cuts off a torn last line
-and skips the `custom_id`s it finds, so after a kill nothing is lost or done twice. Only final answers
-are written: a failure that may pass is tried again with growing pauses, and then left to the next run.
-Lines come in the order of completion, as OpenAI's do. OUT is locked.
+OUT records finished requests: each answer is one line, appended in one write. A run cuts off an
+incomplete last line and skips the `custom_id`s in OUT, so after a kill nothing is lost or done twice.
+Only final answers are written: a temporary failure is retried with growing pauses, then left to the
+next run. Lines are in the order of completion, as in OpenAI's batches. OUT is locked.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
 
     from edgeinfer.server.endpoint import Endpoint
 
-#: The run ends after this many lines in a row without a final answer: the requests are not the cause.
+#: After this many lines in a row without a final answer the run ends: the requests are not the cause.
 _LEFT_IN_A_ROW = 16
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """`done` lines of this run, of which `failed` have a status of 400 or more; `skipped` were done.
+    """`done` counts lines of this run, `failed` those with a status of 400 or more, `skipped` earlier
+    ones.
 
-    `left` lines have no answer yet: their failure, `left_reason`, may be temporary.
+    `left` counts lines without an answer; their failure, `left_reason`, may be temporary.
     """
 
     done: int
@@ -73,16 +74,16 @@ class BatchResult(Result, frozen=True, kw_only=True):
         counts = f"{self.done} done, {self.skipped} already there, {self.failed} failed"
         lines = [f"{counts}, of {self.total}: {self.output}"]
         if self.left:
-            lines.append(f"{self.left} left ({self.left_reason}): the same command asks them again")
+            lines.append(f"{self.left} left ({self.left_reason}): run the same command to retry them")
         lines.append(f"{self.completion_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s)")
         return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
-    help = "answers, one a line; finished lines are skipped, so a run can be resumed"
+    help = "answers, one per line; a later run skips finished lines"
     parser.add_argument("output", metavar="OUT.jsonl", help=help)
-    add_option(parser, "--model MODEL", "model of requests without one (default: the configured one)")
+    add_option(parser, "--model MODEL", "model of requests that name none (default: configured one)")
     add_option(parser, "--receipts", "add the receipt of each answer, for `edgeinfer verify OUT.jsonl`")
     add_quiet(parser)
     add_load_options(parser)
@@ -94,9 +95,10 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace, host: Host) -> BatchResult:
-    """Answer the requests that OUT has no answer for.
+    """Answer the requests that have no answer in OUT.
 
-    Raises UsageError naming the wrong line before computing; ModelBusyError if another run has OUT.
+    Raises UsageError naming the invalid line before computing; ModelBusyError if another run has locked
+    OUT.
     """
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
@@ -135,7 +137,7 @@ def read_input(path: Path) -> list[BatchLine]:
 
 
 def read_output(output: int) -> set[str]:
-    """Read the `custom_id`s that have an answer, and cut off a torn last line."""
+    """Read the `custom_id`s of all answers, and cut off an incomplete last line."""
     with os.fdopen(os.dup(output), "rb") as file:
         file.seek(0)
         whole, finished = 0, set()
@@ -222,7 +224,7 @@ async def _run(
 
 
 async def _width(endpoint: Endpoint) -> int:
-    """Return how many requests to keep in flight: a finished sequence finds its successor waiting."""
+    """Return how many requests to keep running: a finished sequence should find a successor."""
     lease = await endpoint.models.acquire(endpoint.models.default)
     try:
         return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)
@@ -265,14 +267,14 @@ def _reason(reply: batches.BatchReply) -> str:
 
 
 def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
-    """Append one line in one write; the next run cuts off what a kill leaves of it."""
+    """Append one line in one write; the next run cuts off an incomplete line."""
     unwritten = memoryview(batches.answer_line(line, reply))
     while unwritten:
         try:
             unwritten = unwritten[os.write(output, unwritten) :]
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFullError("no space left for more answers; finished ones are kept") from error
+                raise DiskFullError("no space left for answers; finished ones are kept") from error
             raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
 
 

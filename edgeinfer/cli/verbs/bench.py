@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: how fast models are here, compared with other servers in the same run."""
+"""`edgeinfer bench`: measure the speed of models, optionally against other servers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
-    """A row for each test and server. `noise_ms` are times of a fixed work between the measurements."""
+    """A row for each test and server. `noise_ms` are times of a fixed job, run between measurements."""
 
     rows: tuple[Row, ...]
     machine: str
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser,
         "--against URL[#MODEL]...",
-        "an OpenAI-compatible server, measured in turn: llama-server, Ollama, LM Studio …",
+        "an OpenAI-compatible server to compare with: llama-server, Ollama, LM Studio …",
         type=_target,
     )
     for field, flags, kind, text in (
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tg", ("-n", "--n-gen"), _number, "tokens of an answer; 0: skip this test (default: 128)"),
         ("rounds", ("-r", "--repetitions"), count, "rounds (default: 5)"),
         ("depths", ("-d", "--n-depth"), _numbers, "tokens cached before each test (default: 0)"),
-        ("streams", ("--streams",), _numbers, "answers at once (default: 1)"),
+        ("streams", ("--streams",), _numbers, "concurrent answers (default: 1)"),
     ):
         metavar = "N,…" if kind is _numbers else "N"
         add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
@@ -136,12 +136,12 @@ def _target(text: str) -> Target:
 
 
 def run(options: argparse.Namespace, host: Host) -> BenchResult:
-    """Measure models and servers in turn. Raises UsageError, ServeError, what loading raises."""
+    """Measure models and servers alternately. Raises UsageError, ServeError, what loading raises."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
     if max(plan.streams) > MOST_STREAMS:
-        raise UsageError(f"--streams measures {MOST_STREAMS} answers at once, at most")
+        raise UsageError(f"--streams allows at most {MOST_STREAMS} concurrent answers")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
     draft = requesting.load_options(options, host.config.load).draft
@@ -176,9 +176,9 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
 
 
 class _OwnServers:
-    """Endpoints of our own, with the typed load options, that build no snapshot and count no answers.
+    """Endpoints started with the typed load options, which build no snapshot and count no usage.
 
-    At the end they are stopped, and the cached prefixes of `conversation` deleted.
+    At the end they are stopped, and the cached prefixes of `conversation` are deleted.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -223,8 +223,8 @@ class _OwnServers:
             time.sleep(0.02)
 
     def measure_start(self, model: str, side: Side) -> dict[str, Sample]:
-        """Stop an endpoint; measure from exec to the first token: of `run`, and of the next turn of
-        what the endpoint had cached, once it is started again.
+        """Stop an endpoint, then measure the time from exec to the first token: of `run`, and of the
+        next turn in a conversation that the endpoint had cached before it was started again.
         """
         self._stop(side.target.url)
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]
@@ -238,9 +238,7 @@ class _OwnServers:
             ms = (time.perf_counter() - began) * 1000
             errors = process.communicate()[1].decode(errors="replace").strip()
         if process.returncode:
-            raise ServeError(
-                f"`edgeinfer run` failed: {errors}", hint="run the command by itself to see why"
-            )
+            raise ServeError(f"`edgeinfer run` failed: {errors}", hint="run `edgeinfer run` to see why")
         start_kind = "resumed" if ": resumed in " in errors else "cold"
         samples = {f"exec to token, {start_kind}": Sample(ms, "ms")}
         began = time.perf_counter()

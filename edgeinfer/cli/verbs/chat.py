@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: from the command line to one of the two fronts, and from how it ended to words."""
+"""`edgeinfer chat`: run the chat app or the plain chat, and report how it ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
-    """A chat that has ended and is stored. Prints nothing."""
+    """An ended chat, which is stored. Prints nothing."""
 
     model: str
     conversation: int = 0
@@ -36,9 +36,9 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    summary = "continue the last conversation that no other window has open"
+    summary = "continue the last conversation that is not open elsewhere"
     add_option(parser, "--continue", summary, dest="continue_last")
-    add_option(parser, "--plain", "plain lines, for screen readers and dumb terminals")
+    add_option(parser, "--plain", "print plain lines, for screen readers and dumb terminals")
     add_option(parser, "--system TEXT|@FILE", SYSTEM)
     add_option(parser, "--tools", "let the model call the configured tools")
     add_option(parser, "--max-tokens N", "at most N tokens per answer", type=int)
@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ChatResult:
-    """Run the chat on this process's terminal, or line by line with `--plain` or on a dumb terminal.
+    """Run the chat on this terminal, or line by line with `--plain` or on a dumb terminal.
 
-    Raises EdgeInferError if the app broke; the conversation is stored in any case. Before anything is
-    shown, raises CatalogError, UsageError for a model that is not here.
+    Raises EdgeInferError if the app crashed; the conversation is stored nevertheless. Before anything
+    is shown, raises CatalogError, UsageError for a missing model.
     """
     if options.model:
         _refuse_missing(options.model, host)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
 
 
 def _refuse_missing(model: str, host: Host) -> None:
-    """Raise what finding the files of an absent `model` raises; the resumed one needs no catalogue."""
+    """Raise the error for a missing `model`; a resumed model needs no catalogue."""
     if model == host.loaded_model:
         return
     ref = host.resolve(model)
@@ -129,7 +129,7 @@ def _launch(options: argparse.Namespace, host: Host) -> Launch:
 
 
 def _piped_attachment(*, plain: bool) -> Attachment | None:
-    """Attach piped stdin, unless `--plain` without a terminal reads it as typed."""
+    """Attach piped stdin, unless `--plain` without a terminal reads it as typed input."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):

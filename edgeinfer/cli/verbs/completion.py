@@ -1,4 +1,4 @@
-"""`edgeinfer completion`: a shell's script, which asks this verb for what may stand at the cursor."""
+"""`edgeinfer completion`: print a shell's script, which calls this verb for the words to offer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
-#: Each script offers what `edgeinfer completion words` prints, and files if that is nothing.
+#: Each script offers the words that `edgeinfer completion words` prints, or files if there are none.
 SCRIPTS = {
     "bash": """# edgeinfer completion for bash: eval "$(edgeinfer completion bash)", or a file in
 # ~/.local/share/bash-completion/completions named edgeinfer
@@ -46,12 +46,12 @@ complete -c edgeinfer -f -a '(__edgeinfer_words)'""",
 }
 
 
-#: The word with which the scripts ask for completions.
+#: Argument with which the scripts ask for words.
 _WORDS = "words"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A script for the shell, or a line for each word that may follow: the word, a tab, its summary."""
+    """A script for the shell, or a line for each offered word: the word, a tab, its summary."""
 
     shell: str
     text: str
@@ -67,7 +67,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
     typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    typed.required = False  # otherwise argparse's error lists it as missing
+    typed.required = False  # otherwise argparse would report it as missing
 
 
 def _shell(text: str) -> str:
@@ -77,7 +77,7 @@ def _shell(text: str) -> str:
 
 
 def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
-    """Write the script for a shell, or what completes the last of the typed words."""
+    """Return a shell's script, or the completions of the last typed word."""
     shell: str = options.shell
     if shell in SCRIPTS:
         return CompletionResult(shell=shell, text=SCRIPTS[shell])
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
 
 
 def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
-    """Yield what may stand after the words `before`, each with its summary."""
+    """Yield the words that may follow `before`, each with its summary."""
     if before in ([], ["help"]):
         yield from ((name, row.summary) for name, row in VERBS.items())
         return
@@ -115,7 +115,7 @@ def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
 
 
 def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action | None:
-    """Return the positional at this place; the last one may be repeated."""
+    """Return the positional at `index`; the last one may be repeated."""
     positionals = parser._get_positional_actions()
     repeated = bool(positionals) and positionals[-1].nargs in ("+", "*")
     if index < len(positionals) or repeated:

@@ -1,4 +1,4 @@
-"""`edgeinfer config`: the configuration as it is in force, and where it comes from."""
+"""`edgeinfer config`: show the configuration in effect, and its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeinfer.host import Host
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its effective value; tool servers' variables and headers, often keys, by name."""
+    """Every key with its effective value; of tool servers' variables and headers only the names."""
 
     path: str
     exists: bool

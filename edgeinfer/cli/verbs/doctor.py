@@ -1,7 +1,6 @@
-"""`edgeinfer doctor`: check this machine, and say how to fix what is missing.
+"""`edgeinfer doctor`: check this machine, and print commands that fix it.
 
-Each check is a function that returns a `Finding`, or one for each thing it looked at; `CHECKS` is their
-order.
+Each check is a function that returns one or more `Finding`s; `CHECKS` is their order.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from edgeinfer.shipping.payload import Index
 from edgeinfer.units import format_bytes
 
 Status = Literal["ok", "todo", "warn", "fail"]
-#: Instruction sets llama.cpp has faster code for, as /proc/cpuinfo spells them.
+#: Instruction sets for which llama.cpp has faster code, as /proc/cpuinfo spells them.
 CPU_FEATURES = """
     sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
     asimd asimdhp asimddp i8mm sve sve2
 """.split()
 GIB = 1 << 30
-#: Read-ahead (bytes) of a disk above which page faults read far more than a token uses.
+#: Read-ahead (bytes) of a disk beyond which page faults read far more than a token needs.
 _MOST_READ_AHEAD = 1 << 20
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
@@ -48,7 +47,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 class Finding(msgspec.Struct, frozen=True):
     """The outcome of a check; `fix` is the command that fixes it.
 
-    "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" the main job.
+    "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" prevents answers.
     """
 
     status: Status
@@ -57,13 +56,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Check(Finding, frozen=True, kw_only=True):
-    """A finding under the name of its check."""
+    """A finding with the name of its check."""
 
     name: str
 
 
 class DoctorResult(Result, frozen=True, kw_only=True):
-    """Every check; exit 0 if none failed."""
+    """Every finding; the exit code is 0 if none failed."""
 
     version: str
     checks: tuple[Check, ...]
@@ -134,8 +133,8 @@ def _memory() -> Finding:
     if memory.available_bytes < GIB:
         if memory.reason.startswith("the limit"):
             limit = f"a limit of {memory.total_bytes / GIB:.1f} GiB is set ({memory.reason})"
-            return Finding("warn", text, f"{limit}: raise it, or give a small context: --ctx 1024")
-        return Finding("warn", text, "close something, or give a small context: --ctx 1024")
+            return Finding("warn", text, f"{limit}: raise it, or use a small context: --ctx 1024")
+        return Finding("warn", text, "close other programs, or use a small context: --ctx 1024")
     return Finding("ok", text)
 
 
@@ -166,7 +165,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """One library: its devices, or why none; `is_used`: some library has one of the `cards`."""
+    """Describe one library: its devices, or why none; `is_used`: a library has one of `cards`."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{answer.name}: {answer.reason}; {bus}"
@@ -181,7 +180,7 @@ def _backend(
 
 def _snapshots() -> Finding:
     if sys.platform != "linux":
-        return Finding("warn", "they need Linux; launches are cold")
+        return Finding("warn", "snapshots need Linux; launches are cold")
     from edgeinfer.snapshot_format.criu import probe
 
     probed = probe()
@@ -201,9 +200,9 @@ def _sandbox() -> Finding:
     from edgeinfer.tools.sandbox import Sandbox  # only for this check
 
     if sys.platform != "linux":
-        return Finding("ok", "none: the tools shell and python need Linux")
+        return Finding("ok", "not available: the tools shell and python need Linux")
     if refused := Sandbox(Path(tempfile.gettempdir()), ("shell",), 10.0).missing_support():
-        return Finding("warn", f"the tools shell and python are not offered: {refused}")
+        return Finding("warn", f"the tools shell and python are not available: {refused}")
     return Finding("ok", "the tools shell and python can be enabled")
 
 
@@ -213,7 +212,7 @@ def _directories() -> Finding:
     for path in places.values():
         above = next(p for p in (path, *path.parents) if p.exists())
         if not os.access(above, os.W_OK | os.X_OK):
-            fix = "set EDGEINFER_HOME to a folder of yours"
+            fix = "set EDGEINFER_HOME to a folder that you own"
             return Finding("fail", f"{path} cannot be written", fix)
     free = free_bytes(places["data"])
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
@@ -254,7 +253,7 @@ def _catalogue() -> Finding:
 
 
 def _larger_than_memory() -> list[Finding]:
-    """The default model, if it is pulled and its weights do not fit."""
+    """Describe the default model if it is pulled and its weights do not fit into memory."""
     from edgeinfer.models import gguf
     from edgeinfer.models.fits import header_plan
     from edgeinfer.models.reference import resolve
@@ -275,7 +274,7 @@ def _larger_than_memory() -> list[Finding]:
     text = f"{config.default_model}: {warning}; read-ahead of its disk {read_ahead // 1024} KB"
     fix = "a smaller model or quantization fits: edgeinfer list --fits"
     if read_ahead > _MOST_READ_AHEAD:
-        fix = "a page fault reads that much: as root, write 128 to its /sys/class/bdi/*/read_ahead_kb"
+        fix = "each page fault reads that much: as root, write 128 to /sys/class/bdi/*/read_ahead_kb"
     return [Finding("warn", text, fix)]
 
 
@@ -295,7 +294,7 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
-    """The files compared. No `findings`: every byte is as built."""
+    """The compared files. Without `findings`, every byte is as built."""
 
     app: str
     file: str
@@ -310,7 +309,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         counts = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
         if self.findings:
-            advice = f"remove {self.app} and start again: it is unpacked anew"
+            advice = f"remove {self.app} and start again, which unpacks it again"
             return "\n".join([f"{counts}:", *self.findings, "", advice])
         payload_note = f"\n{self.file}: its payload is as built" if self.file else ""
         return f"{counts}: all as built{payload_note}"
@@ -323,7 +322,7 @@ def _verify() -> SelfCheckResult:
     raw = (app / unpack.INDEX).read_bytes() if (app / unpack.INDEX).is_file() else b""
     index = payload.parse_index(raw)
     if index is None or index.name != app.name:
-        wrong = (f"{app / unpack.INDEX}: not the index of {app.name}",)
+        wrong = (f"{app / unpack.INDEX}: is not the index of {app.name}",)
         return SelfCheckResult(app=str(app), file="", files_checked=0, bytes_checked=0, findings=wrong)
     findings = [*_check_files(app, index), *_strangers(app, index)]
     file = shipped.program_file()
@@ -353,7 +352,7 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
             yield f"{entry.path}: mode {mode:o} instead of {entry.mode:o}"
     for path, target in index.links:
         if not os.path.islink(app / path) or os.readlink(app / path) != target:
-            yield f"{path}: not the link it was"
+            yield f"{path}: the link was changed"
 
 
 def _strangers(app: Path, index: Index) -> Iterator[str]:
@@ -367,7 +366,7 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """Check the payload block by block, unless the file carries another version by now."""
+    """Check the payload block by block, unless the file now has another version."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

@@ -1,4 +1,4 @@
-"""`edgeinfer drift`: compare a model's answers of two weeks, and name what moved."""
+"""`edgeinfer drift`: compare a model's answers of two weeks, and list what changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DriftResult(Result, frozen=True, kw_only=True):
-    """Changes by model between two weeks, whose last days are `against` and `until` (ISO dates)."""
+    """Changes by model between two weeks, which end on `against` and `until` (ISO dates)."""
 
     until: str
     against: str
@@ -29,7 +29,7 @@ class DriftResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         parts = [self._part(model, changes) for model, changes in self.models.items()]
-        return "\n\n".join(parts) or "no answers are counted in these weeks"
+        return "\n\n".join(parts) or "no answers were recorded in these weeks"
 
     def _part(self, model: str, changes: tuple[Change, ...]) -> str:
         head = f"{model}, week to {self.until} compared with week to {self.against}: "
@@ -50,9 +50,9 @@ def _row(change: Change) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="this model (default: every one)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="only this model (default: all)")
     add_option(parser, "--until DAY", "last day of the week, YYYY-MM-DD (default: today)", type=_day)
-    add_option(parser, "--against DAY", "last day of the other week (default: 7 before)", type=_day)
+    add_option(parser, "--against DAY", "last day of the other week (7 days before)", type=_day)
 
 
 def _day(text: str) -> date:
@@ -63,7 +63,7 @@ def _day(text: str) -> date:
 
 
 def run(options: argparse.Namespace, host: Host) -> DriftResult:
-    """Compare two weeks; exit status 1 if something moved. Raises UsageError, StoreError."""
+    """Compare two weeks; exit status 1 if something changed. Raises UsageError, StoreError."""
     # 80 ms: numpy
     from edgeinfer.usage.daily_counts import drift_path
     from edgeinfer.usage.drift import compare_weeks
@@ -71,15 +71,15 @@ def run(options: argparse.Namespace, host: Host) -> DriftResult:
     until = options.until or date.today()
     against = options.against or until - timedelta(7)
     if abs(until - against) < timedelta(7):
-        overlap = f"the weeks to {against} and to {until} overlap"
-        raise UsageError(overlap, hint="name days that are 7 days apart or more")
+        overlap = f"the weeks that end on {against} and {until} overlap"
+        raise UsageError(overlap, hint="give days that are at least 7 days apart")
     models = compare_weeks(drift_path(), against, until)
     if options.model:
         name = options.model if options.model in models else host.resolve(options.model).name
         if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
             raise UsageError(
-                f"no answers of {name} are counted in these weeks{off}", hint="edgeinfer drift"
+                f"no answers of {name} were recorded in these weeks{off}", hint="edgeinfer drift"
             )
         models = {name: models[name]}
     return DriftResult(until=f"{until}", against=f"{against}", models=models)

@@ -1,7 +1,7 @@
-"""`edgeinfer eval SET MODEL…`: have candidates answer the items of a set, and check the answers.
+"""`edgeinfer eval SET MODEL…`: let candidates answer a set of items, and check the answers.
 
-Answers are lines of a batch, kept in the data folder under a hash of all that they depend on. So a run
-that was stopped continues, and another candidate or a changed item costs only its own answers.
+Answers are stored in the data folder under a hash of all their inputs. So a stopped run continues, and
+another candidate or a changed item costs only its own answers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
 _Z = 1.96
-#: Longest answer in a report (characters); longer ones are cut.
+#: Longest answer in a report (characters); longer ones are cut off.
 _SHOWN = 80
-#: Rows of one table: the page does not render a longer block.
+#: Most rows of one table: the page does not render a longer block.
 _ROWS = 25
-#: Kinds of checks, each a field of `Item`.
+#: Kinds of checks; each is a field of `Item`.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
@@ -56,7 +56,7 @@ _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 _CHECK_S = 2.0
 #: Longest part (characters) of a system prompt in a candidate's name.
 _LABEL = 24
-#: Placeholder of a response that is left to the next run.
+#: Response of an item that the next run will answer.
 _LEFT = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 
@@ -71,7 +71,7 @@ _Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=2
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an answer passed. `error`: there is none; `is_cut`: at the token limit."""
+    """Whether an answer passed. `error`: why there is none; `is_cut`: it reached the token limit."""
 
     passed: bool = False
     answer: str = ""
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An item with a verdict for each candidate, in order."""
+    """An item with one verdict per candidate, in order."""
 
     id: str
     check: str
@@ -89,7 +89,7 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A share, or a difference of two, with its 95 % confidence interval."""
+    """A share, or a difference of two shares, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -97,7 +97,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def share(n: int, total: int) -> Interval:
-    """Return `n` of `total` with Wilson's score interval."""
+    """Return the share `n` of `total` with Wilson's score interval."""
     p, z2 = n / total, _Z * _Z
     middle = (p + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z / (1 + z2 / total) * math.sqrt(p * (1 - p) / total + z2 / (4 * total * total))
@@ -105,10 +105,11 @@ def share(n: int, total: int) -> Interval:
 
 
 def paired_difference(first: int, second: int, total: int) -> Interval:
-    """Return how much more often the second passes, of `total` items that only one or the other passes.
+    """Return how much more often the second passes; `first` and `second` count items that only one
+    passes.
 
-    Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's of the pairs, with half an item
-    more in each of their four cells.
+    Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half
+    an item added to each of the four cells.
     """
     n, middle = total + 2, (second - first) / (total + 2)
     half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)
@@ -118,8 +119,8 @@ def paired_difference(first: int, second: int, total: int) -> Interval:
 class EvalResult(Result, frozen=True, kw_only=True):
     """The result of an evaluation set. `path` is the report file.
 
-    `scores` are shares of the items; one without an answer is not passed. `differences` are those of
-    each later candidate from the first, item by item.
+    `scores` are shares of all items; an item without an answer counts as not passed. `differences`
+    compare each later candidate with the first, item by item.
     """
 
     set: str
@@ -168,7 +169,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return rows
 
     def beside(self, n: int) -> str:
-        """Describe the difference of candidate `n` from the first; "" of the first itself."""
+        """Describe the difference of candidate `n` from the first; "" for the first itself."""
         if not n:
             return ""
         difference = self.differences[n - 1]
@@ -186,7 +187,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
 
 def _cell(text: str) -> str:
-    """Escape a text of a model or a user, so that it does not end its table cell."""
+    """Escape a text of a model or a user, so that it cannot end its table cell."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
@@ -203,16 +204,16 @@ def _verdict_text(verdict: Verdict) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("set", metavar="SET.jsonl", help="items, one a line; `basics` is built in")
+    parser.add_argument("set", metavar="SET.jsonl", help="items, one per line; `basics` is built in")
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="models or GGUF files; the first is the baseline"
     )
     add_option(parser, "--system TEXT|@FILE...", f"{SYSTEM}; each is a candidate")
     add_option(parser, "--adapter ADAPTER|FILE[:SCALE]...", "adapter or `none`; each is a candidate")
     add_option(parser, "--judge MODEL", "model that judges items with `judge`")
-    add_option(parser, "--max-tokens N", "at most N tokens an answer (512)", type=count, default=512)
+    add_option(parser, "--max-tokens N", "at most N tokens per answer (512)", type=count, default=512)
     parser.add_argument(
-        "--think", choices=("on", "off"), help="reasoning before the answer, if the model can"
+        "--think", choices=("on", "off"), help="reasoning before the answer, if the model supports it"
     )
     add_quiet(parser)
     add_load_options(parser)
@@ -222,9 +223,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A question, as `prompt` or `messages`, and one check of its answer.
 
-    `exact`, `contains`: one of these texts. `number`: the answer's last one, within `tolerance`.
-    `choices`: texts that may follow the prompt, of which `answer` (from 0) must be the likeliest.
-    `judge`: what the answer must meet, decided by the judge model.
+    `exact`, `contains`: one of these texts. `number`: the last number in the answer, within
+    `tolerance`. `choices`: texts that may follow the prompt; the one with index `answer` must be the
+    likeliest. `judge`: a criterion for the answer, which the judge model decides.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -246,15 +247,15 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return next(name for name in CHECKS if getattr(self, name) is not None)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what types do not say."""
+        """Check what the types cannot express. Raises ValueError."""
         if bool(self.prompt) == bool(self.messages):
             raise ValueError("give either `prompt` or `messages`")
         if sum(getattr(self, name) is not None for name in CHECKS) != 1:
             raise ValueError(f"give exactly one of {', '.join(CHECKS)}")
         if self.choices is None and self.answer is not None:
-            raise ValueError("`answer` goes with `choices`")
+            raise ValueError("`answer` needs `choices`")
         if self.choices and (not self.prompt or self.answer not in range(len(self.choices))):
-            raise ValueError("`choices` need a `prompt`, and the `answer` among them, counted from 0")
+            raise ValueError("`choices` need a `prompt` and the index `answer` (from 0)")
         from edgeinfer.runtime.sampling.grammar import follows  # 100 ms: llguidance
 
         try:
@@ -274,7 +275,7 @@ def read_set(typed: str) -> tuple[str, list[Item]]:
         raw = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(
-            f"{typed}: {error.strerror}", hint="give a file of items, or `basics`, the set shipped here"
+            f"{typed}: {error.strerror}", hint="give a file of items, or `basics`, the built-in set"
         ) from error
     items: dict[str, Item] = {}
     for number, line in enumerate(raw, 1):
@@ -284,7 +285,7 @@ def read_set(typed: str) -> tuple[str, list[Item]]:
             except (ValueError, RecursionError) as error:
                 raise UsageError(f"{typed}:{number}: {error}", hint=_FORM) from error
             if items.setdefault(item.id, item) is not item:
-                raise UsageError(f"{typed}:{number}: the id {item.id!r} stands on another line too")
+                raise UsageError(f"{typed}:{number}: the id {item.id!r} is also used on another line")
     if not items:
         raise UsageError(f"{typed} has no items", hint=_FORM)
     return path.stem.removeprefix("eval-"), list(items.values())
@@ -294,7 +295,7 @@ _FORM = f'an item is a line such as {{"id": "1", "prompt": "2 + 2?", "number": 4
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with a system prompt and adapters. `stamp` is of weights, options and machine."""
+    """A model with a system prompt and adapters. `stamp` hashes weights, options and machine."""
 
     name: str
     model: str
@@ -305,7 +306,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def line(self, item: Item, options: argparse.Namespace) -> BatchLine:
         if item.choices is not None:
             text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
-            # as lm-evaluation-harness splits them: white space at the end belongs to what follows
+            # split as in lm-evaluation-harness: trailing white space belongs to the continuation
             prompts = [
                 text.rstrip() or text,
                 *(_append_choice(text, choice) for choice in item.choices),
@@ -340,7 +341,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
     """Answer, check and store the report. Raises UsageError, and what resolving and loading raise."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
-        raise UsageError("some items need a judge", hint="name a model that judges: `--judge MODEL`")
+        raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")
     options.model = options.models[0]
     candidates = _candidates(options, host)
     no_adapter = NO_ADAPTERS if options.adapter else None
@@ -384,7 +385,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
 def _candidates(options: argparse.Namespace, host: Host) -> list[_Candidate]:
     """Combine every model with every system prompt and every adapter. Raises UsageError."""
     if options.adapter and len(options.models) > 1:
-        raise UsageError("--adapter goes with one model", hint="run the command once for each model")
+        raise UsageError("--adapter allows only one model", hint="run the command once for each model")
     adapters = [combination for combination in options.adapter if combination != NO_ADAPTERS]
     if adapters:
         options.lora = str(LORA.parse(",".join([*filter(None, [options.lora]), *adapters])))
@@ -418,7 +419,7 @@ def _candidate(
 
 
 def _engine_stamp(host: Host) -> list[Any]:
-    """Return a stamp of what an answer's bits depend on besides the model: processor, devices,
+    """Return a stamp of all that changes an answer's bits besides the model: processor, devices,
     libraries.
     """
     llama = importlib.util.find_spec("llama_cpp")
@@ -463,13 +464,13 @@ def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None
         with _limit():
             passed = passes(item, answer) if judgement is None else _content(judgement) == "yes"
     except TimeoutError:
-        return Verdict(answer=answer, error=f"{item.id}: its `{item.check}` took over {_CHECK_S:g} s")
+        return Verdict(answer=answer, error=f"{item.id}: `{item.check}` took over {_CHECK_S:g} s")
     return Verdict(passed=passed, answer=answer, is_cut=choices[0]["finish_reason"] == "length")
 
 
 @contextmanager
 def _limit() -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `_CHECK_S`: `re` looks at signals as it searches."""
+    """Raise TimeoutError in the main thread after `_CHECK_S`; `re` handles signals during a search."""
 
     def end(*_: Any) -> None:
         raise TimeoutError
@@ -484,13 +485,13 @@ def _limit() -> Iterator[None]:
 
 
 def _sums(scored: list[dict[str, Any]]) -> list[float]:
-    """Return the log-probability of each text after the first, as its continuation."""
+    """Return the log-probability of each text after the first, as a continuation of the first."""
     rows = [choice["logprobs"]["token_logprobs"] for choice in scored]
     return [sum(row[min(len(rows[0]), len(row) - 1) :]) for row in rows[1:]]
 
 
 def passes(item: Item, answer: str) -> bool:
-    """Return whether an answer passes the check of an item that no model decides."""
+    """Return whether an answer passes a check that needs no judge."""
     if item.exact is not None:
         return answer.strip() in _several(item.exact)
     if item.contains is not None:
@@ -501,7 +502,7 @@ def passes(item: Item, answer: str) -> bool:
         numbers = _NUMBER.findall(answer)
         try:
             apart = abs(Decimal(numbers[-1].replace(",", "")) - Decimal(str(item.number)))
-        except (IndexError, ArithmeticError):  # none, or beyond every exponent
+        except (IndexError, ArithmeticError):  # no number, or its exponent is too large
             return False
         return apart <= Decimal(str(item.tolerance))
     from edgeinfer.runtime.sampling.grammar import follows  # 100 ms: llguidance

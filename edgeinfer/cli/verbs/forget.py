@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser on a no."""
+    """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser if declined."""
     # 80 ms: numpy
     from edgeinfer.runtime.prefix_cache.block_folder import (
         forget_all,
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     from edgeinfer.runtime.prefix_cache.block_names import model_key
 
     if not options.models and not options.conversation:
-        raise UsageError("name what to forget", hint="`edgeinfer forget all` deletes everything")
+        raise UsageError("name the models to forget", hint="`edgeinfer forget all` deletes everything")
     root = paths.blocks_dir()
     freed = 0
     is_all = ALL in options.models
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     freed_of = {name: forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(
-            f"conversation {', '.join(map(repr, unknown))} has no cached prefixes of its own",
+            f"conversation {', '.join(map(repr, unknown))} has no separate cached prefixes",
             hint="give `chat-NUMBER` (a conversation's number) or the `prompt_cache_key` of requests",
         )
     freed += sum(freed_of.values())

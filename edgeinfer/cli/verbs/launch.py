@@ -1,4 +1,4 @@
-"""`edgeinfer launch`: run a third-party agent on a model of this machine."""
+"""`edgeinfer launch`: run a third-party agent on a local model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import Running, processes
 
-#: An endpoint started for an agent exits after this long without a request (s); its prefix cache is on
-#: disk, and the next one finds it.
+#: Idle time (s) after which an endpoint started for an agent exits; its prefix cache stays on disk for
+#: the next one.
 IDLE_EXIT_S = 600
 
 
 class LaunchResult(Result, frozen=True, kw_only=True):
-    """An agent that has ended, with its exit code."""
+    """An ended agent with its exit code."""
 
     agent: str
     model: str
@@ -47,7 +47,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `launch` without an agent."""
+    """A known agent, as `launch` without an agent lists it."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ def _row(agent: KnownAgent) -> tuple[str, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--model MODEL", "the model (default: the endpoint's)")
+    add_option(parser, "--model MODEL", "model (default: the endpoint's)")
     add_load_option(parser, N_CTX)
     names = tuple(AGENTS)
     parser.add_argument("agent", nargs="?", choices=names, metavar="AGENT", help=", ".join(names))
@@ -80,11 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run an agent, or list them. Raises UsageError, ServeError, and what naming a model raises."""
+    """Run an agent, or list them. Raises UsageError, ServeError, and what resolving a model raises."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
-    find_program(agent)  # before a model is loaded for it
+    find_program(agent)  # fail before a model is loaded
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_recall, args=(agent, remote, model), daemon=True)
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _recall(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
-    """Restore the system preamble from disk while the agent starts, which works without it too."""
+    """Restore the system preamble from disk while the agent starts; a failure only costs time."""
     cwd = Path.cwd()
     is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))
     body = {"agent": agent.name, "folder": str(cwd), "is_repository": is_repository}
@@ -116,7 +116,7 @@ def _describe_agent(agent: Agent) -> KnownAgent:
 def _find_endpoint(
     agent: Agent, options: argparse.Namespace, host: Host
 ) -> tuple[RemoteEndpoint, str, int]:
-    """Return an endpoint, started if necessary, its model, and that model's large enough context."""
+    """Find or start an endpoint; return it, its model, and the model's context (large enough)."""
     key = keys.own_key()
     remote, pid = endpoint.find(urls(host.config), key), 0
     if remote is not None:
@@ -146,19 +146,19 @@ def _say_started(pid: int) -> None:
 
 
 def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
-    """Find this user's endpoint or start one. Raises ServeError, and what naming a model raises."""
+    """Find this user's endpoint or start one. Raises ServeError, and what resolving a model raises."""
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
         ref = host.resolve(options.model or host.config.default_model)
-        host.files(ref)  # an error here is plainer than one in the endpoint's log
+        host.files(ref)  # fail here: the error is plainer than one in the endpoint's log
         remote, pid = endpoint.start(serve_command(ref.text, host.config), key)
         _say_started(pid)
     return remote
 
 
 def urls(config: Config) -> Iterator[str]:
-    """Yield URLs of endpoints that use this home; another home has other API keys and conversations."""
+    """Yield URLs of endpoints with this data folder; others have other API keys and conversations."""
     host, configured = config.serve.host, str(config.serve.port)
     endpoints = [run for run in processes(everywhere=True) if run.verb == "serve"]
     ports = {run.pid: _port(run, configured) for run in endpoints}
@@ -179,7 +179,7 @@ def _url(host: str, port: str) -> str:
 
 
 def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
-    """Return the command of an endpoint, on a free port if the configured one is taken."""
+    """Return the command of an endpoint, on a free port if the configured port is taken."""
     arguments = [*own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(free_port(config.serve.port))]
@@ -187,7 +187,7 @@ def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[
 
 
 def own_command() -> list[str]:
-    """Return the command of this program as `edgeinfer ps` and `stop` recognize it."""
+    """Return the command of this program in a form that `edgeinfer ps` and `stop` recognize."""
     shipped = program_file()
     if shipped is not None:
         return [str(shipped)]
@@ -196,7 +196,7 @@ def own_command() -> list[str]:
 
 
 def free_port(port: int = 0) -> int:
-    """Return this port of 127.0.0.1 if it is free, else another."""
+    """Return this port of 127.0.0.1 if it is free, otherwise another one."""
     import socket
 
     with socket.socket() as trial:

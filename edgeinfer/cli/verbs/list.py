@@ -1,4 +1,4 @@
-"""`edgeinfer list`: models that are here, and models that can be pulled."""
+"""`edgeinfer list`: list local models, and models that can be pulled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.format import generations, model_part, part_of
 from edgeinfer.units import format_bytes
 
-#: Headings of the groups of `--fits`.
+#: Headings of the groups that `--fits` shows.
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
@@ -34,16 +34,16 @@ _GROUPS = {
 
 
 class ModelRow(ModelSummary, frozen=True, kw_only=True):
-    """A line of the list. `snapshots`: number of its snapshots."""
+    """A line of the list. `snapshots` is the number of the model's snapshots."""
 
     snapshots: int = 0
     fit: Fit | None = None
 
 
 class ListResult(Result, frozen=True, kw_only=True):
-    """Pulled models first, then external stores', then the rest of the catalogue, each by name.
+    """Pulled models first, then external stores', then the rest of the catalogue, each sorted by name.
 
-    With `fits`, grouped instead; `busy`: the machine was busy whenever its memory was measured.
+    `fits`: grouped by speed instead. `busy`: the machine was busy whenever its memory was measured.
     """
 
     models: tuple[ModelRow, ...]
@@ -70,10 +70,10 @@ class ListResult(Result, frozen=True, kw_only=True):
 
     def _table(self) -> str:
         if not self.models:
-            nothing = f"nothing is here yet: `edgeinfer pull {DEFAULT_MODEL}`"
+            nothing = f"no model is pulled yet: `edgeinfer pull {DEFAULT_MODEL}`"
             return nothing if self.nothing_pulled else "no model matches"
         if self.fits:
-            note = "\n\nthe machine was busy: it is faster when nothing else runs" if self.busy else ""
+            note = "\n\nthe machine was busy: real speeds are higher" if self.busy else ""
             return _fits_table(self.models) + note
         head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
         return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ListResult:
-    """List models. Raises ConfigError if models.toml is wrong; warns of a wrong config.toml."""
+    """List models. Raises ConfigError if models.toml is invalid; warns about an invalid config.toml."""
     try:
         host.config  # noqa: B018  it is read here
     except ConfigError as error:
@@ -177,7 +177,7 @@ def _group_by_fit(models: Sequence[ModelRow], estimator: Estimator) -> tuple[Mod
 
 
 def _rank(model: ModelRow) -> tuple[int, float]:
-    """Rank comfortable models by size, the largest first; slow ones by speed; the rest by size."""
+    """Sort comfortable models by size, the largest first; slow ones by speed; the rest by size."""
     assert model.fit
     group = model.fit.group
     within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}

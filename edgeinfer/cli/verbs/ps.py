@@ -1,5 +1,5 @@
-"""`edgeinfer ps`: what runs, its replicas of a model, where its layers are, and how much of its latest
-prompt was cached; the use by day.
+"""`edgeinfer ps`: list running processes with replicas, layers on GPUs and cached prompts; show daily
+usage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running edgeinfer processes that use this data folder; with `--everywhere`, those of
-    every data folder.
+    """This user's running edgeinfer processes with this data folder; with `--everywhere`, with any data
+    folder.
     """
 
     running: tuple[Running, ...]
@@ -55,13 +55,13 @@ def _row(process: Running) -> tuple[str, ...]:
 
 
 class PsUsageResult(Result, frozen=True, kw_only=True):
-    """Use of each model on each of the last days, by all processes that keep their data here."""
+    """Usage of each model on each of the last days, by all processes with this data folder."""
 
     days: tuple[DayOfUse, ...]
     is_recorded: bool
 
     def human(self) -> str:
-        off = "" if self.is_recorded else "\nnothing is counted now: `drift.record` is off"
+        off = "" if self.is_recorded else "\nusage is not recorded: `drift.record` is off"
         if not self.days:
             return f"no answers in the last {_USAGE_DAYS} days{off}"
         head = ("DAY", "MODEL", "ANSWERS", "PROMPT", "CACHED", "GENERATED", "TIME", "SAVED")
@@ -78,11 +78,11 @@ def _usage_row(day: DayOfUse) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     view = parser.add_mutually_exclusive_group()
     add_everywhere(view)
-    add_option(view, "--usage", f"answers, tokens and times by day and model, of {_USAGE_DAYS} days")
+    add_option(view, "--usage", f"answers, tokens and times by day and model, for {_USAGE_DAYS} days")
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """List running processes, or the use by day; change nothing. Raises StoreError."""
+    """List running processes, or the daily usage. Raises StoreError."""
     if options.usage:
         from edgeinfer.usage.daily_counts import drift_path, read_usage  # 80 ms: numpy
 

@@ -24,7 +24,7 @@ from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
 
-#: The next command to type, by the purpose of a model.
+#: The next command to suggest, by the model's purpose.
 _TRIES = {
     "chat": 'edgeinfer run {} "What is photosynthesis?"',
     "base": 'edgeinfer run {} "The sea is"',
@@ -55,7 +55,7 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
         licence = f"; licence {self.licence}" if self.licence else ""
         facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
         command = _TRIES.get(self.purpose, _TRIES["chat"]).format(self.name)
-        faster = f"\nfaster with its draft model: {self.no_draft}" if self.no_draft else ""
+        faster = f"\nit would be faster with its draft model: {self.no_draft}" if self.no_draft else ""
         return f"{self.name} {state}: {facts}{faster}\ntry it: {command}"
 
 
@@ -75,7 +75,7 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
 
 def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
-        message = f"{source} is an adapter: its base model is not known"
+        message = f"{source} is an adapter, but its base model is unknown"
         raise UsageError(message, hint=f"name it: `edgeinfer pull {source} --base MODEL`")
     pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
@@ -88,17 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="store it under this name")
     add_option(parser, "--base MODEL", "base model of MODEL, which is a PEFT LoRA adapter", default="")
     add_option(parser, "--quantize TYPE", "quantize to TYPE (default: unchanged)", default="")
-    add_option(parser, "--sha256 HEX", "expected SHA-256; another one is refused", default="")
-    add_option(parser, "--in-place", "use a local file where it is, without a copy")
-    add_option(parser, "--again", "fetch it again, even if it is here")
+    add_option(parser, "--sha256 HEX", "expected SHA-256; a file with another is refused", default="")
+    add_option(parser, "--in-place", "use a local file in place, without a copy")
+    add_option(parser, "--again", "fetch it again, even if it is pulled")
     add_quiet(parser)
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
     """Fetch, verify and store a model. Raises what `models.pull.pull` raises.
 
-    Ctrl-C keeps fetched parts. A model in an external store is checked instead of fetched; `--name`
-    adds it to our store. `--again` or `--name` fetches one from Hugging Face nevertheless.
+    Ctrl-C keeps fetched parts. A model in an external store is only verified; `--name` copies it into
+    our store. With `--again` or `--name`, a model from Hugging Face is fetched nevertheless.
     """
     source: str = options.model or host.config.default_model
     if options.base or is_adapter(source):
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Check a model of another program as using it does; return None if none has it, or it is ours."""
+    """Verify a model of another program as a launch would; None if no store has it, or it is ours."""
     ref = resolve(source)
     stored = ref.external
     if not stores.is_name(source) and (stored is None or stored.problem):

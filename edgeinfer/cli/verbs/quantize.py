@@ -1,4 +1,4 @@
-"""`edgeinfer quantize`: make a smaller copy of a model, and measure its loss."""
+"""`edgeinfer quantize`: make a smaller copy of a model, and measure its loss of quality."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(TimedResult, frozen=True, kw_only=True):
-    """Source and result. Perplexities over `n_scored_tokens` of a text; None: not measured.
+    """Source and result. Perplexities are over `n_scored_tokens` of a text; None if not measured.
 
-    `divergence` (nats per token) and `same_top` (share of 1) compare the result with the source.
+    `divergence` (nats per token) and `same_top` (share, 0 to 1) compare the result with the source.
     """
 
     source: str
@@ -88,7 +88,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
-    """Quantizations compared with their source, the first one; `evaluation` has them in this order."""
+    """Quantizations compared with their source, which is the first; `evaluation` has the same order."""
 
     models: list[Compared]
     evaluation: EvalResult
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
 
 
-#: Prompt and answer lengths (tokens) with which speed is measured.
+#: Prompt and answer lengths (tokens) of the speed measurement.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
 #: Rounds of a speed measurement.
 _ROUNDS = 3
@@ -167,7 +167,7 @@ def _compare(
     for kind in kinds:
         name = f"{options.name}:{kind}" if options.name else None
         kind_options = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
-        with progress_on(quiet=options.quiet) as report, stoppable("stopped; what was made is kept"):
+        with progress_on(quiet=options.quiet) as report, stoppable("stopped; finished models are kept"):
             quantized.append(quantize(options.model, kind, report, options=kind_options))
     rows: list[tuple[str, str, int, float | None, float | None]]
     rows = [(options.model, quantized[0].source_type, quantized[0].source_bytes, None, None)]

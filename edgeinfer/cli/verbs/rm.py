@@ -1,4 +1,4 @@
-"""`edgeinfer rm`: remove models, finished or half fetched, their snapshots and cached prefixes."""
+"""`edgeinfer rm`: remove models and unfinished pulls, with their snapshots and cached prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RmResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         lines = list(map(_line, self.removed))
-        lines += [f"its snapshot {name} is removed" for name in self.snapshots]
+        lines += [f"removed its snapshot {name}" for name in self.snapshots]
         return "\n".join(lines)
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _host: Host) -> RmResult:
     """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
 
-    If one of several fails, the models before it are removed already.
+    If one of several fails, the models before it are already removed.
     """
     names = ", ".join(options.models)
     confirm(f"Remove {names} and its snapshots?", yes=options.yes, needs_yes=True)

@@ -53,7 +53,7 @@ Cancellable = TypeVar("Cancellable", bound="Generation | ChatTools")
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds from exec until the model could compute, its two parts, and the prefill."""
+    """Milliseconds from exec until the model was ready, its two parts, and the prefill."""
 
     ready_ms: float
     start_ms: float
@@ -62,7 +62,7 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Result, frozen=True, kw_only=True):
-    """The whole answer. `human` is empty: the text was streamed."""
+    """The whole answer. `human` is empty because the text was streamed."""
 
     model: str
     text: str
@@ -86,23 +86,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_form = parser.add_mutually_exclusive_group()
     add_option(prompt_form, "--system TEXT|@FILE", SYSTEM)
     add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
-    add_option(parser, "--max-tokens N", "at most N tokens (1,500)", type=count)
+    add_option(parser, "--max-tokens N", "at most N tokens (default: 1,500)", type=count)
     add_option(parser, "--file FILE...", "attach a text, document, picture or folder")
     add_option(parser, "--image FILE...", "attach a picture, or the pages of a PDF as pictures")
     shape = parser.add_mutually_exclusive_group()
     add_option(shape, "--schema FILE|JSON", "answer in JSON that follows this schema")
     add_option(shape, "--grammar FILE|GBNF", "answer that follows this GBNF grammar")
     parser.add_argument(
-        "--think", choices=("on", "off"), help="reasoning before the answer, if the model can"
+        "--think", choices=("on", "off"), help="reasoning before the answer, if the model supports it"
     )
-    add_option(parser, "--tools", "let the model call allowed tools")
+    add_option(parser, "--tools", "let the model call the allowed tools")
     sampling = add_sampling_options(parser)
     add_option(sampling, "--stop TEXT...", "stop before this text")
     add_load_options(parser)
     launch = add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
-    add_option(launch, "--receipt FILE", "write what `edgeinfer verify` needs to check the answer")
-    add_option(launch, "--private", "write the receipt's content to FILE.content instead")
+    add_option(launch, "--receipt FILE", "write a receipt, for `edgeinfer verify`")
+    add_option(launch, "--private", "keep the receipt's content apart, in FILE.content")
     add_traces(launch)
 
 
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = with_record(request)
-    # neither the answer nor the exit waits for the purge: the next run finishes it
+    # the purge delays neither the answer nor the exit: the next run finishes it
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
@@ -161,7 +161,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
 
 
 def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
-    """Return the prompt with its files, and its pictures. Raises UsageError if there is none."""
+    """Return the prompt with attached texts, and its pictures. Raises UsageError without a prompt."""
     if not text.strip() and not options.file:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
@@ -173,7 +173,7 @@ def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[byt
 
 
 def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
-    """Describe the default limit that cut an answer, and the option that raises it, if one does."""
+    """Describe the default limit that cut off an answer, and the option that raises it, if any."""
     if limit is not None and usage.completion_tokens >= limit:
         return f"stopped at {limit:,} tokens; more with --max-tokens N"
     n_tokens = usage.prompt_tokens + usage.completion_tokens
@@ -183,25 +183,25 @@ def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path is a device, a FIFO or an open file: written to, and never replaced."""
+    """Return whether a path is a device, a FIFO or an open file: write to it, never replace it."""
     is_open_file = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return is_open_file or (path.exists() and not path.is_file())
 
 
 def _check_receipt_path(path: Path, *, is_private: bool) -> None:
-    """Refuse, before an answer is generated, a path that no receipt can be written to."""
+    """Refuse an unusable receipt path before an answer is generated."""
     folder, hint = path.absolute().parent, "name another file for --receipt"
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint=hint)
     if _is_stream(path):
         if is_private:
-            raise UsageError(f"{path} is no file that FILE.content could stand next to", hint=hint)
+            raise UsageError(f"{path} is not an ordinary file, which FILE.content needs", hint=hint)
     elif not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"{folder} is no folder that you may write to", hint=hint)
+        raise UsageError(f"you may not write to the folder {folder}", hint=hint)
 
 
 def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) -> None:
-    """Write the receipt, a private one's content next to it, or say why there is none."""
+    """Write the receipt (a private receipt's content separately), or print why there is none."""
     if isinstance(receipt, Refusal):
         sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
         return
@@ -241,9 +241,9 @@ def _trace(path: str, start: list[Span], result: RunResult) -> None:
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
-    """Answer, run the calls, and answer their results, to the end. Calls are reported on stderr.
+    """Answer, run the tool calls, and answer their results, until no call is left. Reports on stderr.
 
-    Return the last request and its end, too.
+    Also return the last request and its end.
     """
     from edgeinfer.tools.loop import ChatTools, NoFront  # only for this option
 
@@ -280,10 +280,10 @@ def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Mess
 
 
 def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str, ModelRef | None, str]:
-    """Split `run`'s positionals into model, its reference if it was resolved, and prompt, "" if piped.
+    """Split `run`'s positionals into model, its reference if it was resolved, and prompt ("" if piped).
 
-    A first word that is not a model is the prompt, unless a second follows. Raises UnknownModelError
-    if it is probably a misspelt model, CatalogError.
+    A first word that is not a model is the prompt, unless a second one follows. Raises
+    UnknownModelError if it is probably a misspelt model, CatalogError.
     """
     if first is None:
         return host.config.default_model, None, ""
@@ -296,9 +296,9 @@ def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str
 
 
 def _refuse_misspelt_model(word: str, host: Host) -> None:
-    """Raise UnknownModelError for a prompt of one word that is nearly the name of a model.
+    """Raise UnknownModelError for a prompt of one word that is almost the name of a model.
 
-    A word of letters, such as "hi", is only refused if a name begins with it: "gemma".
+    A word of letters, such as "hi", is refused only if a name begins with it: "gemma".
     """
     if not re.fullmatch(r"[\w.:-]+", word):
         return
@@ -319,7 +319,7 @@ def _with_stdin(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
-    """Let Ctrl-C and SIGTERM cancel a generation or calls once; a second Ctrl-C interrupts as usual."""
+    """Let the first Ctrl-C or SIGTERM cancel a generation or calls; a second interrupts as usual."""
 
     def stop(number: int, _frame: object) -> None:
         generation.cancel()
@@ -380,7 +380,7 @@ def _consume(
 
 
 def timings_line(result: RunResult, info: EngineInfo) -> str:
-    """Return one line: how it started, ready time, prompt, tokens and rate, and drafts if any."""
+    """Return one line: kind of start, ready time, prompt, tokens and rate, and any drafts."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
     took = result.startup

@@ -29,28 +29,28 @@ class ServeResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "model of requests that name none (default: the configured one)")
+    add_model(parser, "model for requests that name none (default: the configured one)")
     add_endpoint_options(parser)
     add_load_options(parser)
     add_launch_options(parser)
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the endpoint's options, all of launch scope; None: the configuration or a default."""
+    """Add the endpoint's launch options; None means the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
-    add_option(where, "--host ADDRESS", "address to bind; other than loopback it needs an API key")
-    add_option(where, "--port N", "port to bind; 0 takes a free one", type=port_number)
+    add_option(where, "--host ADDRESS", "address to bind; beyond loopback an API key is needed")
+    add_option(where, "--port N", "port to bind; 0 chooses a free port", type=port_number)
     help = "also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models"
     add_option(where, "--ollama", help, default=None)
-    help = "API keys, one a line; the first is the administrator's; also EDGEINFER_API_KEY"
+    help = "API keys, one per line; the first is the administrator's; also EDGEINFER_API_KEY"
     add_option(where, "--api-key-file FILE", help)
-    add_option(where, "--allow-host NAME...", "accept this Host header too; .NAME: names below it")
+    add_option(where, "--allow-host NAME...", "also accept this Host header; .NAME: all names below it")
     add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)")
     add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
     help = "seconds an idle model stays loaded; 0 unloads at once, -1 never"
     add_option(where, "--keep-alive S", help, type=keep_alive_s)
-    add_option(where, "--idle-exit S", "exit after so many seconds without a request", type=positive_s)
+    add_option(where, "--idle-exit S", "exit after S seconds without a request", type=positive_s)
     replicas = number_between(int, 1, _MOST_REPLICAS)
     add_option(where, "--replicas N", "replicas of the model, each in its own process", type=replicas)
     help = "log lines on stderr (default: text on a terminal)"

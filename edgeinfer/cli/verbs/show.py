@@ -1,4 +1,4 @@
-"""`edgeinfer show`: describe a model, and its memory needs against this machine's."""
+"""`edgeinfer show`: describe a model, and compare its memory needs with this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
-    """Plan the offload to this machine's GPUs; return None if there are none, or offload is off."""
+    """Plan the offload to this machine's GPUs; None without GPUs or with offload switched off."""
     request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
@@ -69,18 +69,18 @@ _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 
 def attention_note(shape: Shape, devices: Offload | None) -> str:
-    """Explain why CUDA will be slow with the attention of this model; return "" if it will not."""
+    """Explain why CUDA is slow with this model's attention; "" if it is not."""
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
         return ""
-    return f"CUDA has no attention for heads of {lengths[0]}: the CPU computes it, which is slow"
+    return f"CUDA has no attention kernel for heads of {lengths[0]}: the CPU computes it, which is slow"
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory (bytes) for the context that the engine would choose (or `--ctx`), and why.
+    """Memory (bytes) for the context that the engine would choose (or `--ctx`), and the reason.
 
     `from_disk`: the weights do not fit; `warning` estimates the speed. `devices` is None without GPUs;
-    `attention` says why they are slow with this model's attention.
+    `attention` says why GPUs are slow with this model's attention.
     """
 
     estimate: Buffers
@@ -124,11 +124,11 @@ class ShowResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         rows = _about(self) + _header_rows(self.header) + _file_rows(self) + _memory_rows(self.memory)
         width = max(len(label) for label, _ in rows)
-        # a name in a file may have line breaks, which would look like rows
+        # a line break in a name from a file would look like a new row
         lines = [f"{label:<{width}}  {' '.join(value.split())}".rstrip() for label, value in rows]
         lines += [f"note: {note}" for note in self.notes]
         if not self.pulled:
-            lines.append(f"\nnot here yet: edgeinfer pull {self.name}")
+            lines.append(f"\nnot pulled yet: edgeinfer pull {self.name}")
         return "\n".join(lines)
 
 
@@ -254,7 +254,7 @@ def _show_external(external: ExternalModel, options: argparse.Namespace, host: H
     )
     parts = list(map(Path, external.paths))
     shown = _describe(external.name, None, entry, parts, options, host)
-    notes = [f"used where it is, from {external.store}; nothing there is ever written"]
+    notes = [f"used in place, from {external.store}; edgeinfer never writes there"]
     notes += [f"from {external.store}: {', '.join(settings.used)}"] * bool(settings.used)
     notes += [f"not used: {setting}" for setting in settings.unused]
     return msgspec.structs.replace(
@@ -314,7 +314,7 @@ def _describe(
 
 
 def _sampling(entry: Model, n_params: int) -> dict[str, float]:
-    """Return sampling options that differ from the defaults: the model's own, and by its size."""
+    """Return sampling options that differ from the defaults, by the model's entry and its size."""
     defaults = msgspec.structs.asdict(Sampling())
     of_size = default_sampling(n_params or parameter_count(entry.parameters))
     values = msgspec.structs.asdict(entry.sampling.over(of_size))
@@ -322,7 +322,7 @@ def _sampling(entry: Model, n_params: int) -> dict[str, float]:
 
 
 def _check(ref: ModelRef) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the draft model, and a note about the model's own files."""
+    """Return the paths of the draft model, and a note about problems of the model's files."""
     try:
         files = ref.files()
     except EdgeInferError as error:

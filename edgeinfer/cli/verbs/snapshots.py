@@ -108,7 +108,7 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Every byte was read and compared, of several snapshots together, and their canaries computed."""
+    """Snapshots whose every byte was compared and whose canary was computed, several together."""
 
     name: str
     files: int
@@ -117,7 +117,7 @@ class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         read = f"{self.files:,} files, {format_bytes(self.read_bytes)}"
-        good = f"{self.name}: {read}, all as they were built; answers are bit-identical"
+        good = f"{self.name}: {read}, unchanged since the build; answers are bit-identical"
         stale = (f"{reason}: not verified, launches refuse it" for reason in self.stale)
         return "\n".join([good if self.name else "no snapshot to verify can be resumed here", *stale])
 
@@ -143,15 +143,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, summary: str, *arguments: str) -> argparse.ArgumentParser:
         return add_action(actions, name, summary, " ".join(("snapshots", name, *arguments)))
 
-    add("list", "list all of them, as `edgeinfer snapshots` does")
-    _add_name(add("show", "show one", "my-snapshot"))
-    _add_take(add("take", "build one of a running process's model and options", "--name my-snapshot"))
-    verify = add("verify", "compare every byte, also of model and libraries, and the canary", "--all")
+    add("list", "list all snapshots (the default)")
+    _add_name(add("show", "show one snapshot", "my-snapshot"))
+    _add_take(add("take", "build one from a running process", "--name my-snapshot"))
+    verify = add("verify", "compare every byte, including model and libraries, and the canary", "--all")
     _add_name(verify, nargs="*")
-    add_option(verify, "--all", "every snapshot of this program")
-    rm = add("rm", "remove one or more", "my-snapshot")
+    add_option(verify, "--all", "verify every snapshot of this program")
+    rm = add("rm", "remove snapshots", "my-snapshot")
     _add_name(rm, nargs="+")
-    prune = add("prune", "remove those this machine refuses, and the oldest beyond the limit")
+    prune = add("prune", "remove unusable snapshots, and the oldest beyond the limit")
     add_option(prune, "--all", "remove every snapshot")
     for parser in (rm, prune):
         add_yes(parser)
@@ -159,29 +159,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_name(parser: argparse.ArgumentParser, **more: Any) -> None:
-    help = "its name, or its model's if it has one"
+    help = "name of the snapshot, or of its model if that has only one"
     parser.add_argument("name", metavar="SNAPSHOT", help=help, **more)
 
 
 def _add_transfer(add: Callable[..., argparse.ArgumentParser]) -> None:
-    export = add("export", "write one, signed, to a folder or registry", "my-snapshot ~/exported")
+    export = add("export", "write a signed snapshot to a folder or registry", "my-snapshot ~/exported")
     _add_name(export)
     export.add_argument("destination", metavar="DEST", help="a folder or oci://REGISTRY/NAME:TAG")
-    bring = add("import", "import one of another machine, if you trust its signer", "~/exported")
+    bring = add("import", "import a snapshot of another machine, if you trust its signer", "~/exported")
     bring.add_argument("source", metavar="SRC", help="a folder, or oci://REGISTRY/NAME:TAG")
     for parser in (export, bring):
         add_quiet(parser)
-    trust = add("trust", "list your key and those you trust, or trust one more", "SHA256:…")
+    trust = add("trust", "list your key and trusted keys, or trust another key", "SHA256:…")
     trust.add_argument("fingerprint", nargs="?", default="", metavar="FINGERPRINT", help="SHA256:…")
     distrust = add("distrust", "stop trusting a key", "SHA256:…")
     distrust.add_argument("fingerprint", metavar="FINGERPRINT", help="SHA256:…, as `trust` lists it")
 
 
 def _add_take(parser: argparse.ArgumentParser) -> None:
-    help = "as `edgeinfer ps` shows it, or a model (default: the endpoint that runs)"
+    help = "PID from `edgeinfer ps`, or a model (default: the running endpoint)"
     parser.add_argument("which", nargs="?", metavar="PID|NAME", help=help)
     parser.add_argument("--name", default="", help="name of the snapshot")
-    parser.add_argument("--model", help="of a process that has several, this one")
+    parser.add_argument("--model", help="which model, if the process has several")
     add_quiet(parser)
 
 
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     """Run one action on snapshots. Raises SnapshotError and its subclasses, UsageError."""
     action = options.action or "list"
     if action not in _ACTIONS:
-        from edgeinfer.cli.verbs import snapshots_transfer  # archives and signatures: 20 ms
+        from edgeinfer.cli.verbs import snapshots_transfer  # 20 ms: archives and signatures
 
         return snapshots_transfer.ACTIONS[action](options, host)
     return _ACTIONS[action](options, host)
@@ -246,7 +246,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     )
 
 
-#: Advice about bits that changed by themselves.
+#: Advice about bits that changed without a known cause.
 _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"
@@ -258,13 +258,13 @@ _NOT_RESUMED = (
 
 
 def _faults(folder: Path) -> list[str]:
-    """Name what differs from the build. Raises SnapshotError."""
+    """Name the differences from the build. Raises SnapshotError."""
     if wrong := builder.wrong_files(folder):
         return [f"{folder.name}: {', '.join(wrong)} changed since it was built"]
     if not builder.computes_canary(folder):
-        return [f"{folder.name} computes other bits than when it was built, from the same files"]
+        return [f"{folder.name} computes different bits than at its build, from the same files"]
     if again := ", ".join(builder.repeated_randomness(folder)):
-        return [f"{folder.name}: two resumed processes got the same bytes from {again}"]
+        return [f"{folder.name}: two resumed processes got the same random bytes from {again}"]
     return []
 
 
@@ -335,10 +335,10 @@ def _resolve_pid(which: str | None) -> int:
     launches = running.processes()
     if which is None:
         matches = [launch for launch in launches if launch.verb == "serve"]
-        no_match, ambiguous = "no endpoint runs", "several endpoints run"
+        no_match, ambiguous = "no endpoint is running", "several endpoints are running"
     else:
         matches = [run for run in launches if which in run.arguments or _has_loaded(run.pid, which)]
-        no_match, ambiguous = f"nothing that runs has {which}", f"several processes have {which}"
+        no_match, ambiguous = f"no running process has {which}", f"several processes have {which}"
     if len(matches) == 1:
         return _require_own_process(matches[0].pid)
     if not matches:
@@ -361,7 +361,7 @@ def _require_own_process(pid: int) -> int:
     except OSError:
         raise UsageError(f"there is no process {pid}", hint=_PS) from None
     if owner != os.getuid():
-        hint = f"as that user: `edgeinfer snapshots take {pid}`"
+        hint = f"run it as that user: `edgeinfer snapshots take {pid}`"
         raise UsageError(f"process {pid} belongs to another user", hint=hint)
     if not running.shares_folders(pid):
         raise UsageError(
@@ -378,7 +378,7 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     if not candidates:
         problem = f"has not loaded {model}" if model and loaded else "has loaded no model"
         raise UsageError(
-            f"process {pid} {problem}", hint=f"{_PS}; a model is loaded when it is first asked"
+            f"process {pid} {problem}", hint=f"{_PS}; a model is loaded at its first request"
         )
     if len({process.model for process in candidates}) > 1:
         names = ", ".join(sorted(process.model for process in candidates))

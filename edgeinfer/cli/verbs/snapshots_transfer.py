@@ -25,7 +25,7 @@ from edgeinfer.units import format_bytes
 
 
 class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
-    """An exported snapshot. `written_bytes` counts only layers new at the destination."""
+    """An exported snapshot. `written_bytes` excludes layers that the destination already had."""
 
     name: str
     destination: str
@@ -63,7 +63,7 @@ class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
 
 
 class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
-    """Trusted keys: this user's own, "" before the first export, and others'."""
+    """Trusted keys: this user's own ("" before the first export), and those of others."""
 
     own: str
     trusted: dict[str, str]
@@ -98,11 +98,9 @@ def _open_destination(destination: str) -> Iterator[ImageStore]:
 
 
 def _refuse_filled(folder: Path) -> None:
-    begun = {"blobs", "oci-layout"}  # what an export that was stopped leaves: the index is written last
+    begun = {"blobs", "oci-layout"}  # files of a stopped export: its index is written last
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= begun):
-        raise UsageError(
-            f"{folder} holds something already", hint="name a new folder, or oci://REGISTRY/NAME:TAG"
-        )
+        raise UsageError(f"{folder} is not empty", hint="name a new folder, or oci://REGISTRY/NAME:TAG")
 
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:

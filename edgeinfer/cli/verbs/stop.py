@@ -1,4 +1,4 @@
-"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait until they have ended."""
+"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait for their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import Running, processes
 
-#: How long (s) running requests may take to end (`serve` drains) before the process is killed.
+#: How long (s) a process may finish running requests (`serve` drains) before it is killed.
 GRACE_S = 35.0
 
 
@@ -32,17 +32,17 @@ class StopResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="as `edgeinfer ps` shows them")
+    parser.add_argument("which", nargs="*", metavar="PID|MODEL", help="from `edgeinfer ps`")
     add_option(parser, "--all", "stop all of them")
     add_everywhere(parser)
 
 
 def run(options: argparse.Namespace, _host: Host) -> StopResult:
-    """Stop processes. Raises UsageError if none is named, or a named one does not run."""
+    """Stop processes. Raises UsageError if none is named, or a named one is not running."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:
-        hint = "`edgeinfer ps` shows what runs; `edgeinfer stop --all` ends all of it"
-        raise UsageError("name what to stop", hint=hint)
+        hint = "`edgeinfer ps` lists processes; `edgeinfer stop --all` stops them all"
+        raise UsageError("name the processes to stop", hint=hint)
     names = [] if options.all else options.which
     chosen = [r for name in names for r in _find_processes(name, running)]
     ended = {process.pid: _end(process.pid) for process in (running if options.all else chosen)}
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
 def _find_processes(name: str, running: list[Running]) -> list[Running]:
     matches = [r for r in running if name == str(r.pid) or name in r.arguments]
     if not matches:
-        hint = "`edgeinfer ps --everywhere` shows what runs, here and in other homes"
-        raise UsageError(f"nothing running here is called {name}", hint=hint)
+        hint = "`edgeinfer ps --everywhere` lists all processes, including other data folders"
+        raise UsageError(f"no running process is called {name}", hint=hint)
     return matches
 
 
@@ -63,7 +63,7 @@ def _end(pid: int) -> bool:
     try:
         handle = os.pidfd_open(pid)
     except OSError:
-        return True  # it ended while we looked
+        return True  # the process ended meanwhile
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`edgeinfer tools`: the configured tool servers, and what each offers."""
+"""`edgeinfer tools`: list the configured tool servers with their tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.host import Host
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool; `asks` is False if the configuration allows every call of it."""
+    """A tool; `asks` is False if the configuration allows all its calls."""
 
     name: str
     description: str
@@ -21,14 +21,14 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A server with its tools."""
+    """A tool server with its tools."""
 
     name: str
     tools: tuple[OfferedTool, ...] = ()
 
 
 class ToolsResult(Result, frozen=True, kw_only=True):
-    """Every enabled server; `notices` say which failed, and which lists have changed."""
+    """Every enabled server; `notices` name failed servers and changed lists of tools."""
 
     servers: tuple[ToolServer, ...]
     notices: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class ToolsResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--check", "start every server and ask for its tools")
+    add_option(parser, "--check", "start every server and ask it for its tools")
 
 
 def run(options: argparse.Namespace, host: Host) -> ToolsResult:

@@ -1,4 +1,4 @@
-"""`edgeinfer update`: replace the shipped file by a newer release, or return to the one before."""
+"""`edgeinfer update`: replace the shipped file by a newer release, or restore the previous one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.host import Host
 
 
 class UpdateResult(Result, frozen=True, kw_only=True):
-    """`before` is the running version, `version` the one in place now or, with `--check`, offered."""
+    """`before` is the running version, `version` the installed or, with `--check`, offered one."""
 
     before: str
     version: str
@@ -34,13 +34,13 @@ class UpdateResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    add_option(which, "--check", "only say what is published")
-    add_option(which, "--back", "return to the version before, with its snapshots")
+    add_option(which, "--check", "only show the published version")
+    add_option(which, "--back", "return to the previous version, with its snapshots")
     add_quiet(parser)
 
 
 def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
-    """Update this program's file. Raises what `shipping.update` raises; nothing is changed then."""
+    """Update this program's file. Raises what `shipping.update` raises; then nothing has changed."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number

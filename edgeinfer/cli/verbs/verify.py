@@ -1,4 +1,4 @@
-"""`edgeinfer verify`: check receipts of answers, single ones or a sample of a payload log."""
+"""`edgeinfer verify`: check one receipt, or a sample of those in a payload log."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
-#: Most receipts that are named when several of a sample differ or are refused.
+#: Most receipts of a sample that are named because they differ or were refused.
 _MOST_NAMED = 20
-#: Exit status if log-probabilities only were compared, of another kernel revision.
+#: Exit status if only log-probabilities were compared: the kernel revisions differ.
 WITHIN_TOLERANCE = 9
-#: What an answer was that has no end of its own.
+#: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A receipt's verification, or why it could not be checked; `place` is its file and line.
 
-    `lacks_text`: an answer stands next to the receipt, or should, and was not compared.
+    `lacks_text`: the text next to the receipt is missing or was not compared.
     """
 
     place: str
@@ -54,7 +54,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
-    """The checks of all receipts; `without_receipt` answers of a log have none."""
+    """The checks of all receipts; `without_receipt` counts answers of a log that have none."""
 
     checks: tuple[Check, ...]
     without_receipt: int = 0
@@ -87,11 +87,11 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         return "\n".join([*lines, f"{total}{without}"])
 
 
-_NO_TEXT = "text not compared: only the tokens in the receipt were"
+_NO_TEXT = "only the tokens in the receipt were compared, not the text"
 
 
 def describe(result: Verification) -> str:
-    """Return the verdict for a person, with the first token that differs."""
+    """Describe the verdict, with the first token that differs."""
     signer = f", signed by {result.signer}" if result.signer else ", not signed"
     part = f"{result.n_answer} tokens of {result.model}"
     if cut := _CUT.get(result.finish_reason):
@@ -107,7 +107,7 @@ def describe(result: Verification) -> str:
             f"{result.own_revision}: only log-probabilities were compared"
         )
     if result.mean_difference is not None:
-        most = f"{result.most_difference:.3f} at most"
+        most = f"at most {result.most_difference:.3f}"
         lines.append(f"they differ by {result.mean_difference:.3f} on average, {most}")
     times = (format_ms(result.seconds * 1000), format_ms(result.generation_seconds * 1000))
     lines.append(f"checked in {times[0]}; generation took {times[1]}")
@@ -141,7 +141,7 @@ def _share(text: str) -> float:
 
 
 def run(options: argparse.Namespace, host: Host) -> VerifyResult:
-    """Check; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
+    """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if (options.receipt is None) == (options.log is None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
     sample, unread = list[Entry](), list[Check]()
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace, host: Host) -> VerifyResult:
         sample += [entry for entry in entries if random.random() < options.sample]
     if not n_receipts and not unread:
         raise ReceiptError(
-            f"{options.receipt or options.log} has no receipt",
+            f"{options.receipt or options.log} contains no receipt",
             hint="`edgeinfer run --receipt FILE` writes one",
         )
     if (n_receipts, n_without, len(sample), unread) == (1, 0, 1, []):  # its error is the command's
@@ -183,7 +183,7 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
                     continue
                 for number in itertools.count(1):
                     line = rest = file.readline(MAX_BYTES + 1)
-                    while rest and not rest.endswith(b"\n"):  # of a line that is too long
+                    while rest and not rest.endswith(b"\n"):  # skip the rest of a line that is too long
                         rest = file.readline(MAX_BYTES)
                     if not line:
                         break
@@ -194,7 +194,7 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt as it was found, and the answer next to it; None if that is not known there."""
+    """A receipt, and the answer next to it; None if the answer is unknown."""
 
     place: str = ""
     document: dict[str, Any]
@@ -203,9 +203,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_receipts(document: Any, place: str = "") -> tuple[list[Entry], int]:
-    """Return the receipts of a document, and how many answers it has.
+    """Return the receipts of a document, and the number of its answers.
 
-    It is a receipt, an answer of the endpoint, a line of a batch, or a line of a payload log.
+    A document is a receipt, an answer of the endpoint, a line of a batch, or a line of a payload log.
     """
     if not isinstance(document, dict):
         return [], 0
@@ -227,7 +227,7 @@ def find_receipts(document: Any, place: str = "") -> tuple[list[Entry], int]:
 
 
 def _pairs(document: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the receipts of an answer of the endpoint, each with its choice."""
+    """Yield the receipts in an answer of the endpoint, each with its choice."""
     several = _list(document["receipts"]) if "receipts" in document else [document.get("receipt")]
     choices = [choice for choice in _list(document.get("choices")) if isinstance(choice, dict)]
     by_index = {index: choice for choice in choices if isinstance(index := choice.get("index"), int)}
@@ -236,7 +236,7 @@ def _pairs(document: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _quote(answer: Any) -> Quote | None:
-    """Return what stands in a choice, or in an answer of a payload log or an API; None if unknown."""
+    """Return the text in a choice, or in an answer of a payload log or an API; None if unknown."""
     if not isinstance(answer, dict):
         return None
     if isinstance(message := answer.get("message"), dict):
@@ -280,7 +280,7 @@ def _read(document: Any, content: str | None) -> Receipt:
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
     name = options.model or receipt.model
-    if not options.model and name.startswith(("/", ".", "~")):  # a receipt chooses no file to open
+    if not options.model and name.startswith(("/", ".", "~")):  # a receipt opens no files
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
     load = requesting.load_options(options, host.config.load)
     if options.kv_type is None:
@@ -289,7 +289,7 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
 
 
 def _check_all(sample: list[Entry], options: argparse.Namespace, host: Host) -> Iterator[Check]:
-    """Check a sample, one model after the other; what cannot be checked is named."""
+    """Check a sample, model by model; receipts that cannot be checked are named."""
     entries = list[tuple[Entry, Receipt]]()
     for entry in sample:
         try:

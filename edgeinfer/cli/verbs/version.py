@@ -1,4 +1,4 @@
-"""`edgeinfer version`: the versions of this program and of what it is built on."""
+"""`edgeinfer version`: show the versions of this program and its components."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from edgeinfer.shipping import shipped
 class VersionResult(Result, frozen=True, kw_only=True):
     """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
 
-    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm"),
-    `kernels_version` a digest of their sources: with another one results may differ in their last bits,
-    and cached prefixes are computed again. Both are "" for llama.cpp's.
+    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm").
+    `kernels_version` is a digest of their sources: after a change, results may differ in their last
+    bits, and prefixes are prefilled again. Both are "" if llama.cpp's kernels are used.
     """
 
     edgeinfer: str
@@ -58,14 +58,14 @@ class LicensesResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--licenses", "instead list the parts of this program by licence")
+    add_option(parser, "--licenses", "list the components of this program by licence instead")
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
-    """Show versions, read from the libraries. Raises ShippingError for `--licenses` in a checkout."""
+    """Show the versions that libraries report. Raises ShippingError for `--licenses` of a checkout."""
     if options.licenses:
         return _licenses()
-    from edgeinfer.runtime.llama.libllama import build_info  # 160–290 ms: llama_cpp
+    from edgeinfer.runtime.llama.libllama import build_info  # 160 to 290 ms: llama_cpp
 
     build = build_info()
     return VersionResult(
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
         python=platform.python_version(),
         llama_cpp_python=build.binding_version,
         llama_cpp=build.llama_version,
-        llama_cpp_commit=build.ggml_commit,  # one repository: ggml's build stamp is llama.cpp's
+        llama_cpp_commit=build.ggml_commit,  # from one repository, so both are equal
         llama_cpp_flags=build.flags,
         cpu_variant=build.cpu_variant,
         kernels=build.kernels,
@@ -84,8 +84,8 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
 def _licenses() -> LicensesResult:
     app = shipped.app_dir()
     if app is None:
-        hint = "Python's packages name their own: `pip show --verbose NAME`"
-        raise ShippingError("this is not the shipped file, which lists its parts", hint=hint)
+        hint = "for Python packages: `pip show --verbose NAME`"
+        raise ShippingError("only the shipped file lists its components", hint=hint)
     listed = (app / "share/licences.json").read_bytes()
     components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
     return LicensesResult(folder=str(app / "share/licences"), components=components)

@@ -27,7 +27,7 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(TimedResult, frozen=True, kw_only=True):
-    """A published snapshot. `waited_s` passed until another build of it had ended."""
+    """A published snapshot. `waited_s` is the time spent waiting for another build of it."""
 
     snapshot: Details
     waited_s: float = 0.0
@@ -54,7 +54,7 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_option(parser, "--system TEXT|@FILE", SYSTEM, default="")
-    add_option(parser, "--tools", "prefill the configured tools, for `chat --tools` and `run --tools`")
+    add_option(parser, "--tools", "prefill the configured tools too, for `--tools`")
     parser.add_argument("--name", default="", help="name of the snapshot")
     add_attached_options(parser)
     add_quiet(parser)
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
 
 
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
-    """Prefill system prompt and tools into the prefix cache on disk; return the tokens."""
+    """Prefill system prompt and tools into the on-disk prefix cache; return the number of tokens."""
     from edgeinfer.tools.loop import ChatTools  # only for this option
     from edgeinfer.tools.prefix import prefill_request, with_tools
 
@@ -104,6 +104,6 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """Name a snapshot with a system prompt, so that it does not replace the plain one."""
+    """Name a snapshot with a system prompt, so that it does not replace the one without."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(text)}" if system else ""

@@ -1,4 +1,4 @@
-"""`edgeinfer web`: the chat page in the browser, with an endpoint started for it if none runs."""
+"""`edgeinfer web`: open the chat page in the browser, and start an endpoint if none is running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.server.web.access import PATH, make_code
 
 
 class WebResult(Result, frozen=True, kw_only=True):
-    """The page's address, good for one visit within two minutes; whether a browser was opened."""
+    """The page's address, valid for one visit within two minutes; whether a browser was opened."""
 
     url: str
     opened: bool
@@ -26,12 +26,12 @@ class WebResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "model of a new conversation, if an endpoint is started for it")
+    add_model(parser, "model of a new conversation, if an endpoint must be started")
 
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
-    """Open the page, with `--json` not. Raises ServeError, and what naming a model raises."""
-    if options.model and not host.find_model(options.model):  # an endpoint that runs would not say so
+    """Open the page (not with `--json`). Raises ServeError, and what resolving a model raises."""
+    if options.model and not host.find_model(options.model):  # a running endpoint would not report it
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
@@ -43,8 +43,8 @@ def run(options: argparse.Namespace, host: Host) -> WebResult:
 def _open(remote: RemoteEndpoint) -> bool:
     """Open a graphical browser; a text browser would hide the printed address.
 
-    Every user can read a program's arguments, so the browser's hold no code. The endpoint is told to
-    let this user's next browser in.
+    Other users can read a program's arguments, so the browser's arguments contain no code. Instead, the
+    endpoint lets this user's next browser in.
     """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return False

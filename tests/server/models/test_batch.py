@@ -188,7 +188,7 @@ def test_what_fails_in_a_way_that_may_pass_is_left_to_the_next_run(files, hasty)
     paths = files(_chat("a"), _chat("b"), _chat("c"))
     result, engine = _run(paths, _failing([DecodeError("llama_decode failed")]))
     assert (result.done, result.failed, result.left, result.exit_code) == (2, 0, 1, 1)
-    assert "1 left (500 decode): the same command asks them again" in result.human()
+    assert "1 left (500 decode): run the same command to retry them" in result.human()
     assert set(_answers(paths[1])) == {"a", "c"}
     assert len(engine.requests) == 5
     result, engine = _run(paths)

@@ -59,7 +59,7 @@ def test_an_export_that_was_stopped_is_repeated(warm, export_folder):
     next((folder / "blobs/sha256").iterdir()).unlink()
     warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
     refused = warm.run("snapshots", "export", MODEL, str(folder), "--json")
-    assert "holds something already" in refused.error["message"]
+    assert "is not empty" in refused.error["message"]
 
 
 @pytest.mark.criu
