@@ -68,6 +68,10 @@ docs:            ## write the generated parts of the docs again
 	@scripts/setup.sh lint
 	PYTHONPATH=. $(BIN)/python scripts/docs.py
 
+bench-readme:    ## the README's table, all rows next to llama-server in one run; 15 minutes, 9 GB of disk; one row needs root
+	@scripts/setup.sh readme
+	$(BIN)/python scripts/readme_table.py $(ARGS)
+
 bench: full      ## load, prefill and decode rates compared with a bare llama_decode loop and llama-bench
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -137,13 +137,33 @@ def restart_section(options: argparse.Namespace, work: Path) -> Rows:
         model = model_of(shape, options.model, work)
         home = work / f"restart-{shape}"
         peer = None if options.alone else theirs(model, _N_CTX, slots=1)
-        for side in (ours(home, model, _N_CTX), peer):
-            if side is None:
-                continue
+        sides = [side for side in (ours(home, model, _N_CTX), peer) if side]
+        if options.brief:
+            rows += [{"model": shape} | row for row in _next_turns(sides, home, options)]
+            continue
+        for side in sides:
             rows.append({"model": shape} | _restarts(side, home, model, options))
             print(json.dumps(rows[-1]), file=sys.stderr)
             side.stop()
     return rows
+
+
+def _next_turns(sides: list[Side], home: Path, options: argparse.Namespace) -> Rows:
+    """Measure only the next turn after `kill -9`, the sides in turn; llama-server retains nothing, so
+    only edgeinfer is asked before.
+    """
+    asked = conversation(7, options.long_words)
+    row, text = _read_at_first(sides[0], asked, home)
+    wait_written(home, int(row["prompt_tokens"]))
+    asked += [{"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+    restarts: dict[str, list[tuple[float, float, int]]] = {side.name: [] for side in sides}
+    for _ in range(options.runs):
+        for side in sides:
+            restarts[side.name].append(_restart(side, asked))
+            side.kill()
+            print(json.dumps([side.name, *restarts[side.name][-1]]), file=sys.stderr)
+    row = {"prompt_tokens": row["prompt_tokens"], "prefill_s": None}
+    return [row | {"side": name} | _summary(samples) for name, samples in restarts.items()]
 
 
 def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -211,6 +231,7 @@ def _decode_step(side: Side, chat: Messages) -> float:
 def _summary(restarts: list[tuple[float, float, int]]) -> dict[str, Any]:
     return {
         "exec_to_first_s": statistics.median(r[0] for r in restarts),
+        "exec_to_first_min_s": min(r[0] for r in restarts),
         "exec_to_first_max_s": max(r[0] for r in restarts),
         "first_s": statistics.median(r[1] for r in restarts),
         "computed_tokens": max(r[2] for r in restarts),
@@ -381,6 +402,9 @@ def main() -> None:
         "--alone",
         action="store_true",
         help="restarts without llama-server, which reads a 4B's 8,000 tokens three times: half an hour",
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="of `restart` only the next turn with a hot page cache"
     )
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
     parser.add_argument("--work", default="", help="where the homes are made")

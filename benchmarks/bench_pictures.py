@@ -91,24 +91,29 @@ def go_on(chat: Messages, answer: Answer, question: str) -> Messages:
     return [*chat, answered, {"role": "user", "content": question}]
 
 
-def one_run(side: Side, number: int) -> dict[str, Answer]:
-    """All cases of one picture. The server has started, and is started again."""
+def one_run(side: Side, number: int, *, brief: bool) -> dict[str, Answer]:
+    """All cases of one picture, with `brief` only those of one conversation about it. The server has
+    started, and is started again.
+    """
     answers = {}
     new, third = about_picture(number + 200, number), about_picture(number + 300, number)
-    chats = {"text ": about_text(number + 400), "": about_picture(number + 100, number)}
+    chats = {} if brief else {"text ": about_text(number + 400)}
+    chats[""] = about_picture(number + 100, number)
     for kind, chat in chats.items():
         answers[f"{kind}first"] = side.ask(chat)
         chat = go_on(chat, answers[f"{kind}first"], "Where was it taken?")
         answers[f"{kind}second"] = side.ask(chat)
         chats[kind] = go_on(chat, answers[f"{kind}second"], "And when was it taken?")
-    answers["new"] = side.ask(new)
+    if not brief:
+        answers["new"] = side.ask(new)
     time.sleep(_SETTLE_S)
     for kind, chat in chats.items():
         side.kill()
         side.start()
         answers[f"{kind}restarted"] = side.ask(chat)
-    answers["restarted new"] = side.ask(new)
-    answers["restarted other"] = side.ask(third)
+    if not brief:
+        answers["restarted new"] = side.ask(new)
+        answers["restarted other"] = side.ask(third)
     return answers
 
 
@@ -141,8 +146,9 @@ def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, fl
 
 def table(answers_by_side: Found, gaps: dict[str, dict[str, list[float]]]) -> str:
     rows = []
-    for case, title in CASES.items():
-        rows.append([title])
+    measured = next(iter(answers_by_side.values()))
+    for case in [case for case in CASES if case in measured]:
+        rows.append([CASES[case]])
         for answers in answers_by_side.values():
             case_answers = answers[case]
             rows[-1].append(spread([1000 * answer.first_s for answer in case_answers], "ms"))
@@ -163,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--gap-runs", type=int, default=3)
+    parser.add_argument("--brief", action="store_true", help="only one conversation about each picture")
     add_out(parser)
     options = parser.parse_args()
     with work_folder("") as work:
@@ -173,14 +180,14 @@ def main() -> None:
         slots = _STREAMS + 1
         peer = theirs(model, _N_CTX, slots=slots, flags=["--mmproj", str(projector)])
         both = [side for side in (ours(work / "home", model, _N_CTX, parallel=slots), peer) if side]
-        answers_by_side: Found = {side.name: {case: [] for case in CASES} for side in both}
+        answers_by_side: Found = {side.name: {} for side in both}
         gaps: dict[str, dict[str, list[float]]] = {side.name: {} for side in both}
         for number in range(options.runs):
             for side in both:
                 side.start()
                 side.ask(conversation(900 + number, 12))
-                for case, answer in one_run(side, number).items():
-                    answers_by_side[side.name][case].append(answer)
+                for case, answer in one_run(side, number, brief=options.brief).items():
+                    answers_by_side[side.name].setdefault(case, []).append(answer)
                     print(json.dumps([side.name, case, answer.first_s, answer.usage]), file=sys.stderr)
                 side.stop()
         for number, side in itertools.product(range(options.gap_runs), both):
@@ -194,6 +201,11 @@ def main() -> None:
                     gaps[side.name].setdefault(kind, []).append(s)
             side.stop()
         print(write_figure(options.out, "pictures", table(answers_by_side, gaps)))
+        firsts_s = {
+            name: {case: [answer.first_s for answer in same] for case, same in cases.items()}
+            for name, cases in answers_by_side.items()
+        }
+        (options.out / "pictures.json").write_text(json.dumps(firsts_s, indent=1))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ class Bench:
                 str(MODELS[name]),
             ]
             subprocess.run(command, check=True)
+            os.sync()  # its pages are not written while launches are measured
         return out
 
     def _launch(self, name: str, *more: str, tokens: int = 4, prompt: str = PROMPT) -> dict[str, float]:

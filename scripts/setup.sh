@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# setup.sh [lint|run|test|gpu|full|test-all|bench]: what a fresh machine needs, once; a second call takes milliseconds.
+# setup.sh [lint|run|test|readme|gpu|full|test-all|bench]: what a fresh machine needs, once; a second call takes milliseconds.
 #
 #   lint              .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and what the project imports.
 #                     Compiles nothing and needs only Python
@@ -7,6 +7,7 @@
 #                     if the system's is too old or does not work: what a first answer needs
 #   test              `run`, the packages of requirements/dev.txt and the two real models of the tests; tmux, curl and Chromium
 #                     through apt if run as root (Chromium in the background, while tests run)
+#   readme            `run`, requirements/dev.txt, the two models, libmtmd and llama-server: what `make bench-readme` measures
 #   gpu               `run`, and ggml's Vulkan backend in .venv/lib/edgeinfer/backends (6 minutes of one core)
 #   full              `run`, requirements/dev.txt, and all CPU variants of llama.cpp, from which ggml chooses at
 #                     run time, all levels of our C++, the Vulkan backend, and libmtmd, which encodes pictures
@@ -183,9 +184,9 @@ mode=${1:-run} variants=all packages=dev levels=()
 case $mode in
   lint) make_venv; install_packages tools; exit ;;
   run | gpu) variants=one packages=tools levels=(here) ;;
-  test) variants=one levels=(here) ;;
+  test | readme) variants=one levels=(here) ;;
   full | test-all | bench) ;;
-  *) die "unknown argument: $mode" "setup.sh [lint|run|test|gpu|full|test-all|bench]" ;;
+  *) die "unknown argument: $mode" "setup.sh [lint|run|test|readme|gpu|full|test-all|bench]" ;;
 esac
 check_machine; make_venv
 exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
@@ -196,9 +197,9 @@ install
 wait $criu
 [ "$(uname -s)" != Linux ] || install_native
 case $mode in gpu | full | test-all | bench) install_vulkan ;; esac
-case $mode in full | test-all | bench) install_mtmd ;; esac
-case $mode in test | test-all | bench) pull_models ;; esac
+case $mode in readme | full | test-all | bench) install_mtmd ;; esac
+case $mode in test | readme | test-all | bench) pull_models ;; esac
 case $mode in
   test | test-all) scripts/test_parts.sh $mode 9>&- ;; # apt goes on in the background, without the lock
-  bench) scripts/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to compare with" ;;
+  readme | bench) scripts/fetch_llama_server.sh "$cache/llama-server" >/dev/null || say "could not get llama-server: nothing to compare with" ;;
 esac
