@@ -1,13 +1,14 @@
-"""The launcher: resume a snapshot or start a cold process for a verb, and represent it to its parent.
+"""The launcher: resume a snapshot or start a cold process for a verb, and act for it towards its
+parent.
 
 A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request. The
-launcher sends it over a socket of this launch to a process resumed from a snapshot, or to a new
-interpreter if no snapshot fits: the app. The launcher then forwards signals to the app, stops and
-continues with it, starts workers at its request, keeps the listening sockets of `serve` across crashes,
-and ends with the app's exit status or signal. Every other verb runs in the launcher's own process.
+launcher sends it over a socket to the app: a process resumed from a snapshot, or a new interpreter if
+no snapshot fits. Then the launcher forwards signals to the app, stops and continues with it, starts
+workers at its request, keeps the listening sockets of `serve` across crashes, and ends with the app's
+exit status or signal. Every other verb runs in the launcher's own process.
 
-Nothing here imports more than the standard library, and of that only cheap modules: each import
-delays every launch (docs/decisions/042-what-the-launcher-imports.md).
+Nothing here imports more than cheap modules of the standard library: each import delays every launch
+(docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HELP = ("-h", "--help", "--help-all")
 def main() -> int:
     """Run the console command; return its exit code."""
     main_ns = time.monotonic_ns()
-    # time since exec = processor time, because this process has hardly waited
+    # the time since exec is this process's processor time: it has hardly waited
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])
@@ -35,10 +36,10 @@ def main() -> int:
 
         Launcher(argv, exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
-        # the shipped file's launcher has no command line, its application has (shipping.shipped)
+        # the shipped file's launcher has no command line; its application has (shipping.shipped)
         import os  # built in
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    from edgeinfer.cli.main import main  # 60 ms: not on the way of a launch
+    from edgeinfer.cli.main import main  # 60 ms: not for a launch
 
     return main(argv)

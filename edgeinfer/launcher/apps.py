@@ -1,6 +1,6 @@
 """The apps of a launch, resumed or cold, each with its supervisor and its link.
 
-Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LaunchedApp:
-    """A running app: supervisor, link, and the `fds` of its request, kept for a cold start instead."""
+    """A running app: supervisor, link, and the `fds` of its request, for a possible cold start."""
 
     def __init__(
         self, child: supervise.Child, link: _socket.socket, request: LaunchRequest, fds: list[int]
@@ -40,7 +40,7 @@ class LaunchedApp:
 
 
 class Apps:
-    """Starts apps, polls them, and forgets those that have ended. `running` are in order of start.
+    """Starts apps, polls them, and drops ended ones. `running` is in order of start.
 
     `choice` is the verb's snapshot, `fds` are the descriptors of its request.
     """
@@ -55,13 +55,13 @@ class Apps:
         self._main_ns = main_ns
 
     def reset_clock(self) -> None:
-        """Count the next app's launch from now."""
+        """Measure the next app's launch from now."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
     def start(
         self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Resume if wanted and possible, else start cold. Raises `selection.find`'s errors."""
+        """Resume if requested and possible, otherwise start cold. Raises `selection.find`'s errors."""
         if choice.resume == "never":
             reason = EdgeInferError("you asked for a cold start (--resume=never)")
             return self.cold(request, fds, reason)
@@ -132,7 +132,7 @@ class Apps:
         return app
 
     def close_carried(self, app: LaunchedApp) -> None:
-        """Close the descriptors that a worker has received; a verb's stay for its next app."""
+        """Close the descriptors that a worker has received; a verb's next app needs them."""
         if app.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
@@ -146,7 +146,7 @@ class Apps:
         request, is_verb = app.request, app.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
-        if is_verb:  # a worker's launch began when it was asked for
+        if is_verb:  # a worker's launch began with its request
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model
@@ -170,9 +170,9 @@ class Apps:
 
 
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
-    """Return the command that makes the next start of `choice` a resumed one, or why none does."""
+    """Return the command after which the next start of `choice` resumes, or why none helps."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-        from edgeinfer.snapshot_format import criu  # not for a launch that resumes a known one
+        from edgeinfer.snapshot_format import criu  # not needed to resume a known snapshot
 
         return criu.FILTERED if criu.is_filtered() else choice.warm_hint
     from edgeinfer import error_text  # 1 ms, and only before a cold start
@@ -181,7 +181,7 @@ def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
 
 
 def quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Run `call`, ignoring processes that have ended; `contextlib.suppress` costs a 3 ms import."""
+    """Run `call`, ignoring ended processes; `contextlib.suppress` would cost a 3 ms import."""
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

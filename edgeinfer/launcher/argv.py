@@ -1,13 +1,13 @@
 """The verbs that need a model in memory, and their command lines, for argparse and the launcher.
 
-Imports only what the interpreter has built in: the launcher pays for each import at every launch.
+Imports only built-in modules: the launcher pays for each import at every launch.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-#: Each launch verb → how many words must follow its first word for that to be a model's name.
+#: Launch verb → how many words must follow the first word for that to be a model's name.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 #: Options of these verbs that take no value; every other option takes one.
 SWITCHES = frozenset(
@@ -22,7 +22,7 @@ _LONGEST_NAME = 200
 
 
 def with_verb(typed: list[str]) -> list[str]:
-    """Add `chat` where no verb was typed: `edgeinfer`, `edgeinfer --continue`."""
+    """Add the default verb `chat` if none was typed: `edgeinfer`, `edgeinfer --continue`."""
     has_verb = typed and (not typed[0].startswith("-") or typed[0] in _OF_NO_VERB)
     return typed if has_verb else ["chat", *typed]
 
@@ -30,9 +30,10 @@ def with_verb(typed: list[str]) -> list[str]:
 def options_and_words(
     argv: list[str], switches: frozenset[str] = SWITCHES
 ) -> tuple[list[str], list[str]]:
-    """Separate options, each followed by its value, from the words that may stand among them.
+    """Separate options, each followed by its value, from the words between them.
 
-    What follows `--` is positional, as is what starts with `-` and is a number, or has a space.
+    Words after `--` are positional, and so are words that start with `-` and are a number or contain a
+    space.
     """
     options: list[str] = []
     positional: list[str] = []
@@ -72,16 +73,16 @@ class CommandLine:
         return self._values.get(option, [])
 
     def value(self, option: str) -> str:
-        """Return the last value typed for an option, "" if there is none."""
+        """Return the last value typed for an option, "" if it was not typed."""
         return (self.values(option) or [""])[-1]
 
     @property
     def first_word(self) -> str:
-        """Return the word that may name a model: the first one, or `batch`'s option; "" for none."""
+        """First word, which may name a model, or the value of `batch`'s option; "" for none."""
         first = self.value("--model") if self.verb == "batch" else "".join(self._words[:1])
         return first if len(first) < _LONGEST_NAME else ""
 
     @property
     def named_model(self) -> str:
-        """Return the first word if it can only be a model, "" if it may be a prompt."""
+        """First word if it can only be a model, "" if it may be a prompt."""
         return self.first_word if len(self._words) > LAUNCH_VERBS[self.verb] else ""

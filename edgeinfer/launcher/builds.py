@@ -14,13 +14,13 @@ from edgeinfer.snapshot_format import format
 
 #: The module of a background build.
 JOBS = "edgeinfer.snapshots.builder.jobs"
-#: File in the state directory with a line for each background build, or the reason for none.
+#: File in the state directory with a line for each background build, or why there was none.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 
 
 class Builds:
-    """The background builds of this launcher, which outlive it, and at most one `warm` that does not.
+    """The background builds of this launcher, which outlive it, and at most one `warm`, which does not.
 
     `want` records a snapshot that would have helped, `start_wanted` builds it.
     """
@@ -32,19 +32,19 @@ class Builds:
         self._now = 0
 
     def want(self, request: messages.WantSnapshot) -> None:
-        """Record a snapshot that would have helped this launch, or build it now."""
+        """Record a snapshot that would have helped this launch, or build it immediately."""
         self._wanted[request.model] = os.fsdecode(request.options)
         if request.now:
             self.start_wanted()
 
     def start_wanted(self) -> None:
-        """Build the recorded snapshots, each in its own process; `poll` reports their ends."""
+        """Build the recorded snapshots, each in its own process; `poll` reports when they end."""
         while self._wanted:
             model, options = self._wanted.popitem()
             self.watch(detach(JOBS, model, options))
 
     def watch(self, pid: int) -> None:
-        """Have `poll` report the end of a build."""
+        """Let `poll` report the end of a build."""
         try:
             fd = os.pidfd_open(pid)
         except OSError:  # a kernel before 5.3 does not report the end
@@ -53,7 +53,7 @@ class Builds:
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Return whether `fd` reported the end of a build, which is then forgotten."""
+        """Return whether `fd` reported the end of a build; if so, drop the build."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False
@@ -68,12 +68,12 @@ class Builds:
         self._now = _start(["warm", *argv], fds, (1, 2))
 
     def take(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer snapshots take` of this launch; its JSON goes to the first of `fds`."""
+        """Run `edgeinfer snapshots take` for this launch; its JSON goes to the first of `fds`."""
         command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
         self.watch(_start([*command, *argv], fds, (1,)))
 
     def stop_now(self) -> None:
-        """Stop the warming an app asked for, if it still runs."""
+        """Stop the `warm` that an app requested, if it still runs."""
         if self._now:
             quietly(os.kill, self._now, _signal.SIGINT)
             quietly(os.waitpid, self._now, 0)
@@ -81,7 +81,7 @@ class Builds:
 
 
 def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
-    """Run a verb outside the app's namespaces until this process ends; close `fds`, return its pid."""
+    """Run a verb outside the app's namespaces; it dies with us. Close `fds`, return its pid."""
 
     def prepare() -> None:
         process.die_with_parent()
@@ -110,7 +110,7 @@ def detach(module: str, *arguments: str) -> int:
 
 
 def was_logged(text: str) -> bool:
-    """Return whether the log has this text since it was last started over."""
+    """Return whether the log contains this text."""
     try:
         with open(_log_file(), encoding="utf-8", errors="replace") as file:
             return text in file.read()
@@ -119,7 +119,7 @@ def was_logged(text: str) -> bool:
 
 
 def log(text: str) -> None:
-    """Add a line to the log of background builds; restart a large one. Raises OSError."""
+    """Add a line to the log of background builds; empty a large log first. Raises OSError."""
     path = _log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)

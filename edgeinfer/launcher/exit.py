@@ -1,6 +1,6 @@
-"""End a launch with its app's status or signal, and restore the terminal. Cheap standard library only.
+"""End a launch with its app's status or signal, and restore the terminal. Only cheap standard library.
 
-If the launcher is killed its app dies with it and neither can restore the terminal: a forked child
+If the launcher is killed, its app dies too and neither can restore the terminal. So a forked child
 does, which costs one fork and 0.1 MB.
 """
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from edgeinfer.errors import EdgeInferError
 
 
-#: Signals after which an app that ended was asked to, and is not started again.
+#: Signals that ask a process to end; after them the app is not restarted.
 ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: The exit code of an unexpected exception (`cli.main`); `serve` survives it like a signal.
+#: Exit code of an unexpected exception (`cli.main`); `serve` restarts its app after it.
 UNEXPECTED = 70
 
 
@@ -47,13 +47,13 @@ def die_of(number: int) -> NoReturn:
     os._exit(128 + number)
 
 
-#: Escapes that leave the alternate screen, switch cursor and wrapping on, and mouse, focus, paste and
-#: key reports and colours off.
+#: Escapes that leave the alternate screen, show the cursor, switch wrapping on, and switch colours and
+#: reports of mouse, focus, paste and keys off.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
 )
-#: How long (s) to wait for the app's exit message: it dies in the same moment as the launcher.
+#: How long (s) to wait for the app's exit message: the app dies at the same moment as the launcher.
 _DYING_S = 0.1
 _SIGNALS = (
     *ASKED_TO_END,
@@ -63,7 +63,7 @@ _SIGNALS = (
 
 
 class Terminal:
-    """The terminal of a launch, if it has one, and its modes before the app."""
+    """The terminal of a launch, if there is one, and its modes before the app."""
 
     def __init__(self) -> None:
         self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)
@@ -91,7 +91,7 @@ class Terminal:
             return False
 
     def dismiss_guard(self) -> None:
-        """End the child process without restoring the terminal."""
+        """End the child process, which then does not restore the terminal."""
         if self._guard is None:
             return
         try:  # noqa: SIM105  contextlib costs 3 ms
@@ -115,7 +115,7 @@ def _modes_of(fd: int) -> list[object] | None:
 
 
 def _put_back(fd: int, modes: list[object]) -> None:
-    """Put back the modes and the screen. Never raises."""
+    """Restore the modes and the screen. Never raises."""
     import termios
 
     try:
@@ -136,11 +136,11 @@ def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
 
 
 def _mend(fd: int, modes: list[object]) -> None:
-    """Restore modes and screen; only the screen if a shell has already set up its own prompt."""
+    """Restore modes and screen, or only the screen if a shell has already set its own modes."""
     import termios
 
     now = termios.tcgetattr(fd)
-    if now[3] & termios.ISIG:  # the app takes signals for keys; shells do not
+    if now[3] & termios.ISIG:  # the app reads signal keys as input; shells do not
         os.write(fd, RESTORE)
     else:
         _put_back(fd, modes)

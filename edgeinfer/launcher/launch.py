@@ -1,9 +1,9 @@
 """Start the app of a verb that needs a model, relay signals and messages, and end as the app ends.
 
-One loop polls pipes and sockets. An app is resumed from a snapshot or started cold (`apps`). Each has a
-supervisor, which reports on a pipe, and a link, a socket on which the app sends `messages`.
+One loop polls pipes and sockets. An app is resumed from a snapshot or started cold (`apps`). Each app
+has a supervisor, which reports on a pipe, and a link, the socket on which the app sends `messages`.
 
-Standard library only, and of that only cheap modules (docs/decisions/042-what-the-launcher-imports.md).
+Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Pause (s) before the app of `serve` is restarted, by the number of crashes in a row.
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: An app that ran for this long (s) had a healthy start: the next crash counts as the first.
+#: An app that ran this long (s) had a healthy start: its crash counts as the first.
 _HEALTHY_S = 60.0
 
 
@@ -58,13 +58,13 @@ class Launcher:
 
     @property
     def _serves(self) -> bool:
-        """Return whether the launch has listening sockets, on which clients wait across a crash."""
+        """Return whether the launch has listening sockets, on which clients wait during a restart."""
         return len(self._apps.fds) > 3
 
     # --- running
 
     def _turn(self) -> None:
-        # an app that starts in this loop may reuse a descriptor that poll reported for another app
+        # an app started in this loop may reuse a descriptor number that poll reported for another app
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
@@ -108,15 +108,15 @@ class Launcher:
             self._handle_end(app, line)
 
     def _stop(self) -> None:
-        """Stop with the app after Ctrl-Z: a SIGTSTP, or a key that a chat reads."""
+        """Stop together with the app after Ctrl-Z (a SIGTSTP, or a key that a chat reads)."""
         if self._is_suspending:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
         elif self.argv[0] == "chat" and self._terminal.is_ours():
-            os.kill(0, _signal.SIGSTOP)  # our group: what the shell waits for
+            os.kill(0, _signal.SIGSTOP)  # stop the whole process group, for which the shell waits
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
-        """Start cold with the same request after CRIU failed to restore an accepted snapshot."""
+        """Start cold with the same request after CRIU failed to restore the snapshot."""
         self._apps.forget(app)
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", reason)

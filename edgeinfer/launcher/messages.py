@@ -1,16 +1,16 @@
 """Messages between launcher, apps and builders: a class each, sent with descriptors over a socket.
 
 A message is its length in four bytes, then a list of parts: the name of its class, then name and value
-of every field. A list is parts, each with its length in four bytes in front; a field of several strings
-is such a list itself. Descriptors ride with a message's first byte.
+of every field. In a list, each part follows its length in four bytes; a field with several strings is
+such a list too. Descriptors are sent with a message's first byte.
 
-No JSON, no dataclasses: importing those costs the launcher 6 ms each, and arguments, environments and
-paths are bytes anyway. Only what comes with the interpreter for nothing is imported here.
+JSON and dataclasses would cost the launcher 6 ms each to import, and arguments, environments and paths
+are bytes anyway. Only modules that the interpreter has already loaded are imported here.
 """
 
 from __future__ import annotations
 
-import _socket  # the C part: `socket` itself costs 10 ms
+import _socket  # the C module: `socket` itself costs 10 ms
 import os
 
 TYPE_CHECKING = False
@@ -31,7 +31,7 @@ _kinds: dict[str, type[LauncherMessage]] = {}
 
 @dataclass_transform(kw_only_default=True)
 class LauncherMessage:
-    """A message; its fields are the annotations of its class, passed by name."""
+    """A message. Its fields are the annotations of its class, passed by name."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.__name__] = cls
@@ -46,7 +46,7 @@ class LauncherMessage:
 
 
 class LaunchRequest(LauncherMessage):
-    """To an app: what to run, for whom, and how this launch went so far.
+    """To an app: what to run, for which user, and the course of this launch so far.
 
     `role` is "verb" (of `argv`), "worker" (of `model` with `options`, LoadOptions in JSON), "canary" or
     "facts". The descriptors are 0, 1, 2, then a verb's listening sockets and a netlink socket, or a
@@ -83,11 +83,11 @@ class StartWorker(LauncherMessage):
 
 
 class WorkerStarted(LauncherMessage):
-    """To the app that asked for a worker: its socket is the descriptor."""
+    """To the app that requested a worker: its socket is the descriptor."""
 
 
 class WantSnapshot(LauncherMessage):
-    """To the launcher: the snapshot that would have helped, to be built at the end, or `now`."""
+    """To the launcher: the snapshot that would have helped; it is built at the end, or `now`."""
 
     model: str
     options: bytes
@@ -101,7 +101,7 @@ class WarmNow(LauncherMessage):
 
 
 class StopWarming(LauncherMessage):
-    """To the launcher: stop what `WarmNow` started."""
+    """To the launcher: stop the `warm` that `WarmNow` started."""
 
 
 class TakeSnapshot(LauncherMessage):
@@ -117,20 +117,20 @@ class Exit(LauncherMessage):
 
 
 class Stage(LauncherMessage):
-    """Progress of a build: `fraction` of a stage is done, 0 to 1 in decimals, "" if unknown."""
+    """Progress of a build: `fraction` of the stage is done, a decimal from 0 to 1, "" if unknown."""
 
     name: str
     fraction: str
 
 
 class Failed(LauncherMessage):
-    """An error, as `errors.to_fields` takes it apart."""
+    """An error with the fields of `errors.to_fields`."""
 
     error: dict[str, str]
 
 
 class Payload(LauncherMessage):
-    """A request or an answer in JSON (a canary's in msgpack); the link tells of what type."""
+    """A request or an answer in JSON (a canary's in msgpack); the receiver knows its type."""
 
     content: bytes
 
@@ -182,7 +182,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 
 
 def encode(message: LauncherMessage) -> bytes:
-    """Return the bytes of a message, without its length."""
+    """Encode a message, without its length."""
     kind = type(message)
     parts = [kind.__name__.encode()]
     for name in kind.__annotations__:
@@ -191,11 +191,11 @@ def encode(message: LauncherMessage) -> bytes:
 
 
 def decode(body: bytes) -> LauncherMessage:
-    """Return the message of these bytes. Raises ValueError if they are none."""
+    """Decode a message. Raises ValueError if it is invalid."""
     kind, *parts = _unpack(body) or [b""]
     cls = _kinds.get(kind.decode())
     if cls is None:
-        raise ValueError(f"there is no message {kind!r}")
+        raise ValueError(f"unknown message {kind!r}")
     types = cls.__annotations__
     fields: dict[str, object] = {}
     for name, value in zip(parts[::2], parts[1::2], strict=True):
@@ -206,7 +206,7 @@ def decode(body: bytes) -> LauncherMessage:
 
 
 def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()) -> None:
-    """Send one message whole. Raises OSError when the other side is gone."""
+    """Send one message completely. Raises OSError if the other side has ended."""
     body = encode(message)
     data = memoryview(len(body).to_bytes(4, "little") + body)
     numbers = b"".join(fd.to_bytes(_FD_BYTES, "little") for fd in fds)
@@ -217,7 +217,7 @@ def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()
 
 
 def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
-    """Wait for one message and its descriptors; return None when the other side is gone."""
+    """Wait for one message and its descriptors; return None if the other side has ended."""
     fds: list[int] = []
     try:
         head = _exactly(link, 4, fds)
@@ -231,7 +231,7 @@ def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
 
 
 def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
-    """Read `size` bytes, fewer at the end of the stream; add descriptors, close-on-exec, to `fds`."""
+    """Read `size` bytes, fewer at the end of the stream; add close-on-exec descriptors to `fds`."""
     parts: list[bytes] = []
     while size:
         received, control, _flags, _address = link.recvmsg(

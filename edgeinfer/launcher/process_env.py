@@ -1,6 +1,6 @@
 """The process environment of a launch, and its listening sockets.
 
-Standard library only, and of that what is cheap (docs/decisions/042-what-the-launcher-imports.md).
+Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process
 
-#: Resource limits that go with a launch: soft ones, for the kernel refuses to raise a hard one.
+#: Resource limits that are part of a launch: only soft limits, because the kernel refuses to raise a
+#: hard one.
 LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 
 
@@ -51,20 +52,20 @@ def user_lookup() -> _socket.socket | None:
     """Open the netlink socket by which a resumed endpoint finds its clients' users (`platform.tcp`)."""
     try:
         return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
-    except OSError:  # a seccomp filter
+    except OSError:  # a seccomp filter forbids it
         return None
 
 
 def _bind(host: str, port: str) -> list[_socket.socket]:
-    """Listen on every address of `host`; return none if one of them cannot be bound."""
+    """Listen on every address of `host`; return none if an address cannot be bound."""
     listening: list[_socket.socket] = []
     try:
-        node = host.encode() if host.isascii() else host  # text would import the IDNA codec: 6 ms
+        node = host.encode() if host.isascii() else host  # a str would import the IDNA codec: 6 ms
         for family, kind, protocol, _, address in _socket.getaddrinfo(
             node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
         ):
             if listening and port == "0":
-                break  # one free port, not one for each family
+                break  # one free port for all families, not one for each
             listener = _socket.socket(family, kind, protocol)
             listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
             if family == _socket.AF_INET6:

@@ -1,7 +1,7 @@
-"""Choose the snapshot to resume from the unparsed command line and configuration.
+"""Choose the snapshot to resume, from the unparsed command line and configuration.
 
-The choice is cheap, and may be wrong, because the launcher does not load the parser. The resumed app
-parses the same arguments; if they name another model or other options, it uses a worker process. So an
+The choice is cheap and may be wrong, because the launcher does not load the parser. The resumed app
+parses the same arguments; if they mean another model or other options, it uses a worker process. So an
 answer never depends on this choice.
 """
 
@@ -34,7 +34,7 @@ class LaunchChoice:
 
     @property
     def warm_hint(self) -> str:
-        """The hint of a cold start: the command that builds the snapshot of this choice."""
+        """Hint of a cold start: the command that builds the snapshot of this choice."""
         values = ((row.flag, self.options.get(row.field)) for row in LOAD_OPTIONS if row.flag)
         typed = [f"{flag} {value}" for flag, value in values if value is not None]
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
@@ -47,7 +47,7 @@ class LaunchChoice:
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Make the choice from the command line, then from config.toml."""
+    """Choose by the command line, then by config.toml."""
     line, config = CommandLine(argv), read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -59,7 +59,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
             try:
                 value = option.parse(text)
             except ValueError:
-                continue  # the app's parser refuses it with an error
+                continue  # the app's parser reports it as an error
             if value not in ENGINE_CHOOSES:
                 options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
@@ -67,7 +67,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     models = {format.model_part(name) for name in format.generations()}
     if warm := _warm(line.first_word, models):
         model = warm
-    elif format.part_of(model) not in models:  # no snapshot: the error names this model
+    elif format.part_of(model) not in models:  # without a snapshot, the error names this model
         model = line.named_model or model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -95,7 +95,7 @@ def read_config() -> dict[str, Any]:
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find the snapshot with exactly these options, otherwise the newest with compatible ones.
 
-    Returns folder and manifest. Snapshots named by the user (`warm --name`) are not considered.
+    Returns folder and manifest. Snapshots that a user named (`warm --name`) are not considered.
 
     Raises SnapshotMissingError if there is none, otherwise the error that refuses the best one.
     """
@@ -130,9 +130,10 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """Find a snapshot by its full name, or by the user's name for it, first among this model's.
+    """Find a snapshot by its full name, or by its user-given name, preferring this model's.
 
-    Raises SnapshotMissingError for none or one with other options, otherwise the error that refuses it.
+    Raises SnapshotMissingError if there is none with these options, otherwise the error that refuses
+    it.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

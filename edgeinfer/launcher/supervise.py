@@ -1,7 +1,7 @@
 """The supervisor: the process between launcher and app, and init of the app's pid namespace.
 
 The launcher forks it (no new interpreter), so it costs half a millisecond. It forwards signals to the
-app, reports the app's stops and its end, and dies with the launcher. The kernel then ends the whole
+app, reports when the app stops or ends, and dies with the launcher. The kernel then ends the whole
 namespace, so `kill -9` of the launcher always ends the app. Reports are lines on a pipe: "restored",
 "failed WHY", "stopped", "exit N", "signal N".
 
@@ -41,15 +41,15 @@ class Child:
 
 
 def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S) -> Child:
-    """Start to restore a snapshot with the link `link_fd`; the pipe reports the end.
+    """Begin to restore a snapshot with the link `link_fd`; the pipe reports the end.
 
-    A restore of more than `limit_s` seconds is ended. Raises OSError.
+    A restore that takes more than `limit_s` seconds is ended. Raises OSError.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
     wake_read, wake_write = os.pipe()
-    os.write(wake_write, b"!")  # the restored process reads it and continues
+    os.write(wake_write, b"!")  # the restored process reads this byte and continues
 
     def work(tell: Tell) -> NoReturn:
         linux.become_init(flags, user, group)
@@ -111,7 +111,7 @@ def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...
 
 
 def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int = 0) -> NoReturn:
-    """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and the app with it."""
+    """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and with it the app."""
     alive = criu_pid == 0
     early: list[int] = []
     exit_status: int | None = None

@@ -1,1 +1,1 @@
-"""The part of a snapshot that the launcher reads, and running CRIU. Standard library only."""
+"""The files of a snapshot that the launcher reads, and running CRIU. Standard library only."""

@@ -1,12 +1,12 @@
-"""The only place that runs CRIU: finding one that works, choosing how to run it, and the two commands.
+"""Find a working CRIU, choose how to run it, and run it; no other module does.
 
-Three tiers, tried in this order, each with the reason it was taken or left:
+Three tiers, tried in this order, each with the reason why it was chosen or not:
 
     root           the caller is root: new pid and mount namespaces suffice
-    unprivileged   a new user, pid and mount namespace; four capabilities that count only inside it
-    capabilities   no namespaces may be made; the criu binary has file capabilities: one app at a time
+    unprivileged   new user, pid and mount namespaces; four capabilities that are valid only inside
+    capabilities   namespaces are forbidden; the criu binary has file capabilities: one app at a time
 
-Nothing but the standard library, and what the launcher does not need is imported where it is used.
+Standard library only. Modules that the launcher does not need are imported inside functions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 #: First CRIU version that dumps and restores without privilege.
 MINIMUM = (4, 1)
-#: The first that restores a process on an Arm processor with pointer authentication; older ones hang
-#: (criu issues 2709, 2720).
+#: First version that restores a process on an Arm processor with pointer authentication; older ones
+#: hang (criu issues 2709, 2720).
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
-#: Limit (s) of a restore, which usually takes hundredths of a second; after it the launch is cold.
+#: Limit (s) of a restore, which usually takes hundredths of a second; after it, the launch starts cold.
 RESTORE_LIMIT_S = 60
 #: Limit (s) of a restore by `snapshots verify`, which may run at idle priority with uncached files.
 CHECK_LIMIT_S = 600
@@ -41,14 +41,14 @@ NAMESPACES = {
     UNPRIVILEGED: linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWUSER,
     CAPABILITIES: 0,
 }
-#: `setcap` words for the third tier.
+#: Arguments of `setcap` for the third tier.
 FILE_CAPABILITIES = "cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep"
 _TIMEOUT_S = 20
 _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Result of a probe of this machine: a tier or None, why, and what to type when there is none."""
+    """Result of a probe of this machine: the tier or None, the reason, and the command that helps."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -61,11 +61,11 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """List places of CRIU, best first: only EDGEINFER_CRIU, or bundled, venv, data, PATH."""
+    """List paths of CRIU, best first: only EDGEINFER_CRIU if set, or bundled, venv, data, PATH."""
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
-    import shutil  # 6 ms; only while warming and in doctor
+    import shutil  # 6 ms, only for builds and `doctor`
 
     folders = [os.path.dirname(sys.executable)] if getattr(sys, "frozen", False) else []
     folders += [sys.prefix, paths.base("data")]
@@ -75,8 +75,8 @@ def candidates() -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that ends soon, its output as text. Raises OSError."""
-    from subprocess import DEVNULL, TimeoutExpired, run  # 8 ms; only while warming and in doctor
+    """Run a short program and return its output as text. Raises OSError."""
+    from subprocess import DEVNULL, TimeoutExpired, run  # 8 ms, only for builds and `doctor`
 
     try:
         return run(command, stdin=DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -85,7 +85,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def version_of(criu: str) -> tuple[int, ...]:
-    """Return the version of a criu binary; empty if it does not run."""
+    """Return the version of a criu binary; empty if it cannot be run."""
     try:
         done = _run(criu, "--version")
     except OSError:
@@ -108,11 +108,11 @@ def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
 
 
 def probe() -> Probe:
-    """Find a CRIU that is new enough and the tier it works in. Runs programs: 10 to 100 ms."""
+    """Find a CRIU that is new enough, and the tier in which it works. Runs programs: 10 to 100 ms."""
     if sys.platform != "linux":
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):
-        return Probe(None, f"no one has tried snapshots on {os.uname().machine}")
+        return Probe(None, f"snapshots are not supported on {os.uname().machine}")
     versions = [(path, version_of(path)) for path in candidates()]
     needed = minimum()
     first = ".".join(map(str, needed))
@@ -122,18 +122,18 @@ def probe() -> Probe:
         "`make setup` in a checkout)"
     )
     if not versions:
-        return Probe(None, "there is no criu on this machine", fix)
+        return Probe(None, "CRIU is not installed", fix)
     able = [(path, version) for path, version in versions if version >= needed]
     if not able:
         path, version = versions[0]
         was = ".".join(map(str, version)) or "of unknown version"
-        return Probe(None, f"{path} is {was}, and {first} is the first that works here", fix)
+        return Probe(None, f"{path} is {was}; this machine needs at least {first}", fix)
     path, version = able[0]
     return _tier(path, ".".join(map(str, version)))
 
 
-#: Why nothing can be dumped in most containers and in WSL2.
-FILTERED = "no snapshot can be built under the seccomp filter that every process has here"
+#: Reason in most containers and in WSL2.
+FILTERED = "a seccomp filter, which every process has here, prevents building snapshots"
 
 
 def is_filtered(status: str = "/proc/self/status") -> bool:
@@ -147,13 +147,13 @@ def is_filtered(status: str = "/proc/self/status") -> bool:
 
 def _tier(criu: str, version: str) -> Probe:
     if is_filtered():
-        fix = "start the container with --security-opt seccomp=unconfined; WSL2 has no such switch"
+        fix = "start the container with --security-opt seccomp=unconfined; WSL2 has no such option"
         return Probe(None, FILTERED, fix, criu, version)
     tier = ROOT if os.geteuid() == 0 else UNPRIVILEGED
     why_not = namespaces_refused(tier)
     if not why_not:
         return Probe(
-            tier, f"CRIU {version} at {criu}, in namespaces of its own", criu=criu, version=version
+            tier, f"CRIU {version} at {criu}, in separate namespaces", criu=criu, version=version
         )
     if _has_file_capabilities(criu):
         has = f"CRIU {version} at {criu} has file capabilities"
@@ -168,17 +168,17 @@ def _tier(criu: str, version: str) -> Probe:
 
 
 def namespaces_refused(tier: str) -> str:
-    """Make a tier's namespaces in a child; why that was refused, or ""."""
+    """Create a tier's namespaces in a child; return why that was refused, or ""."""
     from edgeinfer.platform.process import child_command
 
     try:
         done = _run(*child_command("edgeinfer.launcher.supervise", "probe", tier))
     except OSError as error:
-        return f"namespaces could not be tried: {error}"
+        return f"namespaces could not be tested: {error}"
     if done.returncode == 0:
         return ""
     lines = done.stderr.strip().splitlines() or ["no reason given"]
-    return f"this system does not let you make namespaces ({lines[-1]})"
+    return f"this system does not let you create namespaces ({lines[-1]})"
 
 
 def _has_file_capabilities(criu: str) -> bool:
@@ -189,10 +189,10 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """Make the folder of CRIU's cache of kernel facts; one that is not on a tmpfs costs 20-40 ms.
+    """Create the folder of CRIU's cache of kernel facts; outside a tmpfs it costs 20 to 40 ms.
 
-    Another user may have made the ones with well-known names. Raises SnapshotUnsafeError, which
-    names each folder and its owner.
+    Another user may have created the folders with well-known names. Raises SnapshotUnsafeError, which
+    lists each folder with its owner.
     """
     refused = []
     shared = [f"{_TMPFS}/edgeinfer-{os.getuid()}"] if os.path.isdir(_TMPFS) else []
@@ -207,23 +207,24 @@ def work_dir() -> str:
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
-    """Become `criu dump` of a process. The dumped process is gone when it succeeds."""
+    """Replace this process by `criu dump` of a process, which ends if the dump succeeds."""
     _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
-    """Become `criu restore` with our descriptors; it ends when the restored process runs.
+    """Replace this process by `criu restore` with our descriptors; it ends once the restored process
+    runs.
 
-    The restored process is our caller's child from its first instruction, CRIU's sibling (`-S`): as
-    CRIU's child it would be killed with CRIU's end, having asked to die with its parent before that.
-    It continues in `snapshots.parked._sleep`, after the poll in which CRIU dumped it.
+    The restored process is a child of our caller from its first instruction, as CRIU's sibling (`-S`).
+    As CRIU's child it would be killed with CRIU, because it has asked to die with its parent. It
+    continues in `snapshots.parked._sleep`, after the poll during which CRIU dumped it.
     """
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"
     for fd, original in ((link_fd, socket), (wake_fd, pipe)):
         arguments += ["--inherit-fd", f"fd[{fd}]:{original}"]
         os.set_inheritable(fd, True)
-    _signal.alarm(limit_s)  # ends CRIU: an alarm survives exec
+    _signal.alarm(limit_s)  # an alarm survives exec, so it ends CRIU
     _exec(manifest.criu, manifest.tier, arguments)
 
 
@@ -236,7 +237,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Probe for CRIU. Raises SnapshotsUnavailableError (the fix is its hint), SnapshotUnsafeError."""
+    """Probe for CRIU. Raises SnapshotsUnavailableError (its hint is the fix), SnapshotUnsafeError."""
     probed = probe()
     if probed.tier is None:
         raise SnapshotsUnavailableError(

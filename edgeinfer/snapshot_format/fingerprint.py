@@ -1,6 +1,6 @@
-"""Compare what a snapshot depends on before CRIU runs, which compares sizes only.
+"""Compare a snapshot's dependencies before CRIU runs, which compares only sizes.
 
-Standard library only: the launcher compares at every launch. All costs about 1 ms.
+Standard library only: the launcher compares at every launch, in about 1 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CPU_LINES = (
 def stamp(path: str) -> str:
     """Return a file's size (bytes), mtime (ns) and inode, following symlinks. Raises OSError.
 
-    A text: hundreds are read from a manifest and compared at every launch.
+    It is text, because hundreds are read from a manifest and compared at every launch.
     """
     info = os.stat(path)
     return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
@@ -44,7 +44,7 @@ def program_tag() -> str:
 
 
 def machine_keys() -> dict[str, str]:
-    """Return the keys compared by name: program, interpreter, kernel, page size, processor, user."""
+    """Return what a snapshot must match: program, interpreter, kernel, page size, processor, user."""
     system = os.uname()
     program, environment = program_places()
     return {
@@ -52,7 +52,7 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: it is the better reason
+        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: a better reason in the error
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),
@@ -62,7 +62,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """Return the mtime of the user's catalogue: a model's entry is part of its snapshot."""
+    """Return the mtime of the user's catalogue, because a snapshot contains its model's entry."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:
@@ -70,7 +70,7 @@ def _models_toml() -> str:
 
 
 def _cpu() -> str:
-    """Read the first processor's family and features: 4 KB, every further one costs time."""
+    """Read the first processor's family and features: 4 KB. Every further processor costs time."""
     try:
         fd = os.open("/proc/cpuinfo", os.O_RDONLY)
     except OSError:
@@ -114,7 +114,7 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
             now = stamp(path)
         except OSError as error:
             raise SnapshotStaleError(
-                f"{path}, which the snapshot {manifest.name} needs, is gone", key=path
+                f"{path}, which the snapshot {manifest.name} needs, does not exist", key=path
             ) from error
         if now != before:
             raise SnapshotStaleError(

@@ -1,20 +1,19 @@
-"""A snapshot's on-disk format: its names, documents and version. Stdlib only.
+"""A snapshot's on-disk format: its names, files and version. Standard library only.
 
     SNAPSHOTS/                          0700, this user's
-      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal, the newest of a NAME
-                                        counts of this PROGRAM (`fingerprint.program_tag`)
-        lock                            held by the process that builds it; never read
-        manifest                        what must hold before CRIU runs; written last, by a rename
-        snapshot.json                   what `snapshots show` tells; the launcher never reads it
+      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal. The newest of a NAME
+                                        and PROGRAM (`fingerprint.program_tag`) is used
+        lock                            locked by the process that builds it; never read
+        manifest                        conditions checked before CRIU runs; written last, by a rename
+        snapshot.json                   details for `snapshots show`; the launcher never reads it
         memory.img                      the parked process's private memory, mapped copy-on-write
-        images/                         CRIU's images: what is left to restore after these
+        images/                         CRIU's images of everything else
 
-A folder without `manifest` is being built, or was left by a process that died (its lock is free
-then).
+A folder without `manifest` is being built, or its builder died (then its lock is free).
 
 The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the
 first line names format and version, the last is "end". A backslash, tab or newline in a word is
-escaped. Text in UTF-8, undecodable bytes kept.
+escaped. The text is UTF-8; undecodable bytes are kept.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
 
-#: The parked process's pid in a separate namespace: so high that no helper there has it.
+#: The parked process's pid in its namespace: so high that no helper there has it.
 PARKED_PID = 30000
-#: The parked process's descriptors after stdio: the socket of its link, the pipe that wakes it.
+#: The parked process's descriptors after stdio: its link's socket, and the pipe that wakes it.
 LINK_FD, WAKE_FD = 60, 61
 
 
 class Manifest:
     """Conditions for resuming a snapshot, and how to resume it.
 
-    `requested` are the load options it was warmed with that differ from their defaults, `actual` what
-    they became. `keys` are values compared with this machine's by name. `files` maps the absolute paths
-    of what the process maps or was built from to their stamps (`fingerprint.stamp`), `images` the names
-    of all files of content to sizes in bytes.
+    `requested` are the load options of the build that differ from their defaults, `actual` the
+    resulting values. `keys` are values that must match this machine's. `files` maps the absolute paths
+    of all files that the process maps or was built from to their stamps (`fingerprint.stamp`), `images`
+    the names of the snapshot's own files to sizes in bytes.
     """
 
     def __init__(
@@ -96,18 +95,18 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse a manifest. Raises SnapshotStaleError (version), SnapshotCorruptError (torn)."""
+    """Parse a manifest. Raises SnapshotStaleError (version), SnapshotCorruptError (truncated)."""
     rows = [line.split("\t") for line in text.split("\n")]
     if "\\" in text:
         rows = [[_plain(word) for word in row] for row in rows]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
-        raise SnapshotCorruptError(f"{where} is not a whole manifest")
+        raise SnapshotCorruptError(f"{where} is not a complete manifest")
     if rows[0][1:] != [str(VERSION)]:
-        raise SnapshotStaleError(f"{where} has another format than this edgeinfer writes", key="schema")
+        raise SnapshotStaleError(f"{where} has another format than this edgeinfer", key="schema")
     try:
         return _from_rows(rows[1:-2])
     except (LookupError, TypeError, ValueError) as error:
-        raise SnapshotCorruptError(f"{where} cannot be understood: {error!r}") from error
+        raise SnapshotCorruptError(f"{where} is invalid: {error!r}") from error
 
 
 def _from_rows(rows: list[list[str]]) -> Manifest:
@@ -122,45 +121,45 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Return the status of a snapshot's file or folder, which only this user may access.
+    """Check that only this user may access a snapshot's file or folder; return its status.
 
     Raises SnapshotUnsafeError for a symlink, another owner, or a mode that lets others read or write;
-    SnapshotMissingError when it is not there.
+    SnapshotMissingError if it does not exist.
     """
     try:
         info = os.lstat(path)
     except OSError as error:
-        raise SnapshotMissingError(f"{path} is not there: {error.strerror}") from error
+        raise SnapshotMissingError(f"{path} cannot be found: {error.strerror}") from error
     kind = info.st_mode & 0o170000
     if kind != (0o040000 if directory else 0o100000):
         raise SnapshotUnsafeError(
-            f"{path} must be a {'directory' if directory else 'plain file'}, and no symlink"
+            f"{path} must be a {'directory' if directory else 'plain file'}, not a symlink"
         )
     if info.st_uid != os.getuid():
         raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
     if info.st_mode & 0o077:
         raise SnapshotUnsafeError(
-            f"{path} must be only yours, with mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
+            f"{path} must be only yours: mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
         )
     return info
 
 
 def refuse_unsafe_ancestors(path: str) -> None:
-    """Raise SnapshotUnsafeError when others may replace a folder above `path`."""
+    """Raise SnapshotUnsafeError if other users may replace a folder above `path`."""
     while path != "/":
         path = os.path.dirname(path)
         info = os.stat(path)
         others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
         if info.st_uid not in (0, os.getuid()) or others_write:
             raise SnapshotUnsafeError(
-                f"{path}, above the snapshots, can be changed by others", hint=f"chmod go-w {path}"
+                f"other users can change {path}, above the snapshots", hint=f"chmod go-w {path}"
             )
 
 
 def read_manifest(folder: str) -> Manifest:
     """Read the manifest in a snapshot's folder.
 
-    Raises SnapshotMissingError when there is none, SnapshotUnsafeError, SnapshotCorruptError,
+    Raises SnapshotMissingError if there is none, SnapshotUnsafeError, SnapshotCorruptError,
     SnapshotStaleError.
     """
     refuse_unsafe(folder, directory=True)
@@ -171,9 +170,9 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def safe_name(model: str) -> str:
-    """Turn a model's name or path into a snapshot name's first part, without separators."""
+    """Convert a model's name or path to the first part of a snapshot's name, without separators."""
     plain = model.lower()
-    if plain.startswith(paths.FOUND):  # found in any letter case, and Ollama's with its tag or without
+    if plain.startswith(paths.FOUND):  # letter case and Ollama's `:latest` do not matter
         plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
@@ -186,27 +185,28 @@ def safe_name(model: str) -> str:
 
 
 def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
-    """Return `MODEL`, `MODEL,ctx8192,…` by the non-default options, or `MODEL,GIVEN`."""
+    """Return `MODEL`, `MODEL,ctx8192,…` with the non-default options, or `MODEL,GIVEN`."""
     suffixes = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """List what `requested` may mean: a whole name, else one given for `model`, else for any model."""
+    """List the names that `requested` may mean: a full name, or one given for `model` or any model."""
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
 
 
 def refuse_bad_name(given: str) -> None:
-    """Raise UsageError for a name that a person may not give a snapshot: it would be changed."""
+    """Raise UsageError for a name that a person may not give to a snapshot."""
     if given and safe_name(given) != given:
         raise UsageError(
-            f"{given!r} cannot name a snapshot", hint="letters, digits and . _ + - can: --name my-snap"
+            f"{given!r} is not a valid snapshot name",
+            hint="only letters, digits and ._+-: --name my-snap",
         )
 
 
 def is_given(name: str, model: str, requested: dict[str, str]) -> bool:
-    """Return whether a user chose this name: such a snapshot is resumed only by its name."""
+    """Return whether a user gave this name; such a snapshot is resumed only by its name."""
     return name != snapshot_name(model, requested)
 
 
@@ -217,8 +217,8 @@ def given_part(name: str, model: str, requested: dict[str, str]) -> str:
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return what an option adds to a snapshot's name, e.g. `ctx8192`; a value with paths becomes their
-    file names and a hash.
+    """Return an option's part of a snapshot's name, e.g. `ctx8192`; for paths, the file names and a
+    hash.
     """
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
@@ -227,17 +227,17 @@ def _option_part(name: str, value: str) -> str:
 
 
 def part_of(model: str) -> str:
-    """Return the `model_part` of this model's snapshots, whatever its letter case."""
+    """Return the `model_part` of this model's snapshots, ignoring letter case."""
     return safe_name(model).lower()
 
 
 def model_part(name: str) -> str:
-    """Return the part of a snapshot's name that names its model, in lower case."""
+    """Return the part of a snapshot's name for its model, in lower case."""
     return name.partition(OPTION_SEPARATOR)[0].lower()
 
 
 def short_hash(text: str) -> str:
-    """Return eight hexadecimal digits of a text (FNV-1a): it needs no import, and nothing here is
+    """Return eight hexadecimal digits of a text (FNV-1a). It needs no import and nothing here is
     secret.
     """
     value = 0x811C9DC5
@@ -247,27 +247,27 @@ def short_hash(text: str) -> str:
 
 
 def folder_name(name: str, generation: int, program: str) -> str:
-    """Return a new snapshot's folder. `generation` is a time (ns): later ones sort later."""
+    """Return a new snapshot's folder. `generation` is a time (ns), so later builds sort last."""
     return f"{name}{SEPARATOR}{generation:016x}{PROGRAM_SEPARATOR}{program}"
 
 
 def name_of(folder: str) -> str:
-    """Return the snapshot's name in its folder's."""
+    """Return the snapshot's name from its folder's name."""
     return os.path.basename(folder).rpartition(SEPARATOR)[0]
 
 
 def generation_of(folder: str) -> str:
-    """Return the time of the build in a folder's name: 16 hexadecimal digits."""
+    """Return the time of the build from a folder's name: 16 hexadecimal digits."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[0]
 
 
 def program_of(folder: str) -> str:
-    """Return the program tag in a folder's name."""
+    """Return the program tag from a folder's name."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[2]
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """List folders with a manifest, newest first, of one `program` if given."""
+    """List folders with a manifest, newest first, optionally of only one `program`."""
     root = root or paths.snapshots_path()
     by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):

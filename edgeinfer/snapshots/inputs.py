@@ -1,4 +1,4 @@
-"""The inputs of a snapshot: what the process that is parked loads, and how a load is repeated."""
+"""The inputs of a snapshot: what its process loads, and how a load is repeated."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, format
 
-#: Options that a load chooses by the memory free at that moment.
+#: Options whose value a load chooses by the free memory.
 _CHOICES = ("kv_type", "flash_attention")
 
 
 class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """A model and how it is loaded. `given_name` "": derived; `system` is what a launch begins with.
+    """A model and its load options. `given_name` "" means derived; `system` is the system prompt.
 
-    `actual` are the options with the choices of another load, which are to be made again, `adapters`
-    those of the options under the names they had there. `stamps` are of the files that are read
-    (`fingerprint.stamp`), before they are.
+    `actual` are the options with another load's choices, to be repeated. `adapters` are those of the
+    options, with the names that they had. `stamps` (`fingerprint.stamp`) are taken of the files before
+    they are read.
     """
 
     model: str
@@ -40,7 +40,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on(self) -> str:
-        """Digest program, machine, files and options (64 hex). Raises OSError if a file is gone."""
+        """Digest of program, machine, files and options (64 hex). Raises OSError without a file."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         inputs = (self.files, snapshot_options(self.options), self.system, adapters)
         stamps = fingerprint.own_files()
@@ -50,7 +50,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def as_loaded(self) -> LoadOptions:
-        """Return the options with the load's choices, if known."""
+        """Options with the choices of the other load, if known."""
         return self.actual or self.options
 
 
@@ -68,12 +68,12 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     url: str = ""
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
-        """Return the description of a process resumed from this snapshot, "" for none."""
+        """Return the description for a process resumed from this snapshot ("" for none)."""
         given = format.given_part(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return the description with other adapters, read just now."""
+        """Return the description with other adapters, whose files were read just now."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if adapters == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
@@ -103,7 +103,7 @@ def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
 
 
 def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """Return the options with every choice made that another load might make otherwise."""
+    """Return the options with all choices that another load might make differently."""
     info = engine.info
     if not info.can_generate:
         return options
@@ -128,6 +128,6 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of those files that exist; loading reports a missing one."""
+    """Return the stamps of the existing files; loading reports a missing one."""
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

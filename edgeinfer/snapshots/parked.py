@@ -1,9 +1,9 @@
 """The process that a snapshot captures: it loads, prefills, and waits.
 
-`python -m edgeinfer.snapshots.parked`, with the builder's socket as descriptor LINK_FD and a
-pipe of the builder's as WAKE_FD. When it is dumped it has its standard streams on /dev/null, an
-unconnected socket and an empty pipe; a restore puts the launcher's link and a pipe with a byte in it in
-their place. It has never seen a user's environment, terminal, prompt or key: the builder gives it one.
+`python -m edgeinfer.snapshots.parked` has the builder's socket as descriptor LINK_FD and a pipe of the
+builder as WAKE_FD. At the dump its standard streams are /dev/null, and it has an unconnected socket and
+an empty pipe; a restore replaces these by the launcher's link and a pipe with one byte. The process has
+never seen a user's environment, terminal, prompt or key: the builder sets its environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
 if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
-#: Our packages whose every module is imported before the dump.
+#: Our packages of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
 #: Modules that a launch would import. tests/snapshots/test_resume.py keeps the list complete.
 LAZY_MODULES = """
@@ -55,9 +55,9 @@ LAZY_MODULES = """
 
 
 class Parked(msgspec.Struct, frozen=True, kw_only=True):
-    """The process's facts before it lets go of the builder. `files` are mapped or read.
+    """The process's facts before it disconnects from the builder. `files` are mapped or read.
 
-    `pid` and the inodes of its link and its wake pipe are what CRIU needs to restore it.
+    `pid` and the inodes of its link and its wake pipe are needed to restore it.
     """
 
     info: EngineInfo
@@ -78,7 +78,7 @@ def import_everything() -> None:
         modules = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
         names += [module.name for module in modules if not module.name.endswith("__main__")]
     for name in names:
-        with contextlib.suppress(ImportError):  # it needs an extra
+        with contextlib.suppress(ImportError):  # the module needs an optional dependency
             importlib.import_module(name)
     widgets = sys.modules.get("textual.widgets")
     for name in getattr(widgets, "__all__", ()):
@@ -87,7 +87,7 @@ def import_everything() -> None:
 
 
 class Stages:
-    """Reports the stages of a build over a link; `ms` is how long each took."""
+    """Reports the stages of a build over a link; `ms` is each stage's duration."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -95,7 +95,7 @@ class Stages:
         self.ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """End a stage and begin the next, "" for none."""
+        """End the current stage and begin the next ("" for none)."""
         now = time.monotonic()
         if self._name:
             self.ms[self._name] = round((now - self._since) * 1000, 1)
@@ -104,21 +104,21 @@ class Stages:
             self.report(None)
 
     def report(self, fraction: float | None) -> None:
-        """Report how much of the stage is done."""
+        """Report the finished fraction of the stage."""
         done = "" if fraction is None else f"{fraction:.4f}"
         messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 
 
 def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, Parked]:
-    """Load, warm up, prefill and park as the builder asks. Raises what loading raises."""
+    """Load, warm up, prefill and park as the builder requests. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
     files, options = inputs.files, inputs.options
-    # prefill the system prompt of a launch that names none
+    # prefill the system prompt of launches that give none
     loadable = msgspec.structs.replace(files, system_prompt=inputs.system)
     stages = Stages(link)
     stages.begin("load")
-    # llama.cpp needs no Python to load, and the imports no llama.cpp
+    # llama.cpp loads without Python, and the imports run without llama.cpp
     with ThreadPoolExecutor(1) as loader:
         loading = loader.submit(
             load_engine, loadable, options, lambda _stage, fraction: stages.report(fraction)
@@ -127,7 +127,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         _rehearse()
         engine: LlamaEngine = loading.result()
     if inputs.actual is not None and actual_options(options, engine) != inputs.actual:
-        engine.close()  # memory that was free meanwhile has led to other choices
+        engine.close()  # other memory was free at this load, so it chose other options
         engine = load_engine(loadable, inputs.actual)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
         engine.use_adapters(inputs.adapters)
@@ -138,7 +138,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
         system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
-    # a prompt and some tokens: every weight in the shape a prefill has, and in the shape a decode has
+    # a prompt and some tokens: reads every weight as a prefill and as a decode step do
     canary = loaded.canary()
     engine.park()
     loaded.weights = mapped_weights()
@@ -156,13 +156,13 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
 
 def _rehearse() -> None:
     """Run the first steps of every launch once, so that their tables are in the dump."""
-    from edgeinfer.tui.rehearsal import rehearse  # with everything else that is imported here
+    from edgeinfer.tui.rehearsal import rehearse  # together with everything else that is imported here
 
     for verb in LAUNCH_VERBS:
         build_parser(verb)
     load_config(Path(os.devnull))
     app_process.reseed(os.urandom(64), [])
-    rehearse()  # the chat without a terminal, styles parsed: its first paint takes half then
+    rehearse()  # the chat without a terminal: halves the time of its first paint
 
 
 def mapped_files() -> tuple[str, ...]:
@@ -171,8 +171,8 @@ def mapped_files() -> tuple[str, ...]:
 
 
 def _let_go(link: socket.socket, parked: Parked) -> None:
-    """Answer the builder, then exchange its socket for an unconnected one."""
-    gc.collect()  # first: what was parked before may close a number that `mine` would have
+    """Answer the builder, then replace its socket by an unconnected one."""
+    gc.collect()  # must be first: closing leftovers could close the descriptor number of `mine`
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
         parked,
@@ -181,17 +181,17 @@ def _let_go(link: socket.socket, parked: Parked) -> None:
         wake_inode=os.fstat(WAKE_FD).st_ino,
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
-    gc.freeze()  # what is here stays: collections after a resume neither visit nor write it
+    gc.freeze()  # keep all objects: collections after a resume neither visit nor write them
     process.silence()
     number = mine.detach()
     link.detach()
     process.close_all_but(number, LINK_FD, WAKE_FD)
-    os.dup2(number, LINK_FD)  # last: the builder sees its socket close, and dumps
+    os.dup2(number, LINK_FD)  # must be last: the builder dumps once its socket is closed
     os.close(number)
 
 
 def main() -> None:
-    """Park, and when resumed become what the launch request asks."""
+    """Park and, once resumed, run the launch request."""
     link = socket.socket(fileno=LINK_FD)
     received = messages.receive(link)
     if received is None or not isinstance(received[0], messages.Payload):
@@ -203,25 +203,25 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    loaded.droppable = app_process.read_droppable_ranges()  # a restore forgets which they are
+    loaded.droppable = app_process.read_droppable_ranges()  # a restore loses these flags
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
     app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
 
 
 def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
-    """Let go of the builder and wait until resumed; return when that was (monotonic clock, ns)."""
+    """Disconnect from the builder and wait for the resume; return its time (monotonic clock, ns)."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
     _let_go(link, parked)
     app_process.forget_random_state(loaded.droppable)
-    sleeper.poll()  # the checkpoint is taken here
+    sleeper.poll()  # the dump happens here
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)
     return resumed_ns
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots import parked  # so its classes are the module's, not `__main__`'s
+    from edgeinfer.snapshots import parked  # so that classes are not those of `__main__`
 
     parked.main()

@@ -1,7 +1,7 @@
-"""The registry of snapshots: reading, finding, pruning them, and the builds that failed.
+"""The registry of snapshots: read, find and prune them, and record failed builds.
 
 `format` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed holds a `Failure` in JSON, until a build
-of NAME succeeds or something that it depended on has changed.
+of NAME succeeds or one of its inputs changes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from edgeinfer.snapshot_format import fingerprint, format
 
 
 def build_lock(root: Path, name: str) -> Path:
-    """Return the file that this program locks while it builds a name."""
+    """Return the file that this program locks while it builds the snapshot `name`."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A built snapshot. `memory_bytes` counts holes, `disk_bytes` does not.
+    """A built snapshot. `memory_bytes` includes holes, `disk_bytes` does not.
 
-    `system` is the system prompt computed in it, `depends_on` the digest of program, machine, files,
-    options and system prompt it was built of. `digests` are of its own files, `sources` of those it
-    maps or was built from, by path; `canary` is that of what `LoadedModel.canary` computed.
+    `system` is the prefilled system prompt, `depends_on` the digest of all inputs: program, machine,
+    files, options and system prompt. `digests` are those of its own files, `sources` those of the files
+    that it maps or was built from, by path; `canary` is the digest of `LoadedModel.canary`'s result.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, and "ready" or why it is refused here. `last_used_s` is Unix time."""
+    """A snapshot with its state: "ready", or why it cannot be used here. `last_used_s` is Unix time."""
 
     details: Details
     state: str
@@ -83,7 +83,7 @@ def read_details(folder: Path) -> Details:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Details)
     except msgspec.MsgspecError as error:
-        raise SnapshotCorruptError(f"{path} cannot be understood: {error}") from error
+        raise SnapshotCorruptError(f"{path} is invalid: {error}") from error
 
 
 def is_own(folder: Path) -> bool:
@@ -101,9 +101,9 @@ def is_named(folder: Path) -> bool:
 
 
 def is_orphan(folder: Path) -> bool:
-    """Return whether the program that built the snapshot, or its environment, is gone.
+    """Return whether the program that built the snapshot, or its environment, was removed.
 
-    A snapshot whose manifest cannot be read is no orphan.
+    A snapshot with an unreadable manifest is not an orphan.
     """
     try:
         return not (is_own(folder) or all(map(os.path.exists, _program_places(folder))))
@@ -118,12 +118,12 @@ def _program_places(folder: Path) -> list[str]:
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
-    """Return whether this program may resume the snapshot now, and "ready" or why not."""
+    """Return whether this program can resume the snapshot now, and "ready" or the reason against it."""
     try:
         if is_orphan(folder):
-            return False, "the program that built it is gone"
+            return False, "the program that built it was removed"
         if not is_own(folder):
-            return False, f"of another program: {_program_places(folder)[0]}"
+            return False, f"belongs to another program: {_program_places(folder)[0]}"
         manifest = format.read_manifest(str(folder))
         fingerprint.refuse_stale(manifest, str(folder))
     except EdgeInferError as error:
@@ -137,7 +137,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def last_used_s(folder: Path) -> float:
-    """Return when it was last resumed or built (Unix time)."""
+    """Return the time of its last resume, or of its build (Unix time)."""
     try:
         return os.lstat(folder / format.LOCK).st_mtime
     except OSError:
@@ -145,7 +145,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[Listed]:
-    """List every snapshot by name: the newest generation of each name and program."""
+    """List every snapshot by name: the newest generation for each name and program."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in format.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
@@ -164,13 +164,13 @@ def list_snapshots() -> list[Listed]:
 
 
 def own() -> list[Path]:
-    """List the newest generation of each of this program's snapshots, also those that are refused."""
+    """List the newest generation of each of this program's snapshots, including unusable ones."""
     by_name = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by name, whole or given, or a model's only one. Raises SnapshotMissingError."""
+    """Find a snapshot by full or given name, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     of_model = [key for key in all_of if format.model_part(key) == format.part_of(name)]
@@ -178,10 +178,10 @@ def find(name: str) -> Path:
     if len(matching) == 1:
         return Path(all_of[matching[0]][0])
     if matching:
-        hint = f"name one: {', '.join(sorted(matching))}"
-        raise SnapshotMissingError(f"{name} names several snapshots", hint=hint)
+        hint = f"name one of: {', '.join(sorted(matching))}"
+        raise SnapshotMissingError(f"{name} is the name of several snapshots", hint=hint)
     hint = "`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one"
-    raise SnapshotMissingError(f"there is no snapshot called {name}", hint=hint)
+    raise SnapshotMissingError(f"there is no snapshot named {name}", hint=hint)
 
 
 _GIB = 1 << 30
@@ -190,7 +190,7 @@ DISK_MARGIN_BYTES = 4 * _GIB
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Make the snapshot invisible first, then delete it. Processes resumed from it go on."""
+    """Hide the snapshot, then delete it. Processes resumed from it continue."""
     (folder / format.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -210,13 +210,13 @@ def remove_snapshots_of(model: str) -> list[str]:
 
 
 def drop_older(root: Path, name: str) -> None:
-    """Remove all but the newest generation of a name that this program has built."""
+    """Remove all but the newest generation of this program's snapshot `name`."""
     for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
         remove_snapshot(Path(folder))
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """List all but our `keep`, by order of removal: orphans, unnamed ones, then the longest unused."""
+    """List all but our `keep` in order of removal: orphans, unnamed ones, then the longest unused."""
     current = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     everything = chain(*format.generations(str(root)).values())
     folders = [Path(folder) for folder in everything if folder not in current]
@@ -224,7 +224,7 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove the least recently used until `need_bytes` more fit limit and disk; return names."""
+    """Remove the least recently used until `need_bytes` more fit limit and disk; return their names."""
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
@@ -238,7 +238,7 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove this program's refused snapshots and those whose program is gone; return their names."""
+    """Remove this program's unusable snapshots, and orphans; return their names."""
     removed = []
     for folder in by_last_use(root):
         if is_orphan(folder) or (is_own(folder) and not state_of(folder)[0]):
@@ -248,12 +248,12 @@ def remove_stale(root: Path) -> list[str]:
 
 
 _FAILURE_SUFFIX = ".failed"
-#: Temporary failures: the next build may succeed although no stamped file has changed.
+#: Temporary failures: the next build may succeed although no input has changed.
 _PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A build that failed. `at_s` is Unix time, `depends_on` the digest of what it depended on."""
+    """A failed build. `at_s` is Unix time, `depends_on` the digest of its inputs."""
 
     name: str
     model: str
@@ -263,12 +263,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(what: str) -> OutOfMemoryError:
-    """Return the error for a killed process of a build; it is not recorded."""
-    return OutOfMemoryError(f"{what} was killed, as the kernel does when memory is short")
+    """Make the error for a killed process of a build; it is not recorded."""
+    return OutOfMemoryError(f"{what} was killed; the kernel does that when memory is short")
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Write down that a build failed, unless `error` may pass by itself."""
+    """Record a failed build, unless `error` is temporary."""
     if not isinstance(error, _PASSING):
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
@@ -284,7 +284,7 @@ def list_failures() -> list[Failure]:
     """List this program's failures by name."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # ended meanwhile
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the file was removed meanwhile
             failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
     return failures
 

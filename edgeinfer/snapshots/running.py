@@ -1,8 +1,8 @@
-"""Find our running processes in /proc, and what each has loaded.
+"""Find our running processes in /proc, and their loaded models.
 
-No records are written: an app has the same pid in a separate namespace every time it is resumed, and
-files named after pids would outlive a `kill -9`. A launcher is known by its program and its arguments,
-an app by its launcher being its ancestor.
+No records are written: a resumed app always has the same pid in its namespace, and files named after
+pids would outlive a `kill -9`. A launcher is recognized by its program and arguments, an app by having
+a launcher as ancestor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch that runs: its launcher's pid, what was typed, and the memory of all its processes.
+    """A running launch: its launcher's pid, its command line, and the memory of all its processes.
 
-    `private_bytes` is unshared memory, `shared_bytes` is of files: shared or droppable.
-    `last_prompts` are the latest of each of its apps that was asked something, `replicas` those of an
-    endpoint that may have several, `layers` those of apps that had a device, `snapshots` the names of
-    those its apps came of.
+    `private_bytes` is unshared memory; `shared_bytes` is file-backed: shared or droppable.
+    `last_prompts` has the latest prompt of each of its apps, `replicas` the replicas of an endpoint
+    that may have several, `layers` the GPU layers of each app with a device, `snapshots` the names of
+    the resumed snapshots.
     """
 
     pid: int
@@ -48,12 +48,12 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Return the command line after `edgeinfer`."""
+        """Command line after `edgeinfer`."""
         return " ".join((self.verb, *self.arguments))
 
 
 def processes(*, everywhere: bool = False) -> list[Running]:
-    """List this user's launches, oldest first: those that share our folders, or those of every home."""
+    """List this user's launches, oldest first: those with our folders, or all (`everywhere`)."""
     parents, mine = _parents(), os.getpid()
     found = []
     for pid in parents:
@@ -97,12 +97,12 @@ def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
 
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
-    """List what each process below this one has loaded."""
+    """List the models that each descendant of this process has loaded."""
     return _loaded_by(_apps(_below(pid, _parents())))
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether a process keeps its data where this one does; True where that is hidden."""
+    """Return whether a process uses our data folders; True if that is hidden."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -112,7 +112,7 @@ def shares_folders(pid: int) -> bool:
 
 
 def _parents() -> dict[int, int]:
-    """Find the parent of every process of this user; none where there is no /proc (not Linux)."""
+    """Return the parent of each of this user's processes; empty without /proc (not Linux)."""
     parents: dict[int, int] = {}
     if not os.path.isdir("/proc/self"):
         return parents
@@ -134,7 +134,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _typed_command(pid: int) -> list[str] | None:
-    """Return the verb and arguments of a launcher, or None if the process is none."""
+    """Return the verb and arguments of a launcher, or None for any other process."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
     for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
@@ -155,7 +155,7 @@ def _below(pid: int, parents: dict[int, int]) -> list[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Read a file of /proc/PID; empty if the process has ended, or is another user's."""
+    """Read a file of /proc/PID; empty if the process has ended or belongs to another user."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""

@@ -59,4 +59,4 @@ def test_conversation_is_migrated():
 def test_snapshot_is_listed_and_refused_by_name(as_json):
     (listed,) = as_json("snapshots", "list")["snapshots"]
     assert (listed["details"]["name"], listed["fresh"]) == ("small", False)
-    assert listed["state"] == "the program that built it is gone"
+    assert listed["state"] == "the program that built it was removed"

@@ -173,7 +173,7 @@ def test_two_programs_resume_their_own_and_the_one_that_is_gone_is_pruned(user, 
     assert user.ask().start["how"] == "resumed"
     assert user.ask(**second).start["how"] == "resumed"
     states = [s["state"] for s in user.run("snapshots", "--json").result["snapshots"]]
-    assert sorted(states) == [f"of another program: {copy}/edgeinfer", "ready"]
+    assert sorted(states) == [f"belongs to another program: {copy}/edgeinfer", "ready"]
     assert user.run("snapshots", "prune", "--json").result["removed"] == []
 
     shutil.rmtree(copy)

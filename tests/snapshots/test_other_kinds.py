@@ -115,7 +115,7 @@ def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, pl
     assert user.ask(**program).start["how"] == "cold"
     user.logged("not built: planted")
     assert user.ask(**program).start["how"] == "cold"
-    user.logged("failed before, and nothing has changed since: planted")
+    user.logged("its last build failed, and nothing has changed since: planted")
     assert "could not be built" in user.run("snapshots", **program).check().out
     told = user.run("doctor", "--json", **program).out
     assert "result" in json.loads(told), told

@@ -148,7 +148,7 @@ def test_a_given_name_is_enough_everywhere(root):
     assert registry.find("work") == folder
     assert selection.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
     publish(root, "other,work", model="other")
-    with pytest.raises(SnapshotMissingError, match="work names several") as caught:
+    with pytest.raises(SnapshotMissingError, match="work is the name of several") as caught:
         registry.find("work")
     assert caught.value.hint == "name one: m,work, other,work"
     assert selection.find_named("work", "m", {})[1].name == "m,work"
@@ -159,7 +159,7 @@ def test_a_given_name_is_enough_everywhere(root):
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
 def test_unsafe_snapshot_name_is_refused_before_any_work(verb, capsys):
     assert main([*verb, "--name", "bad name/x"]) == 2
-    assert "'bad name/x' cannot name a snapshot" in capsys.readouterr().err
+    assert "'bad name/x' is not a valid snapshot name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", [["rm", "m"], ["prune", "--all"]])

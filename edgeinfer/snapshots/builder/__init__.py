@@ -1,1 +1,1 @@
-"""Build a snapshot: load and park a process, bake its memory, verify a restore."""
+"""Build a snapshot: load a model, park the process, bake its memory, verify a restore."""

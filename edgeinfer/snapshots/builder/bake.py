@@ -1,17 +1,17 @@
-"""Bake a dump: turn one that a restore would have to read into one that it maps.
+"""Bake a dump, so that a restore maps memory instead of reading it.
 
 CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into
-fresh anonymous memory: 0.75 to 0.95 s for every GB. Here that file becomes `memory.img`, and every long
-run of pages in it becomes, in CRIU's description of the address space, a private mapping of that file.
-A restore then maps and reads nothing: pages come from the page cache when touched, all processes
-resumed from one snapshot share them, and only what one of them writes is its own.
+anonymous memory: 0.75 to 0.95 s per GB. Here that file becomes `memory.img`. In CRIU's description of
+the address space, every long run of pages becomes a private mapping of that file. Then a restore reads
+nothing: pages come from the page cache when touched, and all processes resumed from one snapshot share
+those that they do not write.
 
-The process was frozen while CRIU wrote its pages, so this is one moment of all of its memory, Python's
-heap and the threads' stacks included (docs/decisions/040-bake-the-images.md).
+The process was frozen while CRIU wrote its pages, so the file is one moment of all its memory,
+including Python's heap and the threads' stacks (docs/decisions/040-bake-the-images.md).
 
-What is left for CRIU to read: runs too short to be worth a mapping, and what may not be mapped (the
-stack, which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes
-no disk.
+CRIU still reads runs that are too short for a mapping, and areas that cannot be mapped (the stack,
+which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes no
+disk space.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from edgeinfer.snapshots.builder import criu_images
 from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
-#: Shortest run of pages (bytes) that is mapped; CRIU reads shorter ones as fast as it maps them.
+#: Shortest mapped run of pages (bytes); CRIU reads shorter runs as fast as it maps them.
 SHORTEST_RUN_BYTES = 64 << 10
-#: Size of the blocks (bytes) in which zeros are looked for.
+#: Size (bytes) of the blocks that are searched for zeros.
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
-_PUNCH_HOLE = 3  # with KEEP_SIZE
+_PUNCH_HOLE = 3  # including KEEP_SIZE
 
 
 class Run(NamedTuple):
@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 
 class Baked(NamedTuple):
-    """The baked dump. `memory_bytes` is `memory.img`'s size, `disk_bytes` its blocks'."""
+    """The baked dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` its space on disk."""
 
     memory_bytes: int
     disk_bytes: int
@@ -64,11 +64,11 @@ class Baked(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> Baked:
-    """Bake the dump of process `pid` in `folder`, its pages into the new file `memory`.
+    """Bake the dump of process `pid` in `folder`, writing its pages to the new file `memory`.
 
-    `progress` gets the part that is done, 0 to 1.
+    `progress` gets the finished fraction, 0 to 1.
 
-    Raises DumpError when the images are not what this module knows, OSError when there is no room.
+    Raises DumpError if the images have an unknown structure, OSError if the disk is full.
     """
     pages = folder / "pages-1.img"
     runs = _runs(folder / f"pagemap-{pid}.img", pages.stat().st_size)
@@ -84,7 +84,7 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
-    """Return the pages CRIU wrote, in the order of the file, neighbours joined."""
+    """Return the runs of pages that CRIU wrote, in file order; adjacent runs are joined."""
     runs: list[Run] = []
     offset = 0
     for entry in criu_images.read(pagemap).messages[1:]:
@@ -97,7 +97,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
             runs.append(Run(start, length, offset, flags))
         offset += length
     if offset != pages_bytes:
-        raise DumpError(f"CRIU described {offset} bytes of pages and wrote {pages_bytes}")
+        raise DumpError(f"CRIU described {offset} bytes of pages, but wrote {pages_bytes}")
     return runs
 
 
@@ -116,14 +116,14 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
-        fallocate = ctypes.CDLL(None).fallocate  # a file system that punches no holes keeps the zeros
+        fallocate = ctypes.CDLL(None).fallocate  # if the file system cannot punch holes, the zeros stay
         for begin, stop in zeros:
             fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros
 
 
 def _forget_scheduling(core: Path) -> None:
-    """Clear the background's niceness: a resumed process takes its launcher's instead."""
+    """Clear the builder's niceness, so that a resumed process gets its launcher's."""
     image = criu_images.read(core)
     gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
     threads = [
@@ -152,7 +152,7 @@ class _Baker:
         self._write_rest()
 
     def _write_files(self) -> None:
-        """Add `memory.img` to the files CRIU opens."""
+        """Add `memory.img` to the files that CRIU opens."""
         path = self._folder / "files.img"
         image = criu_images.read(path)
         self._file_id = 1 + max(file.number(criu_images.FILE_ID) for file in image.messages)
@@ -173,7 +173,7 @@ class _Baker:
         criu_images.write(path, image)
 
     def _write_areas(self) -> None:
-        """Cut the memory areas so that long runs of content become mappings of `memory.img`."""
+        """Split the memory areas so that long runs of content become mappings of `memory.img`."""
         path = self._folder / f"mm-{self._pid}.img"
         image = criu_images.read(path)
         areas = image.messages[0].parts(criu_images.MM_AREAS)
@@ -184,7 +184,8 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # Zeros need no content in anonymous memory; under a file's mapping they hide its bytes.
+        # Anonymous memory needs no zeros on disk; in a file's mapping the zeros must hide the file's
+        # bytes.
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start
@@ -218,7 +219,7 @@ class _Baker:
         )
 
     def _write_rest(self) -> None:
-        """Leave CRIU the pages that are not mapped: a new pagemap and a new, short file of pages."""
+        """Write the unmapped pages for CRIU: a new pagemap and a new, short file of pages."""
         pagemap = self._folder / f"pagemap-{self._pid}.img"
         image = criu_images.read(pagemap)
         remaining = sorted(self._rest)

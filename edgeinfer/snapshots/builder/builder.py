@@ -1,12 +1,12 @@
-"""Build one snapshot: start the parked process in namespaces, dump it, bake it, try it.
+"""Build one snapshot: start the parked process in namespaces, dump it, bake it, test it.
 
-`python -m edgeinfer.snapshots.builder.builder FD FOLDER`, a small process with one thread (it clones
-into namespaces), started by `edgeinfer.snapshots.builder.jobs` and ended by it, whatever way `warm`
-ends. FD is a socket to it: it takes one build request, and answers with `Stage` messages and then a
-`Payload`, the details, or `Failed`.
+`python -m edgeinfer.snapshots.builder.builder FD FOLDER` is a small process with one thread, because it
+clones into namespaces. `edgeinfer.snapshots.builder.jobs` starts it and ends it, however `warm` ends.
+FD is a socket to that process, with one build request; the answer is `Stage` messages, then a `Payload`
+with the details, or `Failed`.
 
 The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
-has computed the canary (`LoadedModel.canary`) bit for bit as it was before the dump.
+has computed the canary (`LoadedModel.canary`) bit for bit as before the dump.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message that asks a build's init how the parked process has ended.
+#: Message that asks a build's init how the parked process ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
@@ -63,7 +63,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`; `order` is the socket to the process that started it."""
+    """One build in `folder`; `order` is the socket to the process that requested it."""
 
     def __init__(self, order: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._order = order
@@ -82,8 +82,8 @@ class Builder:
         self._stages.begin("verify")
         manifest = self._manifest(parked)
         if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != parked.canary:
-            problem = "the new snapshot computes other tokens than the process it was taken of"
-            raise RestoreError(f"{problem}; it was thrown away")
+            problem = "the new snapshot computes different tokens than the process it was made from"
+            raise RestoreError(f"{problem}; it was deleted")
         self._stages.begin("")
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
@@ -116,7 +116,7 @@ class Builder:
         return parked
 
     def _converse(self, link: socket.socket, order: socket.socket) -> Parked:
-        """Have the process park; return once it has closed its end."""
+        """Let the process park; return once it has closed its end of the link."""
         messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.inputs)))
         try:
             content = wait_for_payload(link, lambda stage: messages.send(self._order, stage))
@@ -125,15 +125,15 @@ class Builder:
         if content is None or messages.receive(link) is not None:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
-                raise registry.killed_error("the process to be snapshot")
+                raise registry.killed_error("the process to snapshot")
             hint = _tail(self._folder / format.PARK_LOG)
-            raise DumpError("the process to be snapshot died while it loaded", hint=hint)
+            raise DumpError("the process to snapshot died while it loaded", hint=hint)
         return msgspec.json.decode(content, type=Parked)
 
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
-        """Run as init of the namespaces: start the process that parks, then CRIU when told to."""
+        """Run as init of the namespaces: start the process that parks, then CRIU on request."""
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
@@ -213,11 +213,11 @@ class Builder:
         return manifest
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
-        """Raise SnapshotStaleError for a file of the model that is another than before the load."""
+        """Raise SnapshotStaleError if a file of the model was changed since before the load."""
         for path, stamp in self._request.inputs.stamps.items():
             if stamps.get(path, stamp) != stamp:
-                problem = f"{path} was changed while the snapshot was built; nothing of it is kept"
-                hint = "type the command again once the file is whole"
+                problem = f"{path} was changed while the snapshot was built; the snapshot was deleted"
+                hint = "run the command again once the file is complete"
                 raise SnapshotStaleError(problem, key=path, hint=hint)
 
     def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
@@ -247,14 +247,14 @@ class Builder:
         )
 
     def _sources(self, manifest: format.Manifest) -> dict[str, str]:
-        """Return the digests of the manifest's files; of a model in one file that of its pull."""
+        """Return the digests of the manifest's files; a model in one file has that of its pull."""
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
         paths = filter(os.path.isfile, manifest.files)
         return {path: pulled.get(path) or sha256_of(Path(path)) for path in paths}
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
-        """Write all to the disk, then rename the manifest: from there on the snapshot exists."""
+        """Write everything to the disk, then rename the manifest, which makes the snapshot visible."""
         for name in (format.PARK_LOG, format.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
         for name in manifest.images:
@@ -266,11 +266,11 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """Build the parked process's environment, with nothing of the user's.
+    """Build the parked process's environment, without anything of the user's.
 
-    One malloc arena, because glibc gives pages of the others back and expects zeros, where a mapping of
-    `memory.img` would show what was there before. One thread for numpy's linear algebra, which nothing
-    here needs: a restore makes every thread again.
+    One malloc arena, because glibc returns pages of further arenas to the kernel and expects zeros
+    later, where a mapping of `memory.img` would show the old content. One thread for numpy's linear
+    algebra, which is not needed: a restore would create every thread again.
     """
     published = {
         "PATH": "/usr/bin:/bin",
@@ -287,19 +287,19 @@ def _tail(log: Path, only: str = "") -> str:
         lines = [line for line in log.read_text(errors="replace").splitlines() if only in line]
     except OSError:
         return "no log was written"
-    return " | ".join(lines[-3:]) or "its log says nothing"
+    return " | ".join(lines[-3:]) or "its log is empty"
 
 
 def _disk_full(folder: Path) -> DiskFullError | None:
     free = free_bytes(folder)
     if free > _NEAR_FULL_BYTES:
         return None
-    problem = f"no room left on the disk of {folder}: {free >> 20} MiB free"
-    return DiskFullError(f"{problem}; nothing of the snapshot is kept")
+    problem = f"the disk of {folder} is full: {free >> 20} MiB free"
+    return DiskFullError(f"{problem}; the snapshot was deleted")
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Return what the other end of a build answers, None if it ended. Raises what it failed with."""
+    """Return a build's answer, None if the process ended without one. Raises the error that it sent."""
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):
@@ -312,7 +312,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build into the folder of the command line; whatever fails, the folder is gone."""
+    """Build into the folder of the command line; after a failure, the folder is deleted."""
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(order, lambda _stage: None)
     if content is None:
@@ -331,8 +331,8 @@ def main() -> None:
 def wrong_files(folder: Path) -> list[str]:
     """List the files of a snapshot, and those it maps or was built from, that differ from the build.
 
-    They are read from the disk, but for pages that a process has mapped.
-    Raises SnapshotStaleError, SnapshotUnsafeError, SnapshotCorruptError by only the manifest.
+    They are read from the disk, except pages that a process has mapped. Raises SnapshotStaleError,
+    SnapshotUnsafeError, SnapshotCorruptError only for the manifest.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
@@ -348,7 +348,7 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume the snapshot and return whether it computes the bits of the build. Raises RestoreError."""
+    """Resume the snapshot; return whether it computes the bits of its build. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"), criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
@@ -365,6 +365,6 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.builder import builder  # classes of this module, not of `__main__`
+    from edgeinfer.snapshots.builder import builder  # so that classes are not those of `__main__`
 
     builder.main()

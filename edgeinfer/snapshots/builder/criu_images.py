@@ -1,7 +1,7 @@
-"""CRIU's image files: a magic number, then length-prefixed protobuf, then raw bytes.
+"""Read and write CRIU's image files: a magic number, length-prefixed protobuf, then raw bytes.
 
-Only as much protobuf as editing needs: order and unknown fields are kept, so what this module does not
-know passes through unchanged. The field numbers below are those of CRIU's `images/*.proto`.
+Implements only the part of protobuf that editing needs. Order and unknown fields are preserved. The
+field numbers below are those of CRIU's `images/*.proto`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BYTES = 2
 FIXED32 = 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
-#: Fields by their message: the address space, one of its areas, a run of pages, an open file, a regular
-#: file, a task, a thread.
+#: Field numbers by message: the address space, one of its areas, a run of pages, an open file, a
+#: regular file, a task, a thread.
 MM_AREAS = 14
 AREA_START = 1
 AREA_END = 2
@@ -75,9 +75,9 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Decode a message. Raises SnapshotCorruptError if it is none."""
+        """Decode a message. Raises SnapshotCorruptError if it is invalid."""
         if isinstance(data, int):
-            raise SnapshotCorruptError("an image of CRIU has a number in place of a message")
+            raise SnapshotCorruptError("a CRIU image has a number in place of a message")
         message, offset = cls(), 0
         try:
             while offset < len(data):
@@ -94,7 +94,7 @@ class ImageMessage(list[Field]):
                     value, offset = data[offset : offset + size], offset + size
                 message.append(Field(key >> 3, kind, value))
         except (IndexError, KeyError) as error:
-            raise SnapshotCorruptError(f"an image of CRIU cannot be understood: {error!r}") from error
+            raise SnapshotCorruptError(f"a CRIU image is invalid: {error!r}") from error
         return message
 
     def encode(self) -> bytes:
@@ -115,7 +115,7 @@ class ImageMessage(list[Field]):
         return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
-        """Return the message with these fields, in their places or at the end."""
+        """Return the message with these values replaced, or appended if the field is new."""
         fields = [field._replace(value=values.get(field.number, field.value)) for field in self]
         numbers = {field.number for field in self}
         for number, value in values.items():
@@ -124,7 +124,7 @@ class ImageMessage(list[Field]):
         return ImageMessage(fields)
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
-        """Return the message with these messages in a repeated field, which comes last."""
+        """Return the message with `parts` in a repeated field, which is placed last."""
         remaining = [element for element in self if element.number != field]
         return ImageMessage([*remaining, *(Field(field, BYTES, name.encode()) for name in parts)])
 
@@ -157,7 +157,7 @@ def _encode(value: int) -> bytes:
 
 
 def read(path: Path) -> Image:
-    """Read an image file made of messages only. Raises SnapshotCorruptError if it is truncated."""
+    """Read an image file that consists of messages. Raises SnapshotCorruptError if it is truncated."""
     data = path.read_bytes()
     messages = []
     offset = 8

@@ -1,11 +1,12 @@
 """Build jobs: for `edgeinfer warm`, for `snapshots take`, and in the background.
 
-A job takes the lock of its name, makes room, runs a builder and prunes. `take` loads what a running
-process has loaded once more and snapshots that one: the running one is neither stopped nor read
-(docs/decisions/091-snapshot-of-a-running-service.md).
+A job takes the lock of its name, frees disk space, runs a builder and prunes. `take` loads the model of
+a running process once more, with the same options, and snapshots that copy: the running process is
+neither stopped nor read (docs/decisions/091-snapshot-of-a-running-service.md).
 
-`python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` builds in the background what would have
-served a cold launch, at idle priority, and adds one line to `auto-warm.log` in the state directory.
+`python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` builds the snapshot that would have served a
+cold launch. It runs in the background at idle priority, and adds one line to `auto-warm.log` in the
+state directory.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamp
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
-#: The stage of a build that waits for another build of the same snapshot to end.
+#: Stage of a build that waits for another build of the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: (stage, fraction 0..1 or None when unknown)
+#: Progress callback: stage, and fraction from 0 to 1 or None if unknown.
 Progress = Callable[[str, float | None], None]
-#: The lock of builds during which a process computes: one at a time.
+#: Lock for builds next to a computing process: only one at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
-#: Bytes needed besides the model: Python's heap, and the touched KV cache and compute buffers.
+#: Bytes needed besides the model: Python's heap, the touched KV cache and compute buffers.
 _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
-    """Build, publish, and remove the snapshot of that name before; its processes go on.
+    """Build and publish a snapshot, and remove the previous one of that name; its processes continue.
 
-    A background build of it is ended: at idle priority it would hold up a busy machine's for minutes.
-    Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and
-    what loading raises.
+    A background build of the same snapshot is ended: at idle priority it could delay this one for
+    minutes. Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError,
+    RestoreError, and what loading raises.
     """
     probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
@@ -101,7 +102,7 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        # one that names the draft model stays the same error of each launch that names it
+        # an error of a draft model that the options name concerns every launch with that draft model
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
@@ -109,16 +110,16 @@ def _build_in_new_folder(
 
 
 def refuse_full(root: Path, name: str, need_bytes: int) -> None:
-    """Raise DiskFullError if the snapshot would leave less free than the margin."""
+    """Raise DiskFullError if the snapshot would leave less free space than the margin."""
     free = free_bytes(root)
     if free - need_bytes < registry.DISK_MARGIN_BYTES:
         problem = f"the snapshot {name} needs about {format_bytes(need_bytes)}"
         margin = format_bytes(registry.DISK_MARGIN_BYTES)
-        raise DiskFullError(f"{problem} and {format_bytes(free)} are free; {margin} stay free")
+        raise DiskFullError(f"{problem} and {format_bytes(free)} are free, {margin} must stay free")
 
 
 def being_built() -> list[str]:
-    """List the names of this program's builds in any process."""
+    """List the snapshots that this program is building in any process."""
     suffix = f"-{fingerprint.program_tag()}.lock"
     locks = sorted(paths.snapshots_dir().glob(f".*{suffix}"))
     return [path.name[1 : -len(suffix)] for path in locks if is_locked(path)]
@@ -127,7 +128,7 @@ def being_built() -> list[str]:
 def _end_background(lock: Path) -> bool:
     """End the background build that holds a lock; return False if another process holds it."""
     with contextlib.suppress(OSError):
-        holder = f":{lock.stat().st_ino}"  # without the device: Btrfs shows another one
+        holder = f":{lock.stat().st_ino}"  # without the device number: Btrfs reports another
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, file, *_ = line.split()
             command = Path(f"/proc/{pid}/cmdline")
@@ -139,7 +140,7 @@ def _end_background(lock: Path) -> bool:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed builds left: folders without a manifest whose lock is free."""
+    """Remove folders of killed builds: those without a manifest whose lock is free."""
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue
@@ -148,9 +149,9 @@ def sweep(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Details:
-    """Run a builder in a folder that is there and locked, and pass its stages on.
+    """Run a builder in an existing, locked folder, and report its stages.
 
-    Raises what it raises, SnapshotError when it dies.
+    Raises what it raises, SnapshotError if it dies.
     """
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
@@ -196,11 +197,11 @@ def _listen(
 def take(
     description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
 ) -> tuple[Details, bool]:
-    """Build the snapshot of `description`, under the name it was resumed from unless one is given.
+    """Build the snapshot of `description`, by default under the name that it was resumed from.
 
-    Returns the snapshot, and False if it existed already and nothing has changed since. The build runs
-    at the lowest niceness, one at a time. Raises SnapshotStaleError when a file is another than the one
-    that was loaded, and what `build` raises.
+    Return the snapshot, and False if it exists already and nothing has changed since. The build runs at
+    the lowest priority, one at a time. Raises SnapshotStaleError if a file was changed since it was
+    loaded, and what `build` raises.
     """
     process.step_back()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
@@ -215,15 +216,15 @@ def _refuse_changed(description: ProcessDescription) -> None:
     now = stamps_of(description.files, description.options)
     for path, before in description.stamps.items():
         if now.get(path) != before:
-            problem = f"{path} {'was changed' if path in now else 'is gone'} since it was loaded"
-            effect = "a snapshot would be of another model than the one that runs"
-            command = f"`edgeinfer warm {description.model}` for the file that is there"
+            problem = f"{path} {'was changed' if path in now else 'was removed'} since it was loaded"
+            effect = "the snapshot would differ from the running model"
+            command = f"`edgeinfer warm {description.model}` for the new file"
             hint = f"start the process again, or {command}"
             raise SnapshotStaleError(f"{problem}: {effect}", key=path, hint=hint)
 
 
 def _already_there(inputs: SnapshotInputs) -> Details | None:
-    """Return the valid snapshot of that name built from the same inputs and choices, if any."""
+    """Return the valid snapshot of that name with the same inputs and choices, if there is one."""
     root = str(paths.snapshots_dir())
     folders = format.generations(root, fingerprint.program_tag()).get(inputs.name)
     if not folders:
@@ -250,7 +251,7 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
         return "another process is building it"
     for failed in registry.list_failures():
         if (failed.name, failed.depends_on) == (inputs.name, inputs.depends_on):
-            return f"it failed before, and nothing has changed since: {failed.message}"
+            return f"its last build failed, and nothing has changed since: {failed.message}"
     try:
         selection.find(inputs.model, snapshot_options(inputs.options))
     except EdgeInferError:
@@ -259,7 +260,7 @@ def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build the snapshot unless there is a reason not to; return a log line."""
+    """Build the snapshot unless there is a reason not to; return a line for the log."""
     host = Host()
     try:
         ref = host.resolve(model)

@@ -1,1 +1,1 @@
-"""The restored process: run a verb, renew state that a restore repeats, release idle memory."""
+"""The restored process: run a verb, renew state that every restore repeats, release idle memory."""

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Idle time (s) after which a cold chat or endpoint requests the snapshot of its next start, and the
-#: interval (s) at which that is checked.
+#: Idle time (s) after which a cold chat or endpoint requests a snapshot for its next start, and the
+#: interval (s) of that check.
 _REST_S, _LOOK_S = 15.0, 3.0
 
 
 class AppHost(Host):
-    """The host of a process that the launcher started: it may have a model restored from a snapshot
-    with it; then other models run in worker processes.
+    """The host of a process that the launcher started. If the process was restored with a model, other
+    models run in worker processes.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class AppHost(Host):
         self._link = link
         self._request = request
         self._is_worker = request.role == "worker"
-        #: Verbs that live for one answer ask for a snapshot once options are used again.
+        #: Verbs that live for one answer request a snapshot only when options are used again.
         self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
-        # A chat shows the reason of a cold start in its status line. A worker passes its reason on:
-        # its stderr is the terminal on which a chat may draw.
+        # A chat shows the reason of a cold start in its status line. A worker sends its reason to its
+        # owner: its stderr is the terminal on which a chat may draw.
         is_silent = self._is_worker or request.argv[:1] == ("chat",)
         self._hint = "" if is_silent else request.hint
         self._named = request.is_named
@@ -86,7 +86,7 @@ class AppHost(Host):
 
     @property
     def config(self) -> Config:
-        """Return the configuration; a named snapshot's model and load options are its defaults."""
+        """Configuration; a named snapshot's model and load options are its defaults."""
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
@@ -94,15 +94,15 @@ class AppHost(Host):
 
     @property
     def loaded_model(self) -> str:
-        """Return the model this process was resumed with, or ""."""
+        """Model that this process was resumed with, or ""."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Return the resumed engine if it fits, otherwise a worker's; load it here when cold.
+        """Return the resumed engine if it fits, otherwise a worker's; a cold process loads it here.
 
-        Raises what `Host.engine` raises, and EngineClosedError when the worker dies while it starts.
+        Raises what `Host.engine` raises, and EngineClosedError if the worker dies while it starts.
         """
         self._reached("load")
         text = model if isinstance(model, str) else model.text
@@ -119,8 +119,8 @@ class AppHost(Host):
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
             problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}"
-            raise UsageError(problem, hint="leave the model out, or name a snapshot of it")
-        else:  # the launcher chose another model: report the start of the worker
+            raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
+        else:  # the launcher chose another model: report the worker's start instead
             engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
@@ -156,7 +156,7 @@ class AppHost(Host):
         """Print the reason of a cold start to stderr, once the model is loaded."""
         if not self._hint or self.start.how != "cold":
             return
-        from edgeinfer.snapshots.registry import build_lock  # only before this line
+        from edgeinfer.snapshots.registry import build_lock  # only for this line
 
         is_building = is_locked(build_lock(paths.snapshots_dir(), snapshot))
         hint = "it is being built" if is_building else self._hint
@@ -183,7 +183,7 @@ class AppHost(Host):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Have the launcher take a snapshot, and wait for it. Raises the error that it ended with."""
+        """Request a snapshot from the launcher, and wait for it. Raises the error of its build."""
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
@@ -198,10 +198,10 @@ class AppHost(Host):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """Start the engine of `model` in its own process, resumed if warm; closing ends it.
+        """Start the engine of `model` in its own process, resumed if possible; closing it ends the
+        process.
 
-        Raises what loading it raises there, EngineClosedError when that process dies before it is
-        ready.
+        Raises what loading raises there, EngineClosedError if that process dies before it is ready.
         """
         from edgeinfer.workers.remote_engine import RemoteEngine  # 5 ms in a cold process
 
@@ -224,7 +224,7 @@ class AppHost(Host):
         return engine.start if isinstance(engine, RemoteEngine) else None
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.registry import list_snapshots  # only the model picker asks
+        from edgeinfer.snapshots.registry import list_snapshots  # only for the model picker
 
         return frozenset(snapshot.details.model for snapshot in list_snapshots() if snapshot.fresh)
 
@@ -235,12 +235,12 @@ class AppHost(Host):
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Run `edgeinfer warm` in a process of the launcher's, outside our namespaces."""
+        """Run `edgeinfer warm` as a process of the launcher, outside our namespaces."""
         output = self._tell_with_pipe(messages.WarmNow(argv=warm_argv(model, options)))
         follow_build(model, output, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Name the snapshot that would have helped; the launcher builds it later, when idle."""
+        """Tell the launcher which snapshot would have helped; it builds that later, when idle."""
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
         if not self._long_lived and self._is_first_use(model, options):
@@ -253,7 +253,7 @@ class AppHost(Host):
             threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Return whether unconfigured options are used for the first time; log it."""
+        """Return whether options beyond the configuration are used for the first time; log it."""
         requested = snapshot_options(options)
         usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
         name = format.snapshot_name(model, requested)
@@ -270,7 +270,7 @@ class AppHost(Host):
             messages.send(self._link, message, fds)
 
     def _tell_with_pipe(self, message: messages.LauncherMessage) -> int:
-        """Send a message with the end of a pipe to write to; return the one to read."""
+        """Send a message with a pipe's writing end; return the reading end."""
         read_fd, write_fd = os.pipe()
         self._tell(message, [write_fd])
         os.close(write_fd)
@@ -278,7 +278,7 @@ class AppHost(Host):
 
 
 def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
-    """Call `action` after the engine had no request for `_REST_S`; never if it is closed."""
+    """Call `action` once the engine had no request for `_REST_S`; never if it is closed before."""
     rested_s, before = 0.0, (0, 0)
     while rested_s < _REST_S:
         time.sleep(_LOOK_S)
@@ -305,15 +305,15 @@ class _BuildResult(msgspec.Struct, frozen=True):
 
 
 class BuildEnd(msgspec.Struct, frozen=True):
-    """The JSON that ends `warm` and `snapshots take`; `error` is as in `errors.to_fields`."""
+    """The final JSON of `warm` and `snapshots take`; `error` is as in `errors.to_fields`."""
 
     result: _BuildResult | None = None
     error: dict[str, str] = {}
 
 
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
-    """Read the output of a build, a line a stage, until it ends; close it."""
-    last = "it ended without a word"
+    """Read a build's output, one line per stage, to its end; close it."""
+    last = "it ended without a message"
     outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -328,7 +328,7 @@ def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
-    """Return the arguments after `edgeinfer warm`, with every load option that can be typed."""
+    """Return the arguments for `edgeinfer warm`, with every load option that can be typed."""
     values = {option.flag: getattr(options, option.field) for option in LOAD_OPTIONS if option.flag}
     return (model, "--json", *(f"{flag}={value}" for flag, value in values.items() if value != ""))
 
@@ -342,7 +342,7 @@ def follow_build(
 ) -> None:
     """Read the output of `edgeinfer warm` until it ends, and close it.
 
-    Raises the error it ended with, DumpError when it ended without one, InterruptedByUser once stopped.
+    Raises the error that it ended with, DumpError if there is none, InterruptedByUser if stopped.
     """
     finished = threading.Event()
     if cancel is not None:
@@ -350,7 +350,7 @@ def follow_build(
     outcome = read_build(output, progress)
     finished.set()
     if cancel is not None and cancel.is_set():
-        raise InterruptedByUser("stopped; nothing of the snapshot is kept")
+        raise InterruptedByUser("stopped; the unfinished snapshot was deleted")
     if outcome.result is None:
         reason = outcome.error.get("message", "")
         hint = {"hint": f"run `edgeinfer warm {model}`"}

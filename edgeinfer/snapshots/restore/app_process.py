@@ -1,15 +1,15 @@
-"""The app: a resumed process with its model, or a cold one that loads it.
+"""The app: a resumed process with its model, or a cold process that loads it.
 
-Both receive a launch request on the link to their launcher and adopt its environment. By its role they
-then run a verb, serve an engine to another process, compute the canary, or collect facts for a
-verification. The supervisor reports their end to the launcher.
+Both receive a launch request on the link to their launcher and adopt its environment. The request's
+role says whether they run a verb, serve an engine to another process, compute the canary, or collect
+facts for a verification. The supervisor reports their end to the launcher.
 
-Every process resumed from one image starts with the same memory. Whatever draws randomness must be
-reseeded before anything else happens, and what belongs to the launch (environment, working directory,
-umask, time zone, locale, processors, limits) comes with the launch request. No reseed, no service: an
-error here ends the process.
+All processes resumed from one image start with the same memory. So every source of randomness must be
+reseeded before anything else happens. The launch's own state (environment, working directory, umask,
+time zone, locale, processors, limits) comes with the launch request. An error here ends the process:
+without new seeds it must not serve.
 
-`python -m edgeinfer.snapshots.restore.app_process FD` is a cold app; it has no model yet.
+`python -m edgeinfer.snapshots.restore.app_process FD` is a cold app, without a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
-#: Variable that names the file for the modules imported after the resume; for tests.
+#: Variable that names a file for the list of modules imported after the resume; for tests.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 
@@ -58,7 +58,7 @@ def run_app(
     assert isinstance(request, LaunchRequest)
     code = 70
     try:
-        # a set of all module names costs 900 page faults: only for a test that traces imports
+        # the set of all module names costs 900 page faults, so only for tests
         modules = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
         listeners = _take_over(request, fds, loaded)
         start = _start(request, resumed_ns)
@@ -81,7 +81,7 @@ def run_app(
 def _take_over(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
-    """Adopt entropy first, then descriptors, then the rest; return the sockets of the request."""
+    """Adopt entropy, then descriptors, then everything else; return the request's sockets."""
     samplers = reseed(request.entropy, loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
@@ -103,18 +103,18 @@ def _take_over(
 
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
-    """Return the title that `ps` shows for the resumed process: `edgeinfer serve qwen3-4b`."""
+    """Return the resumed process's title for `ps`: `edgeinfer serve qwen3-4b`."""
     role = request.argv[0] if request.role == "verb" else request.role
     return " ".join(("edgeinfer", role, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Stop on Ctrl-Z: SIGTSTP's default action does nothing in a session without a terminal."""
+    """Stop on Ctrl-Z: in a session without a terminal SIGTSTP does not stop a process by default."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _start(request: LaunchRequest, resumed_ns: int) -> Start:
-    """Return how this launch started, with its stages (ms) from the launcher's exec."""
+    """Describe this launch's start, with its stages (ms) from the launcher's exec."""
     stages = {
         "launcher": request.main_ns,
         "restore": request.spawn_ns,
@@ -153,12 +153,12 @@ def _run_role(
         messages.send(link, messages.Payload(content=loaded.canary()))
         return 0
     if request.role == "facts":
-        from edgeinfer.snapshots.restore import checks  # 1 ms; a test's or a verification's process
+        from edgeinfer.snapshots.restore import checks  # 1 ms, only for tests and verifications
 
         facts = msgspec.json.encode(checks.gather(loaded))
         messages.send(link, messages.Payload(content=facts))
         return 0
-    raise ValueError(f"a launch request with the role {request.role!r}")
+    raise ValueError(f"unknown role of a launch request: {request.role!r}")
 
 
 def _flush() -> None:
@@ -168,7 +168,7 @@ def _flush() -> None:
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """Find the memory where glibc >= 2.41 keeps getrandom's vDSO state (flag `dp`)."""
+    """Find the memory in which glibc >= 2.41 keeps getrandom's vDSO state (flag `dp`)."""
     ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
@@ -188,16 +188,16 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def forget_random_state(ranges: list[Range]) -> None:
-    """Empty those ranges before a dump and after a restore, which CRIU 4.1 fills."""
+    """Empty those ranges before a dump and after a restore, because CRIU 4.1 restores them."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 
 
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
-    """Give every source of randomness a new state; returns entropy for the samplers.
+    """Give every source of randomness a new state; return entropy for the samplers.
 
-    `entropy` comes from the launcher, and is mixed with what the kernel gives. Raises OSError when the
-    kernel gives none.
+    `entropy` comes from the launcher, and is mixed with the kernel's. Raises OSError if the kernel
+    gives none.
     """
     forget_random_state(ranges)
     seed = linux.getrandom(64) + entropy
@@ -211,7 +211,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt(request: LaunchRequest) -> None:
-    """Adopt the launcher's environment, folder, umask, zone, locale, processors, soft limits."""
+    """Adopt the launcher's environment, folder, umask, zone, locale, processors and soft limits."""
     os.environ.clear()
     for assignment in request.env:
         name, _, value = assignment.partition("=")
@@ -220,17 +220,17 @@ def adopt(request: LaunchRequest) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(OSError):  # gone: then we are where the parked process was, at /
+    with contextlib.suppress(OSError):  # the folder is gone: stay at /, as when parked
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))
-    for thread in os.listdir("/proc/self/task") if processors else ():  # the engine's, too
-        with contextlib.suppress(OSError):  # a thread that ended, a processor taken offline
+    for thread in os.listdir("/proc/self/task") if processors else ():  # the engine's threads, too
+        with contextlib.suppress(OSError):  # the thread ended, or the processor is offline
             os.sched_setaffinity(int(thread), processors)
     for name, value in request.limits.items():
         if name in LIMITS:
             _limit(getattr(resource, name), int(value))
-    if os.environ.get("EDGEINFER_DEBUG") != "1":  # prompts would be in a core file
+    if os.environ.get("EDGEINFER_DEBUG") != "1":  # a core file would contain prompts
         _limit(resource.RLIMIT_CORE, 0)
 
 
@@ -243,9 +243,9 @@ def _limit(which: int, soft: int) -> None:
 
 
 def new_streams() -> None:
-    """Open sys.stdin, stdout and stderr over 0, 1 and 2 as a fresh interpreter would."""
+    """Open sys.stdin, stdout and stderr over 0, 1 and 2, as a new interpreter does."""
     encoding = locale.getencoding()
-    # the C locale: Python reads it as UTF-8 too
+    # the C locale, which Python also treats as UTF-8
     lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")
     if lenient or sys.flags.utf8_mode:
         encoding = "utf-8"
@@ -259,7 +259,7 @@ def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
         buffering = 1 if os.isatty(fd) or fd == 2 else -1
         return open(fd, mode, buffering, encoding=encoding, errors=errors, closefd=False)
-    except OSError:  # a closed descriptor: None, as a fresh interpreter has it
+    except OSError:  # as in a new interpreter, None for a closed descriptor
         return None
 
 
@@ -271,6 +271,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.restore import app_process  # its classes, not those of `__main__`
+    from edgeinfer.snapshots.restore import app_process  # so that classes are not those of `__main__`
 
     app_process.main()

@@ -1,4 +1,4 @@
-"""Collect the facts of two resumed processes, which must differ in everything random."""
+"""Collect facts of two resumed processes, in which everything random must differ."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _sample(loaded: LoadedModel) -> str:
 def ask(
     manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume, within `limit_s` seconds, for the answer to one request. Raises RestoreError, OSError."""
+    """Resume the snapshot to answer one request, within `limit_s`. Raises RestoreError, OSError."""
     own_link, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno(), limit_s)
     link.close()

@@ -48,13 +48,13 @@ class LoadedModel:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the engine still takes requests."""
+        """Return whether the engine still accepts requests."""
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
         """Return whether this engine has the requested model and options.
 
-        An option at its default may have any value here; so may all where the snapshot was `named`.
+        A default option matches any value. If the snapshot was `named`, all options do.
         """
         if not self.is_open or model != self.model:
             return False
@@ -62,7 +62,7 @@ class LoadedModel:
         return not (differing if named else unmet)(wished, requested, actual(self.engine))
 
     def take(self, options: LoadOptions) -> Engine:
-        """Return the engine, decoding with the requested threads."""
+        """Return the engine, set to the requested number of threads."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")
         if options.n_threads:
@@ -70,8 +70,8 @@ class LoadedModel:
         return self.engine
 
     def resume(self, entropy: bytes) -> None:
-        """Resume the engine with a thread for each processor of this launch, and its entropy."""
-        # imported already in a parked process
+        """Resume the engine, with new entropy and a thread for each processor of this launch."""
+        # a parked process has already imported it
         from edgeinfer.platform.machine import read_processors
         from edgeinfer.runtime.memory_plan import choose_threads
 
@@ -80,7 +80,7 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Compute four prompts' tokens, embeddings or scores, bit-equal after a restore."""
+        """Compute four prompts' tokens, embeddings or scores; they must survive a restore bit-equal."""
         info = self.engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
@@ -102,20 +102,20 @@ class LoadedModel:
 
 
 def actual(engine: Engine) -> dict[str, str]:
-    """Return the load's value of each option that a choice of snapshot depends on."""
+    """Return the actual value of each option on which the choice of a snapshot depends."""
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
 
 
-#: Bytes of one read: a huge page.
+#: Bytes per read: a huge page.
 STEP_BYTES = 2 << 20
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read the uncached parts of these file mappings in the background, if memory holds all of them."""
+    """Read the uncached parts of these file mappings in the background, if memory holds them all."""
     cold = []
-    with contextlib.suppress(OSError):  # an optimisation: the faults will read it
+    with contextlib.suppress(OSError):  # only an optimisation: page faults would read it too
         cold = [area for area in mapped if is_cold(area.path)]
     n_bytes = sum(area.high - area.low for area in mapped)
     if cold and n_bytes <= read_memory().available_bytes:
@@ -130,7 +130,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read the uncached bytes of a mapping's file, and return their number. Raises OSError."""
+    """Read the uncached bytes of a mapping's file; return their number. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:

@@ -1,1 +1,1 @@
-"""Export what a snapshot is built of as a signed OCI image; import builds it here."""
+"""Export the inputs of a snapshot as a signed OCI image; an import builds the snapshot from them."""

@@ -1,4 +1,4 @@
-"""Export: describe a snapshot by the files it was built from, sign that, and store both."""
+"""Export: describe a snapshot by the files it was built from, sign the description, and store both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgeinfer.snapshots.transfer.image import (
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """An export: bytes in all layers, and in those that the store did not have."""
+    """Size (bytes) of an export's layers, and of those that the store did not have."""
 
     digest: str
     signer: str
@@ -42,8 +42,8 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export(folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]) -> Exported:
     """Export the snapshot in `folder`.
 
-    Raises SnapshotStaleError for one that could not be resumed here, SnapshotError for one that no
-    other machine could build, and what the store raises.
+    Raises SnapshotStaleError if it cannot be resumed here, SnapshotError if no other machine could
+    build it, and what the store raises.
     """
     key = signing.own_key(make=True)
     assert key is not None
@@ -72,7 +72,7 @@ def export(folder: Path, store: ImageStore, progress: Callable[[str, float | Non
 def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
     """Return a snapshot's description, and its files' paths by their digests.
 
-    Raises SnapshotError for a file that no other machine could know by a name.
+    Raises SnapshotError for a file without a name that another machine would know.
     """
     pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
@@ -106,13 +106,13 @@ def _file(kind: Kind, name: str, path: Path, *, sha256: str = "", scale: float =
 
 
 def _find_pulled(model: str) -> PulledModel:
-    """Return the pulled model of this name. Raises SnapshotError for another."""
+    """Return the pulled model of this name. Raises SnapshotError for any other name."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"
         if pulled is not None:
-            hint = f"it is called {pulled.name}: `edgeinfer warm {pulled.name}`"
-        problem = f"{model} is not a name that another machine could know the model by"
+            hint = f"use its name, {pulled.name}: `edgeinfer warm {pulled.name}`"
+        problem = f"{model} is not a model name that another machine would know"
         raise SnapshotError(problem, hint=hint)
     return pulled
 
@@ -122,8 +122,8 @@ def _refuse_nameless(adapter: Adapter) -> None:
         names.model_name(adapter.name)
     except UsageError as error:
         adapter_file = Path(adapter.path).name
-        problem = f"the adapter {adapter_file} has no name that another machine could store it under"
-        hint = f"{error.hint}: rename the file, and `edgeinfer warm` with it again"
+        problem = f"the adapter {adapter_file} has no name under which another machine could store it"
+        hint = f"{error.hint}: rename the file, then run `edgeinfer warm` with it again"
         raise SnapshotError(problem, hint=hint) from error
 
 
@@ -135,5 +135,5 @@ def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
         problem = (
             f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names"
         )
-        hint = f"build one that names it itself: `edgeinfer warm {manifest.model} {named}`"
-        raise SnapshotError(f"{problem}: another machine's may not", hint=hint)
+        hint = f"build one with that option: `edgeinfer warm {manifest.model} {named}`"
+        raise SnapshotError(f"{problem}: another machine has a different models.toml", hint=hint)

@@ -1,7 +1,7 @@
-"""An exported snapshot as an OCI image: what to build it from, signed by its exporter.
+"""An exported snapshot as an OCI image: a description of its build, signed by its exporter.
 
-The config is an ordinary image config with one more key, `edgeinfer`. It names every file by its
-digest, which is its layer's, so one signature covers all.
+The config is an ordinary image config with one more key, `edgeinfer`. It names every file by the digest
+of its layer, so one signature covers all files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
 FORMAT = 6
 Kind = Literal["model", "projector", "adapter"]
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-#: Media types of layers, each an unpacked file: Docker's where there is one.
+#: Media types of layers, each of which is an unpacked file: Docker's if there is one.
 MEDIA_TYPES = {
     "model": "application/vnd.docker.ai.gguf.v3",
     "projector": "application/vnd.docker.ai.mmproj",
@@ -33,22 +33,22 @@ SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
 #: Largest manifest or config (bytes).
 MAX_BYTES = 4 << 20
-#: A name is a file's or a folder's: no separators, and nothing hidden.
+#: A name of a file or folder: no separators, and not hidden.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class ImageStore(Protocol):
-    """A folder or a tag of a registry that holds one image."""
+    """A folder, or a tag of a registry, that holds one image."""
 
     def manifest_content(self) -> bytes: ...
 
     def read_blob(self, digest: str, size: int, /) -> bytes:
-        """Return a small blob, not verified."""
+        """Return a small blob without verifying it."""
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
-        """Write a blob into a folder, not verified."""
+        """Write a blob to a folder without verifying it."""
 
     def has_blob(self, digest: str, size: int) -> bool: ...
 
@@ -58,7 +58,7 @@ class ImageStore(Protocol):
 
 
 class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the snapshot is built from; `scale` is an adapter's."""
+    """A file that the snapshot is built from; `scale` is for adapters."""
 
     kind: Kind
     name: Name
@@ -68,12 +68,12 @@ class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of its layer, as OCI writes it."""
+        """Digest of its layer in OCI's notation."""
         return f"sha256:{self.sha256}"
 
 
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as its exporter describes it: what to build, from which files."""
+    """A snapshot as its exporter describes it: the build's options and files."""
 
     format: int = FORMAT
     name: Name
@@ -84,7 +84,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_files(self) -> list[SnapshotFile]:
-        """Files of the model in order, its projector last."""
+        """Files of the model in order; its projector is last."""
         return [file for file in self.files if file.kind != "adapter"]
 
     @property
@@ -111,12 +111,12 @@ class _Config(msgspec.Struct):
 
 
 def sha256(content: bytes) -> str:
-    """Return the digest of some bytes as OCI writes it."""
+    """Return the digest of `content` in OCI's notation."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def corrupt(message: str) -> SnapshotCorruptError:
-    """Return the error of corrupt input, for which there is no next step."""
+    """Make the error for corrupt input, which has no hint."""
     return SnapshotCorruptError(message, hint="")
 
 
@@ -151,17 +151,17 @@ def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, byte
 
 
 def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
-    """Return the description in an image and the public key that signed it, of anybody.
+    """Return the description in an image and the public key that signed it, trusted or not.
 
     Raises SnapshotCorruptError, SnapshotUntrustedError for a signature that is missing or wrong.
     """
     try:
         manifest = msgspec.json.decode(store.manifest_content(), type=ImageManifest)
     except msgspec.MsgspecError as error:
-        raise corrupt(f"this is not a manifest of an image: {error}") from error
+        raise corrupt(f"this is not an image manifest: {error}") from error
     digest, size = manifest.config.digest, manifest.config.size
     if not 0 <= size <= MAX_BYTES:
-        raise corrupt(f"{digest} is said to have {size} bytes")
+        raise corrupt(f"{digest} claims {size} bytes")
     config = store.read_blob(digest, size)
     refuse_other_bytes(digest, sha256(config))
     public = _signer(manifest.annotations, config)
@@ -172,14 +172,14 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
     if description.format != FORMAT:
         exported = f"the snapshot was exported in format {description.format}"
         hint = "use the edgeinfer that exported it"
-        raise SnapshotCorruptError(f"{exported}, this edgeinfer reads {FORMAT}", hint=hint)
+        raise SnapshotCorruptError(f"{exported}, but this edgeinfer reads format {FORMAT}", hint=hint)
     return description, public
 
 
 def refuse_other_bytes(digest: str, actual: str) -> None:
     """Raise SnapshotCorruptError if a blob's content has another digest."""
     if actual != digest:
-        raise corrupt(f"{digest} holds other bytes than its name says")
+        raise corrupt(f"the content of {digest} has another digest")
 
 
 def _signer(annotations: dict[str, str], config: bytes) -> bytes:
@@ -190,6 +190,6 @@ def _signer(annotations: dict[str, str], config: bytes) -> bytes:
         hint = "export it again: `edgeinfer snapshots export`"
         raise SnapshotUntrustedError("the snapshot is not signed", hint=hint) from error
     if not is_signed_by(public, signature, config):
-        problem = "the signature does not fit the snapshot: it was altered after it was signed"
+        problem = "the signature is invalid: the snapshot was changed after it was signed"
         raise SnapshotUntrustedError(problem, hint="fetch or export it again")
     return public

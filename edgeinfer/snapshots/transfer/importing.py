@@ -1,7 +1,7 @@
-"""Import: store the missing files of a signed snapshot under their names, and build the same here.
+"""Import: store the missing files of a signed snapshot under their names, and build the snapshot here.
 
-Nothing is read before the signer is known, nothing stored before every digest was checked. A model
-that was pulled here, under any name, is not fetched again.
+Nothing is read before the signer is known, and nothing is stored before every digest is checked. A
+model that was pulled here, under any name, is not fetched again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _MISFIT = "the snapshot does not fit this machine"
 
 
 def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> tuple[Details, str]:
-    """Pull what the image describes, build it, and return it with its signer's fingerprint.
+    """Pull the files that the image describes, and build it; return it with its signer's fingerprint.
 
-    Raises SnapshotCorruptError, SnapshotUntrustedError, SnapshotStaleError for a name that means
-    something else here, DiskFullError, and what pulling and building raise.
+    Raises SnapshotCorruptError, SnapshotUntrustedError, SnapshotStaleError if a name means something
+    else here, DiskFullError, and what pulling and building raise.
     """
     description, public = read_signed(image)
     signer = signing.refuse_unknown(public)
@@ -54,7 +54,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
     given_name = format.given_part(description.name, model, requested)
-    if description.adapters:  # their paths here are part of the options, and so of the name
+    if description.adapters:  # the adapters' local paths are part of the snapshot's name
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
     parsed = {field: known[field].parse(text) for field, text in requested.items() if field in known}
@@ -74,16 +74,16 @@ def _local(file: SnapshotFile) -> Adapter:
 
 
 def _refuse_other_options(description: SnapshotDescription) -> None:
-    """Raise SnapshotStaleError if only models.toml here gives the model adapters."""
+    """Raise SnapshotStaleError if models.toml here adds adapters that the snapshot lacks."""
     model = description.model
     entry = load_catalog().get(parse_reference(model).name)
     if entry and entry.lora and LORA.field not in description.requested:
-        problem = f"models.toml: yours gives {model} `{LORA.field}`, and the snapshot was made without"
+        problem = f"your models.toml sets `{LORA.field}` for {model}, but the snapshot was made without"
         raise SnapshotStaleError(f"{_MISFIT}: {problem}", key="models.toml")
 
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: jobs.Progress) -> None:
-    """Store the model and the adapters that are not here under their names, all or none."""
+    """Store the missing model and adapters under their names, all or none."""
     model = _find_pulled(description)
     missing = [file for file in description.adapters if not _has_adapter(file)]
     missing += description.model_files if model is None else []
@@ -108,7 +108,7 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the model here, by any name. Raises SnapshotStaleError if another has this one's."""
+    """Return the local model, under any name. Raises SnapshotStaleError if its name is taken."""
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
     if pulled is None:
@@ -120,7 +120,7 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
 
 
 def _digests(model: store.PulledModel) -> list[str]:
-    """Return the digests of a model's files, its projector's last."""
+    """Return the digests of a model's files; the projector's is last."""
     projector = resolve(model.name).files().projector
     digests = [file.sha256 for file in model.files]
     return [*digests, sha256_of(Path(projector))] if projector else digests
@@ -131,7 +131,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is here. Raises SnapshotStaleError if another has its name."""
+    """Return whether the adapter is stored here. Raises SnapshotStaleError if its name is taken."""
     path = adapters.place(file.name)
     if not path.exists():
         return False
@@ -161,5 +161,5 @@ def _scratch() -> Iterator[Path]:
 
 
 def _stale(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
-    problem = f"{_MISFIT}: {key}: {name} is sha256 {exported} there, {local} here"
+    problem = f"{_MISFIT}: {key}: {name} has SHA-256 {exported} there, but {local} here"
     return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")

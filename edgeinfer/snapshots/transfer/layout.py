@@ -2,7 +2,7 @@
 
     oci-layout          {"imageLayoutVersion": "1.0.0"}
     index.json          the manifest's digest
-    blobs/sha256/…      the manifest, the config and the layers, which are files as they are
+    blobs/sha256/…      the manifest, the config and the layers, which are the files themselves
 
 https://github.com/opencontainers/image-spec/blob/main/image-layout.md
 """
@@ -48,10 +48,10 @@ class Layout:
             (manifest,) = msgspec.json.decode(content, type=_Index).manifests
         except FileNotFoundError as error:
             raise SnapshotMissingError(
-                f"{path} is not there", hint="name the folder of an export, or oci://REGISTRY/NAME:TAG"
+                f"there is no {path}", hint="name the folder of an export, or oci://REGISTRY/NAME:TAG"
             ) from error
-        except (OSError, ValueError) as error:  # msgspec's, too, and more than one image
-            raise corrupt(f"{path} cannot be understood: {error}") from error
+        except (OSError, ValueError) as error:  # msgspec's errors, or several images
+            raise corrupt(f"{path} is invalid: {error}") from error
         content = self.read_blob(manifest.digest, manifest.size)
         refuse_other_bytes(manifest.digest, sha256(content))
         return content
@@ -99,7 +99,7 @@ class Layout:
 
 
 def _read(path: Path) -> bytes:
-    """Read a small file. Raises OSError, also for another kind of file, and SnapshotCorruptError."""
+    """Read a small file. Raises OSError (also if it is not an ordinary file), SnapshotCorruptError."""
     with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

@@ -1,7 +1,7 @@
 """The signers whose snapshots are imported: this user, and keys that this user trusts.
 
 DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
-DATA/snapshot-signers   0600: a FINGERPRINT whose snapshots are imported, the day it was trusted
+DATA/snapshot-signers   0600: lines of a trusted FINGERPRINT and the day it was trusted
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's key; make it if there is none and `make`.
+    """Return this user's key; create it if there is none and `make` is set.
 
-    Raises SnapshotUnsafeError when others can read it, SnapshotUntrustedError when it is not a key.
+    Raises SnapshotUnsafeError if other users can read it, SnapshotUntrustedError if it is not a key.
     """
     text = _read_private(PRIVATE_KEY)
     if not text:
@@ -34,7 +34,7 @@ def own_key(*, make: bool) -> SigningKey | None:
     key = parse_key(text)
     if key is None:
         problem = f"{paths.data_dir() / PRIVATE_KEY} is not an Ed25519 key"
-        raise SnapshotUntrustedError(problem, hint="move it aside; the next export makes another")
+        raise SnapshotUntrustedError(problem, hint="rename it; the next export creates another key")
     return key
 
 
@@ -67,9 +67,9 @@ def trusted_keys() -> dict[str, str]:
 
 
 def trust(fingerprint: str) -> None:
-    """Trust the signatures of this key. Raises UsageError for what is not a fingerprint."""
+    """Trust the signatures of this key. Raises UsageError for an invalid fingerprint."""
     if not re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", fingerprint):
-        hint = "`edgeinfer snapshots trust` says yours; one looks like SHA256: and 43 characters"
+        hint = "a fingerprint is SHA256: and 43 characters; `edgeinfer snapshots trust` shows yours"
         raise UsageError(f"{fingerprint!r} is not a fingerprint of a key", hint=hint)
     _write_signers({fingerprint: datetime.now(UTC).date().isoformat()} | trusted_keys())
 
@@ -88,12 +88,12 @@ def _write_signers(signers: dict[str, str]) -> None:
 
 
 def refuse_unknown(public: bytes) -> str:
-    """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for any other."""
+    """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for other keys."""
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
         command = f"`edgeinfer snapshots trust {signer}`"
-        hint = f"ask its maker for the fingerprint; if it is the same: {command}"
-        problem = f"the snapshot was signed by {signer}, whom you have not trusted"
+        hint = f"ask the exporter for the fingerprint; if it is the same: {command}"
+        problem = f"the snapshot was signed by {signer}, which you have not trusted"
         raise SnapshotUntrustedError(problem, hint=hint)
     return signer

@@ -184,14 +184,14 @@ def other_signer(export_folder, folder, _key):
 
 
 TAMPERINGS = {
-    "a bit of the model": (flip_file, "snapshot-corrupt", "holds other bytes than its name says"),
-    "a bit of the config": (flip_config, "snapshot-corrupt", "holds other bytes than its name says"),
-    "another config": (change_config, "snapshot-untrusted", "altered after it was signed"),
+    "a bit of the model": (flip_file, "snapshot-corrupt", "has another digest"),
+    "a bit of the config": (flip_config, "snapshot-corrupt", "has another digest"),
+    "another config": (change_config, "snapshot-untrusted", "changed after it was signed"),
     "a layer left out": (drop, "snapshot-corrupt", "has no sha256:"),
     "a layer cut short": (cut, "snapshot-corrupt", " bytes, not "),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
-    "another signer": (other_signer, "snapshot-untrusted", "whom you have not trusted"),
+    "another signer": (other_signer, "snapshot-untrusted", "which you have not trusted"),
 }  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_altered_image_is_refused_by_name_and_nothing_is_published(export_folder
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_only_regular_files_of_an_image_folder_are_read(tmp_path, make):
     make(tmp_path / "index.json")
-    with pytest.raises(SnapshotCorruptError, match="cannot be understood"):
+    with pytest.raises(SnapshotCorruptError, match="is invalid"):
         Layout(tmp_path).manifest_content()
     digest = "sha256:" + "0" * 64
     (tmp_path / "blobs/sha256").mkdir(parents=True)

@@ -122,7 +122,7 @@ def wished_otherwise(export_folder, folder, key):
 
 
 TAMPERINGS = {
-    "a bit of an adapter": (flip_file, "snapshot-corrupt", "holds other bytes than its name says"),
+    "a bit of an adapter": (flip_file, "snapshot-corrupt", "has another digest"),
     "another adapter here": (other_adapter_here, "snapshot-stale", "adapter: red is sha256"),
     "a digest that leads out": (
         last_adapter(sha256="../" * 5 + "etc/hosts"), "snapshot-corrupt", "not a snapshot of edgeinfer"
