@@ -1,1 +1,1 @@
-"""The engine: the only package that imports llama_cpp. Knows no HTTP and no terminal."""
+"""The engine, the only package that imports llama_cpp. It contains no HTTP and no terminal code."""

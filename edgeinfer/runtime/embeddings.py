@@ -1,8 +1,7 @@
-"""Embeddings and reranking: a second context over the same weights, made on first use.
+"""Embeddings and reranking: a second context over the same weights, created on first use.
 
 Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean,
-cls, last). A model that names no pooling is pooled by mean. Work runs on the decode loop's thread,
-between steps.
+cls, last), by default by mean. Work runs on the decode loop's thread, between steps.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: Most bytes of logits per batch: llama.cpp computes them for every embedded token, too.
+#: Most bytes of logits per batch: llama.cpp computes them for every embedded token too.
 _LOGITS_BYTES = 256 << 20
 
 
 class Embedder:
-    """Embed and rerank on any thread; `call` runs work on the decode loop's."""
+    """Embeds and reranks, on any thread; `call` runs work on the decode loop's thread."""
 
     def __init__(self, loaded: LlamaModel, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded
@@ -44,11 +43,12 @@ class Embedder:
         self.pooling = (
             Chosen(pooling, "the model's own")
             if pooling
-            else Chosen(_MEAN, "the model names no pooling: mean")
+            else Chosen(_MEAN, "the model specifies no pooling: mean")
         )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_tokens = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
-        # llama.cpp rounds its worst-case graph up to the sequences; pooling asserts on a difference
+        # llama.cpp rounds its worst-case graph up to the number of sequences; a difference fails an
+        # assertion
         self.max_tokens = max(1, n_tokens // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: ActiveContext | None = None
         self._batch: Batch | None = None
@@ -56,13 +56,13 @@ class Embedder:
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return an L2-normalised vector per text. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_embed:
-            raise InvalidRequestError("this model reranks and does not embed", param="model")
+            raise InvalidRequestError("this model is a reranker, not an embedding model", param="model")
         inputs = [self._tokens(text, i) for i, text in enumerate(texts)]
         vectors = self._run(inputs, self._loaded.n_embd)
         return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score documents; higher is better. Raises InvalidRequestError, ContextLengthError."""
+        """Score documents; a higher score is better. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
             raise InvalidRequestError("this model has no reranking head", param="model")
         inputs = [
@@ -98,7 +98,7 @@ class Embedder:
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
-        """Pair by the model's own template, or as BOS query EOS SEP document EOS.
+        """Join both texts by the model's template, or as BOS query EOS SEP document EOS.
 
         WordPiece has one token for EOS and SEP, and BERT was trained with one of them there.
         """
@@ -158,7 +158,7 @@ class Embedder:
         return context, Batch.of(context, max_outputs=n)
 
     def warm_up(self) -> None:
-        """Embed or rank one word, so that the first request finds everything loaded."""
+        """Embed or rank one word, so that the first request needs no setup."""
         if self.can_rerank:
             self.rerank("warm", ["up"])
         else:
@@ -176,7 +176,7 @@ class Embedder:
 
 
 def model_pooling(meta: dict[str, str]) -> int:
-    """Return the file's own pooling type (llama.cpp's number), 0 when it names none."""
+    """Return the file's own pooling type (llama.cpp's number); 0 if it specifies none."""
     arch = meta.get("general.architecture", "")
     value = meta.get(f"{arch}.pooling_type", "0")
     return int(value) if value.isdigit() else 0

@@ -63,7 +63,7 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp. Any thread may call it; the first work starts its decode thread."""
+    """The `Engine` over llama.cpp. Usable on any thread; the first work starts its decode thread."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class LlamaEngine:
         )
         self._files, self._options = files, options
         self._first_choices = self._info.choices
-        #: Called with the adapters after each change; set by the engine's owner.
+        #: Callback with the adapters after each change; set by the engine's owner.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._checked = ""
         self._closed = False
@@ -135,11 +135,11 @@ class LlamaEngine:
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Validate and queue; see `Engine.submit`."""
+        """Validate and queue a request; see `Engine.submit`."""
         self._check_open()
         if not self._loaded.can_generate:
             raise InvalidRequestError(
-                f"{self._info.model} only embeds; it cannot generate", param="model"
+                f"{self._info.model} is an embedding model; it cannot generate", param="model"
             )
         seq = self._preparer.sequence(request)
         if seq.recorder is not None:
@@ -158,7 +158,7 @@ class LlamaEngine:
         if str(self._gpu.loaded.choices["gpu_layers"].value) != "none":
             return "layers of the model are on a GPU"
         if self._lora.named_adapters and not self._lora.has_kernels:
-            return "llama.cpp adds the LoRA adapters of this model, whose bits depend on the batch"
+            return "llama.cpp computes this model's LoRA adapters, and its bits depend on the batch"
         return why_irreproducible(self._loaded)
 
     def tokenize(
@@ -169,7 +169,7 @@ class LlamaEngine:
         return self._loaded.vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of `tokens`. Raises InvalidRequestError outside the vocabulary."""
+        """Return the bytes of `tokens`. Raises InvalidRequestError for an unknown token."""
         self._check_open()
         try:
             return self._loaded.vocab.detokenize(tokens)
@@ -206,11 +206,11 @@ class LlamaEngine:
         self._check_open()
         if not self._loaded.can_generate:
             raise InvalidRequestError(
-                f"{self._info.model} only embeds; it takes no adapters", param="lora"
+                f"{self._info.model} is an embedding model; it takes no adapters", param="lora"
             )
         self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._leave_adapters):
-            continue  # once a step
+            continue  # checked once per step
         self.on_new_adapters(self._lora.named_adapters)
         return self._lora.named_adapters
 
@@ -246,16 +246,16 @@ class LlamaEngine:
         return self._prefix_cache.cache
 
     def use_blocks(self, store: BlockStore) -> None:
-        """Store prefixes in `store` and look them up there; nothing for encoders. Raises OSError."""
+        """Store prefixes in `store` and look them up there; not for encoders. Raises OSError."""
         if self._loaded.can_generate and self._cache is None:
             self._prefix_cache.open(store, self._gpu.loaded, self._checked)
 
     def add_observer(self, observer: RequestObserver) -> None:
-        """Have `observer` see the requests from now on; it is closed with the engine."""
+        """Let `observer` see the requests from now on; it is closed with the engine."""
         self._scheduler.queue.observers += (observer,)
 
     def use_devices(self, request: OffloadRequest) -> None:
-        """Attach devices in the background, while the CPU decodes; once per engine."""
+        """Attach devices in the background while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
             self._gpu.begin(request)
 
@@ -263,7 +263,7 @@ class LlamaEngine:
         self._preparer.n_ctx = loaded.n_ctx
 
     def settle_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached or attaching has failed; return False after the timeout."""
+        """Wait until devices are attached or have failed; return False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
@@ -277,7 +277,7 @@ class LlamaEngine:
         if self._cache is None:
             return []
         tokens = self._cache.search.begun_with(agent, self._lora.key(None), salt)
-        return list(takewhile(lambda token: token >= 0, tokens))  # a prompt of tokens has no pictures
+        return list(takewhile(lambda token: token >= 0, tokens))  # token prompts have no pictures
 
     def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
@@ -286,19 +286,20 @@ class LlamaEngine:
             self.flush_blocks()
 
     def warm_up(self) -> None:
-        """Build the tables of a first request, run the round-trip check, and measure step costs."""
+        """Prepare for the first request: build tables, run the round-trip check, measure step costs."""
         if self._loaded.can_generate:
             self._constraints.prepare(self._loaded.vocab)
             self._chat_format.warm_up()
-            libllama.build_info()  # cached: the prefix cache needs it
-            # run on the decode thread: OpenMP creates a team of threads for each thread that computes
+            libllama.build_info()  # caches it for the prefix cache
+            # on the decode thread, because OpenMP creates a team of threads for each thread that
+            # computes
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._scheduler.measure_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Prefill and pin a system prompt, "" for the template's default; return its length in tokens.
+        """Prefill and pin a system prompt ("" for the template's default); return its length in tokens.
 
         Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
@@ -308,14 +309,14 @@ class LlamaEngine:
         return self._loop.call(lambda: self._scheduler.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
-        """End the decode thread and drop every sequence but the pinned one.
+        """End the decode thread and drop every sequence except the pinned one.
 
         The next work starts the thread again. Raises EngineError while requests are running.
         """
         self._loop.stop()
         if self._vision is not None:
             self._vision.park()
-            self._scheduler.executor.batch.clear()  # of a picture's rows
+            self._scheduler.executor.batch.clear()  # it may hold rows of a picture
         self._prefix_cache.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
@@ -326,7 +327,7 @@ class LlamaEngine:
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Decode after a restore with `n_threads` (0: as before) and new seeds.
 
-        Weights that do not fit into the memory of now are streamed again.
+        Weights that do not fit into the free memory are streamed again.
         """
         self._preparer.entropy = entropy
         if self._loaded.plan.from_disk:
@@ -344,11 +345,11 @@ class LlamaEngine:
             self._draft.active.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the decode thread while nothing computes, and return its result."""
+        """Run `work` on the decode thread between two steps, and return its result."""
         return self._loop.call(work)
 
     def close(self) -> None:
-        """Cancel everything and free the model. Idempotent."""
+        """Cancel all requests and free the model. Idempotent."""
         if self._closed:
             return
         self._closed = True

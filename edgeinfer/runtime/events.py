@@ -1,9 +1,9 @@
 """The events of one generation: text, reasoning, tool calls, progress, and a finish.
 
 A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then
-exactly one `Finished`; if asked for, one `PromptLogprobs` comes before the first text. A failure raises
-an EngineError from the iterator instead. Text is whole UTF-8: a character is never torn across events,
-and nothing of a stop string is ever shown.
+exactly one `Finished`. If requested, one `PromptLogprobs` comes before the first text. After a failure
+the iterator raises an EngineError instead. Text is complete UTF-8: an event never splits a character,
+and never contains a part of a stop string.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request.
+    """Token counts of one request.
 
     `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens` of those came from the
     on-disk prefix cache, the others from memory.
@@ -47,11 +47,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The point where a prompt diverges from the cached prefixes: after its first `n_tokens`.
+    """The point, after `n_tokens`, where a prompt diverges from the cached prefixes.
 
-    `before`, `here`: its text around that place; `there`: the cached text instead. `cause`: "text"
-    differs, the cached prefix comes to its "end", "nothing" is cached, "none" (all was cached), or
-    "off" (the request shares nothing, or never ran).
+    `before` and `here` are the prompt's text around that point, `there` the cached text instead.
+    `cause`: "text" differs, the cached prefix reaches its "end", "nothing" is cached, "none" (all was
+    cached), or "off" (the request shares nothing, or never ran).
     """
 
     n_tokens: int = 0
@@ -62,10 +62,10 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one request, milliseconds. TTFT counts from submission to the first token.
+    """Durations of one request (ms). TTFT counts from submission to the first token.
 
-    `saved_ms`: about how long the cached tokens would have taken, by the recent cost of prefill; 0 if
-    that is unknown.
+    `saved_ms` estimates the prefill time of the cached tokens by the recent cost of prefill; 0 if
+    unknown.
     """
 
     queue_ms: float = 0.0
@@ -79,22 +79,22 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_ms(self) -> float:
-        """Return the time from submission to the last token, or to the end of a mere prefill."""
+        """Time (ms) from submission to the last token, or to the end of a prefill-only request."""
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
     def cost(self, cached_tokens: int) -> str:
-        """Describe the time and what the cached tokens saved."""
+        """Describe the total time, and the time that the cached tokens saved."""
         return format_cost(self.total_ms / 1000, cached_tokens, self.saved_ms / 1000)
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
-        """Tokens after the first over the time after the first; 0 when there is none."""
+        """Return the decode rate after the first token; 0 if there is only one."""
         if completion_tokens <= 1 or not self.decode_ms:
             return 0.0
         return (completion_tokens - 1) * 1000.0 / self.decode_ms
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
-    """Prefill has reached `done_tokens` of `total_tokens`; `queued` while it has not begun."""
+    """Prefill has reached `done_tokens` of `total_tokens`; `queued`: it has not begun."""
 
     done_tokens: int
     total_tokens: int
@@ -102,28 +102,28 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs", tag_field="type"):
-    """The prompt's tokens: the `first`, which nothing predicts, and the others' log-probabilities."""
+    """The prompt's tokens: the `first`, which nothing predicts; the others with log-probabilities."""
 
     first: bytes
     tokens: tuple[TokenLogprobs, ...] = ()
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
-    """More of the answer."""
+    """The next part of the answer."""
 
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="type"):
-    """More of a reasoning span (`<think>` and its kin), without the markers."""
+    """The next part of a reasoning span (such as `<think>`), without the markers."""
 
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
-    """More of tool call `index`.
+    """The next part of tool call `index`.
 
     The first delta of an index carries `id` and `name`; `arguments` is a JSON fragment.
     """
@@ -139,10 +139,10 @@ Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a prompt and its answer, and the log-probability of each token of the answer.
+    """The tokens of a prompt and its answer, and the log-probability of each answer token.
 
-    It is None for a token that a constraint or a spent budget forced. In a replay that ended at a token
-    that differs, `replayed_logprob` is that of the token that was expected in its place.
+    It is None for a token that a constraint or a spent budget forced. If a replay ended at a different
+    token, `replayed_logprob` is the log-probability of the expected token at that position.
     `irreproducible`: why another engine may get different tokens; "" if it cannot.
     """
 
@@ -154,7 +154,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
-    """The end of a generation. `stop_sequence` is the stop string that ended it, if one did."""
+    """The end of a generation. `stop_sequence` is the stop string that ended it, if any."""
 
     reason: FinishReason
     usage: Usage
@@ -165,7 +165,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether a limit of tokens or of time ended it."""
+        """Return whether a limit of tokens or time ended it."""
         return self.reason in ("length", "deadline")
 
 
@@ -186,7 +186,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """Say in one line how many tokens were cached, and why no more."""
+        """One line: how many tokens were cached, and why no more."""
         usage, where = self.usage, self.divergence
         disk = f", {usage.cached_disk_tokens:,} from disk" if usage.cached_disk_tokens else ""
         cached = f"prompt cache: {usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens{disk}"
@@ -201,10 +201,10 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
             case "nothing":
                 return f"{cached}; no cached prefix"
             case "off":
-                return f"{cached}; sharing off for that request"
+                return f"{cached}; the request did not use the prefix cache"
         return cached
 
 
 def _quote(text: str) -> str:
-    printable = "".join(c if c.isprintable() else " " for c in text)  # a terminal may show it
+    printable = "".join(c if c.isprintable() else " " for c in text)  # it may be shown on a terminal
     return f"“{' '.join(printable.split())}”"

@@ -22,14 +22,14 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
 )
 
-#: An event, or the error that ends a stream in place of one.
+#: An event, or the error that ends the stream.
 Item = Event | EngineError
 
 
 class EventStream:
     """A `Generation`: one thread calls `put`, which never blocks; one consumer iterates.
 
-    Leaving the iteration before its end cancels the request.
+    Leaving the iteration early cancels the request.
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class EventStream:
         self._has_ended = False
 
     def put(self, item: Item) -> None:
-        """Add an event, or the error that ends the stream; later ones are dropped."""
+        """Add an event, or the error that ends the stream; everything after that error is dropped."""
         if self._has_ended:
             return
         if isinstance(item, Finished | EngineError):
@@ -64,7 +64,7 @@ class EventStream:
         return self._has_ended
 
     def cancel(self) -> None:
-        """End the request at the next step. Any thread; idempotent."""
+        """End the request at the next step. Usable on any thread; idempotent."""
         self._on_cancel()
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
@@ -81,7 +81,7 @@ class EventStream:
 
     def _take(self) -> None:
         if self._is_taken:
-            raise UsageError("a generation is iterated once")
+            raise UsageError("a generation can be iterated only once")
         self._is_taken = True
 
     def __iter__(self) -> Iterator[Event]:
@@ -134,13 +134,13 @@ class EventStream:
                     loop.call_soon_threadsafe(ready.set)
 
             self._wake = wake
-            if self._items.empty():  # otherwise an event came before `wake` was set
+            if self._items.empty():  # an event may have arrived before `wake` was set
                 await ready.wait()
             self._wake = None
 
 
 class CollectedCall:
-    """A tool call being put together."""
+    """A tool call that is being assembled."""
 
     def __init__(self) -> None:
         self.id = ""
@@ -155,7 +155,7 @@ class CollectedCall:
 
     @property
     def arguments(self) -> str:
-        """The arguments so far: JSON once the generation has ended."""
+        """Arguments so far; complete JSON once the generation has ended."""
         return "".join(self._fragments)
 
 
@@ -193,31 +193,31 @@ class Collected:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far, without its markers."""
+        """Reasoning so far, without its markers."""
         return "".join(self._reasoning)
 
     @property
     def finish(self) -> Finished:
-        """Return the last event. Only after the iteration has ended."""
+        """The last event. Only after the iteration has ended."""
         assert self.last_event is not None
         return self.last_event
 
 
-#: Least length (characters) of a loop, and how often it contains the repeated part.
+#: Minimum length of a loop (characters), and minimum number of its repeats.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
-#: Characters at the end; the distance to their previous occurrence is the length of the repeated part.
+#: Length (characters) of the end that is searched for earlier; its distance is the length of a repeat.
 _KEY = 32
-#: Counters of list items may differ between repeats.
+#: Counters of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
-#: A text is monotonous if most sequences of four of its last words occurred three times before. None of
-#: 76 documents were, and 4 of 1,011 pieces of Python, which is why code blocks are left out.
+#: A text is monotonous if most sequences of four among its last words occurred three times before. Of
+#: 76 documents none were monotonous, of 1,011 pieces of Python 4, so code blocks are left out.
 _SEQUENCE, _LAST_WORDS = 4, 200
 _OCCURRENCES, _STALE_SHARE = 3, 0.5
 
 
 class RepetitionWatch:
-    """Watch one answer as it is generated, for a loop of equal text and for text of little variety."""
+    """Watches one answer for loops of equal text and for text of little variety."""
 
     def __init__(self) -> None:
         self._tail = ""
@@ -228,9 +228,9 @@ class RepetitionWatch:
         self._is_in_code = False
 
     def add(self, text: str) -> int | None:
-        """Add what was generated; return how much of it (characters) makes the answer a loop, or None.
+        """Add generated text; return how many characters of it make the answer a loop, or None.
 
-        Each character is looked at, since drafts and the time decide how the answer is cut into pieces.
+        Each character is checked, because drafts and timing decide how the answer is split into pieces.
         """
         for i, character in enumerate(text, 1):
             self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]

@@ -1,13 +1,14 @@
-"""Move layers to GPUs while the CPU serves requests, and go back to the CPU if a device fails.
+"""Move layers to GPUs while the CPU serves requests, and return to the CPU if a device fails.
 
-The model stays loaded for the CPU: its weights are mapped from files and take no memory that others
-need. A thread loads it once more with layers on devices. Between two steps the engine switches the
-context: the computed state moves along, and the pages of the CPU's KV cache are returned. After a
-failed step the CPU's context is used again; the running requests restore or recompute their prefixes,
-and their streams do not end.
+The model stays loaded for the CPU: its weights are mapped files, which take no memory that other
+programs need. A thread loads it again with layers on devices. Between two steps the engine switches the
+context: the computed state moves, and the pages of the CPU's KV cache are returned. After a failed step
+the CPU's context is used again; running requests restore or recompute their prefixes, and their streams
+continue.
 
-An automatic context may be shorter on devices, so that all layers fit; a request that is longer than
-that ends on the CPU before the switch."""
+An automatic context may be shorter on devices, so that all layers fit. Longer requests end on the CPU
+before the switch.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +35,20 @@ from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
 from edgeinfer.runtime.scheduler.scheduler import Scheduler
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: How long (s) the end of an engine waits for pending blocks.
+#: How long (s) a closing engine waits for pending blocks.
 FLUSH_S = 30.0
-#: Share of the free memory for the second, smaller try on the same devices.
+#: Share of the free memory for the second, smaller attempt on the same devices.
 _SMALLER = 0.85
-#: Interval (s) at which a switch is tried while a request is longer than the devices' context.
+#: Interval (s) between attempts to switch while a request is too long for the devices' context.
 _SWITCH_S = 0.5
 
 
 @dataclass(eq=False)
 class GpuOffload:
-    """Devices of one engine. `cpu` is the model as it was loaded, `active` the context that decodes.
+    """The devices of one engine. `cpu` is the model as first loaded, `active` the context that decodes.
 
-    `call` runs work between two steps, `prefix_cache` is the engine's, and `loaded` the model in
-    use; `on_enter` is called between two steps with the one that is used from now on.
+    `call` runs work between two steps, `prefix_cache` is the engine's, `loaded` the model in use;
+    `on_enter` is called between two steps with the model that will decode.
     """
 
     files: ModelFiles
@@ -70,7 +71,7 @@ class GpuOffload:
     def begin(self, request: OffloadRequest) -> None:
         """Attach the devices of `request` in the background; a failure is logged once.
 
-        No backend is opened without a GPU, unless layers are requested.
+        Without a GPU no backend is opened, unless layers are requested.
         """
         if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
@@ -79,14 +80,14 @@ class GpuOffload:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached, or will not be; return False after the timeout."""
+        """Wait until devices are attached, or have failed; return False after the timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
 
     def close(self) -> None:
-        """Stop attaching, and free the device context. Once no decode thread runs."""
+        """Stop attaching, and free the device context. Only after the decode thread has ended."""
         self._is_closing = True
         self.wait()
         if self._device_context is not None:
@@ -103,7 +104,7 @@ class GpuOffload:
                 _log.warning("no layers on a GPU: %s", error)
 
     def _attach(self, request: OffloadRequest) -> None:
-        """Use the first backend that works; each may fail, or refuse, in its own way."""
+        """Use the first backend that works; each may fail or refuse for its own reason."""
         failures: list[Exception] = []
         for devices in find_devices(request):
             try:
@@ -137,12 +138,12 @@ class GpuOffload:
             device_context = self._load(devices, smaller)
         try:
             is_software = all(device.kind == "software" for device in devices)
-            # before a client waits for a token
+            # otherwise the first request would wait for it
             device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
             while not self.call(lambda: self._switch(device_context)):
                 time.sleep(_SWITCH_S)
         except BaseException as error:
-            # memory on a lost device is not freed: freeing would wait for the device for ever
+            # freeing memory on a lost device could wait for ever, so it is not freed
             is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
             if self._device_context is None and not is_lost:
                 device_context.loaded.free()
@@ -190,7 +191,7 @@ class GpuOffload:
             device_context.active, loaded.n_ctx, has_copy=has_copy, on_device=True
         )
         for cached_seq in self.scheduler.kv.cached_sequences:
-            # not stored: another context computed it, whose rounding differs
+            # do not store it: another context computed it, with different rounding
             cached_seq.is_shifted = True
         self.scheduler.on_failed_step = self._fall_back
         self._device_context = device_context
@@ -202,14 +203,14 @@ class GpuOffload:
         return True
 
     def _fall_back(self, error: DecodeError) -> bool:
-        """Continue on the CPU. The device context is left alone: a lost device may never answer."""
+        """Continue on the CPU. The device context is not touched: a lost device may never answer."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
         names = " and ".join(device_context.offload.devices)
         _failed[device_context.backend] = error.message
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
-        _log.warning("%s failed, and the CPU goes on: %s", names, error.message)
+        _log.warning("%s failed, the CPU continues: %s", names, error.message)
         self.prefix_cache.detach()
         active = self.cpu.active_context()
         active.adapters = self.lora.detach()
@@ -227,8 +228,8 @@ class GpuOffload:
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
-#: Backends with a device that failed in this process, and the failure. A lost device stays lost, and
-#: its interrupted backend cannot be used again.
+#: Backends with a device that failed in this process → the failure. A lost device stays lost, and its
+#: interrupted backend cannot be used again.
 _failed: dict[str, str] = {}
 
 
@@ -241,7 +242,7 @@ def _leaves_device_usable(error: EngineError) -> bool:
 
 
 def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
-    """Load backends, and yield the devices of each; this process cannot be dumped then.
+    """Load backends, and yield the devices of each. Afterwards this process cannot be dumped.
 
     Raises OffloadRefused at the end if there was none.
     """
@@ -256,15 +257,15 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
             if chosen := request.choose(answer.devices):
                 yield chosen
             else:
-                reasons.append(f"{file.name} has no such device")
+                reasons.append(f"{file.name} has no device that was requested")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
     if len(reasons) == len(files):
-        raise OffloadRefused("; ".join(reasons) or f"there is no library for one: {backends.adding()}")
+        raise OffloadRefused("; ".join(reasons) or f"there is no backend library: {backends.adding()}")
 
 
 class PrefixCacheSwitch:
-    """Open and close the prefix cache of the context that `scheduler` decodes with."""
+    """Opens and closes the prefix cache of the context with which `scheduler` decodes."""
 
     def __init__(
         self, files: ModelFiles, options: LoadOptions, active: ActiveContext, scheduler: Scheduler
@@ -288,7 +289,7 @@ class PrefixCacheSwitch:
         )
 
     def detach(self) -> None:
-        """Use no prefix cache until `attach`; pending writes continue. Between two steps."""
+        """Stop using the prefix cache until `attach`; pending writes continue. Between two steps."""
         cache = self._prefixes.detach_prefix_cache(self._queue.running)
         if cache is not None:
             thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
@@ -301,7 +302,7 @@ class PrefixCacheSwitch:
             self.open(self._store, loaded, "")
 
     def close(self) -> None:
-        """Write pending blocks, and use no store from now on."""
+        """Write pending blocks, then use no store."""
         cache, self._prefixes.prefix_cache = self.cache, None
         self._store = None
         if cache is not None:
@@ -310,13 +311,13 @@ class PrefixCacheSwitch:
             self._closing_threads.pop().join(FLUSH_S)
 
 
-#: Tokens that warm up a software device, which takes a minute for a whole batch of a 135M.
+#: Tokens for warming up a software device, which takes a minute for a whole batch of a 135M model.
 _SOFTWARE_TOKENS = 64
 
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model's second load, with layers on devices. llama.cpp may read `placement` until the end."""
+    """A model's second load, with layers on devices. llama.cpp may read `placement` until freed."""
 
     loaded: LlamaModel
     active: ActiveContext
@@ -325,9 +326,9 @@ class DeviceContext:
     backend: str
 
     def warm_up(self, n_tokens: int) -> None:
-        """Compile the devices' kernels for a prompt of `n_tokens`, and for a token. Raises DecodeError.
+        """Compile the devices' kernels for a prompt of `n_tokens` and for a token. Raises DecodeError.
 
-        They differ by rows: after 64 tokens a first prompt of 512 took 5 s on an H200 with Vulkan.
+        Kernels differ by rows: after 64 tokens, a first prompt of 512 took 5 s on an H200 with Vulkan.
         """
         batch = Batch.of(self.active, max_outputs=1)
         for n in (min(n_tokens, self.loaded.n_batch), 1):
@@ -339,4 +340,4 @@ class DeviceContext:
 
 
 class OffloadRefused(Exception):
-    """No layers can be on devices, for the reason of the message."""
+    """No layers can be placed on devices; the message says why."""

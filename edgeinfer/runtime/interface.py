@@ -1,8 +1,8 @@
-"""The interface between the engine and its front ends, which import this and never the engine.
+"""The interface between the engine and its front ends, which import this module and never the engine.
 
 Three engines implement it: `runtime.engine.LlamaEngine` (in this process),
 `workers.remote_engine.RemoteEngine` (in a worker process) and `workers.replicas.ReplicatedEngine`
-(several of those). Tests of front ends have a scripted one, `tests/made/fake_engine.py`.
+(several workers). Tests of front ends use a scripted one, `tests/made/fake_engine.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from edgeinfer.runtime.requests import GenerateRequest
 class Generation(Protocol):
     """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
 
-    Events of a slow consumer are buffered, at most those of `max_tokens` tokens; other requests go on.
+    Events for a slow consumer are buffered, at most those of `max_tokens` tokens; other requests
+    continue.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -28,20 +29,20 @@ class Generation(Protocol):
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
         """Offer every event but the last to `tap` on the thread that made it.
 
-        Only while the task that iterates waits for the next one. What `tap` takes, returning True, is
-        not iterated, and the task is not woken for it.
+        `tap` is called only while the iterating task waits for an event. Events for which it returns
+        True are not iterated, and do not wake the task.
         """
 
     def cancel(self) -> None:
-        """End it soon with `Finished(reason="cancelled")`, from any thread; idempotent."""
+        """End it soon with `Finished(reason="cancelled")`. Usable on any thread; idempotent."""
 
 
 class Engine(Protocol):
-    """A loaded model. Every method may be called from any thread."""
+    """A loaded model. Every method may be called on any thread."""
 
     @property
     def is_open(self) -> bool:
-        """True while requests are accepted: the engine is not closed, and its process or thread is
+        """Return whether requests are accepted: the engine is not closed, and its process or thread is
         alive.
         """
 
@@ -52,7 +53,7 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: GenerateRequest) -> Generation:
-        """Validate and queue; nothing is computed when it raises.
+        """Validate and queue a request; if this raises, nothing is computed.
 
         Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError, QueueFullError,
         EngineClosedError.
@@ -65,19 +66,20 @@ class Engine(Protocol):
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
     def apply_template(self, request: GenerateRequest) -> str:
-        """Render a request's messages by the model's chat template. Raises InvalidRequestError."""
+        """Render a request's messages with the model's chat template. Raises InvalidRequestError."""
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
-        """Tokenize that prompt as `submit` does: text of messages becomes no control token."""
+        """Tokenize that prompt as `submit` does: text of messages never becomes a control token."""
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Return an L2-normalised vector per text. Raises InvalidRequestError if the model cannot."""
+        """Return an L2-normalised vector per text. Raises InvalidRequestError for other models."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score each document. Raises InvalidRequestError if the model has no reranking head."""
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        """Return the tokens that sessions of `agent` share, and those after them in the latest one.
+        """Return the tokens that sessions of `agent` share, and the tokens after them in the latest
+        session.
 
         Only tokens on disk under this `salt` count; [] without any.
         """
@@ -85,19 +87,19 @@ class Engine(Protocol):
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Load these LoRA adapters, unload all others, and return `info.lora`.
 
-        A changed file is read again. Waits until the last request with an unloaded adapter has ended.
-        Changes nothing if it raises: InvalidRequestError, ModelLoadError.
+        A changed file is read again. Waits until requests with an unloaded adapter have ended. Changes
+        nothing if it raises: InvalidRequestError, ModelLoadError.
         """
 
     def metrics(self) -> EngineMetrics: ...
 
     def close(self) -> None:
-        """Cancel everything and free the model. Idempotent."""
+        """Cancel all requests and free the model. Idempotent."""
 
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """An engine that is several replicas of one model."""
+    """An engine that consists of several replicas of one model."""
 
     def replicas(self) -> ReplicasInfo:
         """Describe the running replicas, and the reason for their number."""

@@ -181,7 +181,7 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
     assert done.stdout.split() == ["''", "None", "False"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("llama-cpp-python is 9.9.9, and edgeinfer's native code is for ")
-    assert line.endswith(f"type: pip install {pin}")
+    assert line.endswith(f"run pip install {pin}")
 
 
 def test_native_code_older_than_the_program_is_left_unused(tmp_path: Path) -> None:

@@ -457,7 +457,7 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
     with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
         engine.submit(chat(picture(), prompt_logprobs=1))
     broken = Message(role="user", content="no place", pictures=(picture(),))
-    with pytest.raises(InvalidRequestError, match="1 pictures at 0 places"):
+    with pytest.raises(InvalidRequestError, match="1 pictures, but 0 places"):
         engine.submit(GenerateRequest(messages=(broken,)))
     with pytest.raises(InvalidRequestError, match="more than 64 pictures"):
         engine.submit(chat(*[picture()] * 65))

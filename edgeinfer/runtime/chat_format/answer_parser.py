@@ -1,8 +1,8 @@
 """Split one answer into reasoning, text and tool calls: `AnswerParser`.
 
-Everything is text, or reasoning inside a span, but for what could still become a marker. A marker of
-the family opens a section, which `tool_call_parser` and `xml_calls` read. A call ends the reasoning
-that it stands in: models forget to close it.
+Output is text, or reasoning inside a span; an end that could still become a marker is held back. A
+marker of the family opens a section, which `tool_call_parser` and `xml_calls` read. A call ends a
+reasoning span around it, because models forget to close the span.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _NO_CALLS = ToolFormat(name="none")
 
 
 def call_id(*, short: bool = False) -> str:
-    """Make a unique call id: nine letters and digits for Mistral, else `call_` and 24."""
+    """Make a unique call id: nine letters and digits for Mistral, otherwise `call_` and 24."""
     drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
     return drawn[:9] if short else f"call_{drawn}"
 
 
 class AnswerParser:
-    """Parse one generation's text; `tools` are schemas by name. Only for the decode loop's thread.
+    """Parses one generation's text; `tools` are schemas by name. Only for the decode loop's thread.
 
-    `span`: what the answer may begin with, or has begun with if it is `opened`. `certain`: calls are
-    constrained, so well formed. `special_tokens`: whether `feed` needs control tokens as text. Never
-    raises on model output.
+    `span` is the reasoning span that may begin the answer, or has begun in the prompt (`opened`).
+    `certain`: calls are constrained, so they are well formed. `special_tokens`: `feed` needs control
+    tokens as text. Never raises because of a model's output.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AnswerParser:
         self._text = ""
         self._section: Section | None = None
         self._n_calls = 0
-        #: White space that is emitted with the text after it.
+        #: White space that is emitted only together with later text.
         self._space = ""
         self._fresh, self._has_thought = True, False
         self._after_call = False
@@ -74,16 +74,16 @@ class AnswerParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """True if the text so far ends inside the span."""
+        """Return whether the text so far ends inside the span."""
         return self._phase == "thinking" and self._section is None
 
     @property
     def is_holding(self) -> bool:
-        """True if the end of the text could still become a marker of the span."""
+        """Return whether the end of the text could still become a marker of the span."""
         return self._phase in ("start", "thinking") and bool(self._text)
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Return the events certain after `text`, without what could still become a marker."""
+        """Return the events that `text` makes certain; a possible beginning of a marker waits."""
         self._text += text
         while self._step():
             pass
@@ -91,14 +91,14 @@ class AnswerParser:
         return _merge(events) if len(events) > 1 else events
 
     def finish(self, *, cut: bool = False) -> Sequence[Parsed]:
-        """Return what was held back, at the end of the generation; `cut`: the model did not end it."""
+        """Return the held-back text when the generation ends; `cut`: the model did not end it."""
         events = list(self.feed(""))
         text = ""
         while (section := self._section) is not None:
             section.finish(cut=cut)
             marker, leftover = self._close_section(section)
             if marker:
-                text = marker + leftover  # what an unfinished call shows is no call
+                text = marker + leftover  # an unfinished call is no call: show its text
             else:
                 self._text = leftover
             events += self.feed("")
@@ -110,12 +110,12 @@ class AnswerParser:
         return [*events, *self.feed("")]
 
     def _step(self) -> bool:
-        """Parse on; return whether there is more to do."""
+        """Parse one step; return whether more can be parsed."""
         if self._section is not None:
             return self._parse_section(self._section)
         if self._phase == "start":
             return self._start()
-        if self._phase == "closed":  # white space between the span and the answer belongs to neither
+        if self._phase == "closed":  # drop white space between the span and the answer
             self._text = self._text.lstrip()
             self._phase = "answer" if self._text else "closed"
             return bool(self._text)
@@ -135,7 +135,7 @@ class AnswerParser:
         return True
 
     def _find_marker(self) -> bool:
-        """Emit the text before the next marker, and act on the marker."""
+        """Emit the text before the next marker, and handle the marker."""
         markers = self._form.begin
         if self._phase == "thinking":
             markers = self._ends_of_reasoning
@@ -152,18 +152,18 @@ class AnswerParser:
         return bool(marker) and self._open_section(marker)
 
     def _open_section(self, marker: str) -> bool:
-        """Begin a tool-call section after `marker`; return False if more text is needed first."""
+        """Begin a tool-call section after `marker`; return False if the decision needs more text."""
         is_xml = self._form.inner == "xml"
         first = self._text.lstrip()[:1]
         if is_xml and marker != FUNCTION and not first:
             self._text = marker + self._text
             return False
-        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # an example in a block of code
+        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # in a code block it is an example
             self._emit(marker)
             return True
         self._fresh = False
-        # the grammar covers only the format's first begin marker: after another one the call is not
-        # guaranteed to be well formed
+        # the grammar covers only the format's first begin marker; after another one, calls may be
+        # malformed
         certain = self._certain and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
         self._section = kind(self._form, marker, self._tools, certain=certain, new_call=self._new_call)
@@ -174,7 +174,7 @@ class AnswerParser:
         section.feed(text)
         if section.is_over:
             marker, self._text = self._close_section(section)
-            self._emit(marker)  # as text, or it would open a section again
+            self._emit(marker)  # emit it as text: parsed again, it would open a section
         else:
             self._take_calls(section)
         return section.is_over and bool(self._text)
@@ -192,16 +192,16 @@ class AnswerParser:
             self._events += events
 
     def _new_call(self) -> tuple[int, str]:
-        """Return (index, id) of a new call. White space before it was layout."""
+        """Return (index, id) of a new call. White space before the call is dropped as layout."""
         self._space = ""
         self._after_call = True
         self._n_calls += 1
         return self._n_calls - 1, call_id(short=self._form.short_ids)
 
     def _emit(self, text: str) -> None:
-        """Emit text of the answer, or of the reasoning without white space around the span.
+        """Emit text of the answer, or of the reasoning, without white space around the span.
 
-        White space at the beginning, after a call and at the end of reasoning waits for what follows.
+        White space at the beginning, after a call and at the end of reasoning waits for later text.
         """
         if self._phase == "thinking":
             text = self._space + text
@@ -228,7 +228,7 @@ class AnswerParser:
 
 
 def _merge(events: list[Parsed]) -> list[Parsed]:
-    """Join neighbouring pieces of text, which may have been held apart."""
+    """Join adjacent pieces of text."""
     merged: list[Parsed] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -1,14 +1,14 @@
-"""Turn a request's messages into a prompt, a constraint and a parser of the answer.
+"""Convert a request's messages to a prompt, a constraint and a parser of the answer.
 
-The engine's entry point is `load_chat_format`. `templates` renders prompts, `answer_parser`
-parses answers, and `sampling.grammar` constrains them. Per `tool_choice`:
+The engine calls `load_chat_format`. `templates` renders prompts, `answer_parser` parses answers, and
+`sampling.grammar` constrains them. Per `tool_choice`:
 
 - none: the prompt shows no tools, and the answer is text.
-- auto: the answer is free, but a call that was begun with the family's marker follows the tool's schema
-  if the grammar can express it. Calls of families without a marker, or of tools beyond the grammar,
-  count if they are whole and valid.
-- required, named: the whole answer is calls, for named of that tool. A constraint of the request's own
-  is for an answer in text and waits for one.
+- auto: the answer is free. A call that begins with the family's marker follows the tool's schema if the
+  grammar can express it. Calls of families without a marker, or of tools beyond the grammar, count if
+  they are complete and valid.
+- required, named: the whole answer is calls; for "named", of that tool. The request's own constraint is
+  for an answer in text, so it is not used.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Prepared:
     """A request with messages, ready for the engine.
 
     `prompt` is tokenized by `ChatFormat.tokenize`. `constraint` replaces the request's: it is set if a
-    tool call is required, or if the request's waits for a reasoning span. `stop` adds to the request's.
-    `parser` is None if the text needs none. `reasoning_close` ends a reasoning span.
+    tool call is required, or if the request's constraint begins after a reasoning span. `stop` adds
+    stop strings. `parser` is None if the text needs none. `reasoning_close` ends a reasoning span.
     """
 
     prompt: str
@@ -81,8 +81,8 @@ class TemplateFacts:
     """A model file's facts about its chat format; `template` may be "".
 
     `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
-    template leaves it out. `guard_content`: control tokens come only from the template.
-    `tool_template`: what the file has for conversations with tools (Command R, Hermes 2 Pro), or "".
+    template leaves it out. `guard_content`: control tokens come only from the template. `tool_template`
+    is the file's template for conversations with tools (Command R, Hermes 2 Pro), or "".
     """
 
     template: str
@@ -103,7 +103,7 @@ def load_chat_format(facts: TemplateFacts) -> ChatFormat:
             facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
         )
     except ModelLoadError as error:
-        hint = "give the model another template: `chat_template` in models.toml"
+        hint = "set another template: `chat-template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error
     for_tools = None
     if facts.tool_template:
@@ -119,7 +119,7 @@ def _has_chatml(vocab: Vocab) -> bool:
 
 
 class ChatFormat:
-    """A model's chat format: prompts, parsers, constraints. Any thread."""
+    """A model's chat format: prompts, parsers, constraints. Usable on any thread."""
 
     def __init__(
         self,
@@ -142,18 +142,18 @@ class ChatFormat:
 
     @property
     def tool_format(self) -> str:
-        """Family by which the model's calls are parsed; "" without a chat template."""
+        """Format in which the model's calls are parsed; "" without a chat template."""
         if self._for_tools is not None:
             return self._for_tools.tool_format
         return "" if self._is_transcript else self._form.name
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """The choices of template, tool-call format and reasoning span, with reasons."""
+        """Chosen template, tool-call format and reasoning span, with reasons."""
         span_reason = (
-            "the chat template has it"
+            "the chat template contains it"
             if self.can_think
-            else "no sign in the chat template; read where an answer begins with it"
+            else "not in the chat template; recognized if an answer begins with it"
         )
         kind = {CHATML: "chatml", TRANSCRIPT: "transcript"}.get(self._template.source, "own")
         return {
@@ -163,7 +163,7 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt for `tokenize`, with its marks and markers. Raises InvalidRequestError."""
+        """Render the prompt for `tokenize`, with marks and markers. Raises InvalidRequestError."""
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
@@ -191,14 +191,14 @@ class ChatFormat:
     def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | bytes]:
         """Yield the texts (for `tokenize`) and pictures of a rendered prompt, in order.
 
-        Raises InvalidRequestError if the template dropped or doubled a picture.
+        Raises InvalidRequestError if the template dropped or repeated a picture.
         """
         pictures = [picture for message in request.messages for picture in message.pictures]
         is_tight = self._template.traits.tight_pictures
         return self._places.split(prompt, pictures, is_tight=is_tight)
 
     def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt as a person reads it."""
+        """Return a rendered prompt for display, without marks."""
         return self._places.display_text(remove_marks(prompt))
 
     def warm_up(self) -> None:
@@ -238,13 +238,13 @@ class ChatFormat:
         choice, tools = request.tool_choice, request.tools
         if choice.mode in ("required", "named") and not tools:
             raise InvalidRequestError(
-                f"tool_choice is {choice.mode}, and there are no tools", param="tool_choice"
+                f"tool_choice is {choice.mode}, but the request has no tools", param="tool_choice"
             )
         if choice.mode == "none":
             return ()
         names = [tool.name for tool in tools]
         if len(tools) > _MAX_TOOLS:
-            raise InvalidRequestError(f"at most {_MAX_TOOLS} tools", param="tools")
+            raise InvalidRequestError(f"a request may have at most {_MAX_TOOLS} tools", param="tools")
         for i, name in enumerate(names):
             if not name or len(name) > _MAX_NAME or not name.isprintable() or name in names[:i]:
                 raise InvalidRequestError(
@@ -252,13 +252,13 @@ class ChatFormat:
                     param=f"tools[{i}].name",
                 )
         if choice.mode == "named" and choice.name not in names:
-            raise InvalidRequestError(f"no tool is named {choice.name!r}", param="tool_choice")
+            raise InvalidRequestError(f"there is no tool named {choice.name!r}", param="tool_choice")
         return tools
 
     def _constraint(
         self, request: GenerateRequest, tools: tuple[Tool, ...]
     ) -> tuple[Constraint | Lark | None, bool]:
-        """Return (constraint, whether calls under it are certain to be well formed)."""
+        """Return the constraint, and whether it guarantees well-formed calls."""
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
@@ -278,7 +278,7 @@ class ChatFormat:
         return grammar
 
     def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
-        """Return a grammar of calls or the answer, which may look like a call: none is certain."""
+        """Return a grammar of calls or an answer, which may look like a call: so no call is certain."""
         tools = _constrained_tools(request, may_refuse=True)
         several = request.tool_choice.parallel
         calls = tool_call_grammar.required_calls(self._form, tools, self._facts.vocab, several=several)
@@ -325,12 +325,12 @@ class ChatFormat:
 
 
 def _first_part(marker: str) -> str:
-    """Return the first marker of several: `<|channel|>` of `<|channel|>analysis<|message|>`."""
+    """Return the first marker in a sequence: `<|channel|>` of `<|channel|>analysis<|message|>`."""
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
 def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
-    """Return the tools that the answer may call, with their places."""
+    """Return the tools that the answer may call, with their indexes."""
     choice = request.tool_choice
     named = choice.name if choice.mode == "named" else None
     tools = request.tools if choice.mode != "none" else ()
@@ -338,9 +338,9 @@ def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
 
 
 def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
-    """Return the callable tools; of one whose schema cannot be enforced, arguments are any object.
+    """Return the callable tools; if a schema cannot be enforced, the arguments may be any object.
 
-    Raises UnsupportedConstraintError for a strict one of them if it `may_refuse`.
+    Raises UnsupportedConstraintError for such a schema if the tool is strict and `may_refuse`.
     """
     tools = []
     for i, tool in _callable(request):
@@ -354,7 +354,7 @@ def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[T
 
 
 def unenforced_fields(request: GenerateRequest) -> list[str]:
-    """Return the places of tool schemas that are not enforced, and of broken earlier arguments."""
+    """Return the places of tool schemas that are not enforced, and of invalid earlier arguments."""
     with preparing():
         faults = [
             (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
@@ -373,7 +373,7 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 def _after_reasoning(
     constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, free: bool
 ) -> Constraint | Lark:
-    """Put the constraint after a reasoning span that is `opened` by the prompt or `free` to open."""
+    """Put the constraint after a reasoning span, which is `opened` by the prompt or `free` to open."""
     if not opened and not free:
         return constraint
     source, grammars = lark_parts(constraint)
@@ -431,7 +431,7 @@ def _with_description(
 
 
 class PicturePlaces:
-    """Put markers into messages, and find them in a rendered prompt. Any thread."""
+    """Puts markers for pictures into messages, and finds them in a rendered prompt. Any thread."""
 
     @cached_property
     def _word(self) -> str:
@@ -442,7 +442,7 @@ class PicturePlaces:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
     def mark(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Replace the marks of pictures by markers. Raises InvalidRequestError."""
+        """Replace the picture marks in messages by unique markers. Raises InvalidRequestError."""
         numbers = itertools.count()
 
         def marker(mark: re.Match[str]) -> str:
@@ -452,7 +452,7 @@ class PicturePlaces:
             n_places = message.content.count(PICTURE_MARK)
             if message.pictures and n_places != len(message.pictures):
                 raise InvalidRequestError(
-                    f"a message has {len(message.pictures)} pictures at {n_places} places",
+                    f"a message has {len(message.pictures)} pictures, but {n_places} places for them",
                     param="messages",
                 )
         return tuple(
@@ -467,7 +467,7 @@ class PicturePlaces:
     ) -> Iterator[str | bytes]:
         """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError.
 
-        `is_tight` leaves out the space before a picture that begins a message.
+        `is_tight` removes the space before a picture that begins a message.
         """
         text_start = 0
         seen = []
@@ -484,5 +484,5 @@ class PicturePlaces:
         yield prompt[text_start:]
 
     def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt as a person reads it."""
+        """Return a rendered prompt for display, without markers."""
         return self._marker.sub(SHOWN, prompt)

@@ -1,8 +1,8 @@
 """Tokenize a rendered prompt so that control tokens come only from the template.
 
 `<|im_end|>` in a message, a tool's result or a document is text. `guard` marks such spellings before
-the template is rendered, and `tokenize` reads the stretches that hold marks without special tokens. A
-prompt without marks is tokenized whole, as llama.cpp would.
+the template is rendered; `tokenize` reads parts with marks without special tokens. A prompt without
+marks is tokenized as a whole, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Mark after the first character of a guarded spelling. A noncharacter: no text has it.
+#: Mark after the first character of a guarded spelling. It is a noncharacter, which no text contains.
 MARK = "\ufdd0"
-#: The mark as JSON and Python write it, where a template escapes what is not ASCII.
+#: The mark as JSON and Python write it, for templates that escape non-ASCII characters.
 _ESCAPED = "\\ufdd0"
-#: Length (characters) of the prefixes by which spellings are looked up.
+#: Length (characters) of the prefixes with which spellings are looked up.
 _PREFIX = 3
-#: An escaped character of JSON; the backslashes before it are pairs.
+#: An escaped character of JSON, after an even number of backslashes.
 _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 _SPACE = " \t\n\v\f\r"
 
@@ -43,7 +43,7 @@ class ControlTokens:
 
     @cached_property
     def _spellings(self) -> frozenset[str]:
-        """Spellings in lower case: a template may change a text's."""
+        """Spellings in lower case, because a template may change the case of a text."""
         return frozenset(text.lower() for text in self._tokens)
 
     @cached_property
@@ -56,11 +56,11 @@ class ControlTokens:
         return re.compile(f"(?={'|'.join(map(re.escape, prefixes)) or '(?!)'})", re.IGNORECASE)
 
     def prepare(self) -> None:
-        """Read the vocabulary now instead of with the first prompt."""
+        """Read the vocabulary now, not at the first prompt."""
         self.guard("")
 
     def guard(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Mark every spelling of a control token in `text`, but for the `markers` that stay."""
+        """Mark every spelling of a control token in `text`, except the `markers`."""
         pieces = []
         last = 0
         for prefix in self._prefix.finditer(text):
@@ -73,7 +73,7 @@ class ControlTokens:
         return MARK.join([*pieces, text[last:]]) if pieces else text
 
     def guard_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
-        """Guard all text of `request` that the template renders; `markers` of an answer stay."""
+        """Guard all text of `request` that the template renders; `markers` in an answer stay."""
         tools = msgspec.to_builtins(request.tools)
         try:
             return msgspec.structs.replace(
@@ -96,7 +96,7 @@ class ControlTokens:
         )
 
     def _call(self, call: ToolCall) -> ToolCall:
-        r"""Guard a call, whose JSON may spell `<` as `\u003c`: a template that parses it sees `<`."""
+        r"""Guard a call. Its JSON may spell `<` as `\u003c`: a template that parses it sees `<`."""
         arguments = self.guard(call.arguments)
         plain = self.guard(_ESCAPE.sub(_unescape, call.arguments))
         if plain.count(MARK) > arguments.count(MARK):
@@ -115,7 +115,7 @@ class ControlTokens:
         return value
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize a rendered prompt: spellings that are marked are text."""
+        """Tokenize a rendered prompt; marked spellings are text."""
         prompt = prompt.replace(_ESCAPED, MARK)
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
@@ -131,7 +131,7 @@ class ControlTokens:
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, end, control token after it or -1) of each text between control tokens."""
+        """Yield each text between control tokens: start, end, the control token after it or -1."""
         last = 0
         for prefix in self._prefix.finditer(prompt):
             check_deadline()

@@ -1,4 +1,4 @@
-"""A tool's parameters by its schema, and values of a notation that does not say their types."""
+"""A tool's parameters by its schema, and values in notations without types."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from edgeinfer.runtime.sampling.json_schema import TYPES, Overlaps, kinds_of, target, value_schemas
 
-#: Longest value (characters) that is tried as anything but text.
+#: Longest value (characters) that is parsed; longer values are text.
 _MAX_LITERAL = 100_000
-#: Shared encoder: making one takes longer than encoding a token.
+#: Shared encoder: creating one takes longer than encoding a token.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas of each parameter, also through references and alternatives."""
+    """Return the schemas of each parameter, including those of references and alternatives."""
     root = dict(schema)
     schemas_by_name: dict[str, list[Any]] = {}
     for subschema in value_schemas([root], root):
@@ -27,21 +27,21 @@ def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types that a parameter may have; all if the schema does not say."""
+    """Return the types that a parameter may have; all types if the schema does not say."""
     root = dict(schema)
     overlaps = Overlaps(lambda ref: target(root, ref), lambda subschema: subschema)
     try:
         members = property_schemas(schema).get(name, [])
         kinds = {kind for member in members for kind in overlaps.kinds(member)}
-    except (TypeError, AttributeError):  # no schema at all
+    except (TypeError, AttributeError):  # not a schema
         kinds = set()
     return frozenset(kinds or TYPES)
 
 
 def typed_value(text: str, kinds: frozenset[str]) -> str:
-    """Return a value as JSON of the first of `kinds` that it can be, else as a text.
+    """Return a value as JSON of the first type in `kinds` that it matches, otherwise as a string.
 
-    Python's notation counts too: models write `True`, `None` and lists with single quotes.
+    Python's notation is accepted too: models write `True`, `None` and lists with single quotes.
     """
     bare = text.strip()
     if not bare and "string" not in kinds:
@@ -59,7 +59,7 @@ def typed_value(text: str, kinds: frozenset[str]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Write JSON. Raises ValueError for what JSON has no notation for."""
+    """Encode as JSON. Raises ValueError for a value that JSON cannot express."""
     try:
         text = _ENCODER.encode(value)
         text.encode()

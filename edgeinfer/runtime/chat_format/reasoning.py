@@ -1,7 +1,7 @@
-"""Reasoning spans, `<think>…</think>` and their kin.
+"""Reasoning spans, such as `<think>…</think>`.
 
-Only the beginning of an answer can open a span: later its marker is text. Some templates open the
-span in the prompt; the answer then begins inside it. `answer_parser` reads them.
+Only the beginning of an answer can open a span; later its marker is text. Some templates open the span
+in the prompt, so that the answer begins inside it. `answer_parser` reads the spans.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """A pair of markers. `plain` begins an answer without a span, and is no part of it."""
+    """A pair of markers. `plain` is a prefix of answers without a span, which is removed."""
 
     open: str
     close: str
@@ -19,7 +19,7 @@ class ReasoningSpan:
 
 
 THINK = ReasoningSpan("<think>", "</think>")
-#: Tried in this order against a template's source; the first also counts where it says nothing.
+#: Searched in a template's source in this order; the first is also the default.
 SPANS = (
     THINK,
     ReasoningSpan("<thinking>", "</thinking>"),
@@ -36,7 +36,7 @@ SPANS = (
 
 
 def detect(template: str) -> tuple[ReasoningSpan, bool]:
-    """Return (span, whether the template has it); `<think>` if it shows none."""
+    """Return the span, and whether the template contains it; by default `<think>`."""
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]
         if span.close in template or (span.open in template and first in template):
@@ -47,5 +47,5 @@ def detect(template: str) -> tuple[ReasoningSpan, bool]:
 
 
 def is_open(prompt: str, span: ReasoningSpan) -> bool:
-    """Return whether the prompt ends inside a span, white space aside."""
+    """Return whether the prompt ends inside a span, ignoring white space."""
     return prompt.rstrip().endswith(span.open)

@@ -1,9 +1,9 @@
 """Render untrusted chat templates in jinja2 with limits: a GGUF's template is downloaded code.
 
 ImmutableSandboxedEnvironment keeps a template from Python's internals (CVE-2024-34359), but not from
-endless loops or a string of a terabyte. Here each loop round, macro call, concatenation, container
-and result of a call or filter spends from one `Fuel`, which also watches the thread's CPU time, so a
-render ends within CPU_LIMIT_S and about four times FUEL bytes. Operations that can explode in one
+endless loops or a string of a terabyte. Here each loop round, macro call, concatenation, container and
+result of a call or filter spends `Fuel`, which also watches the thread's CPU time. So a render ends
+within CPU_LIMIT_S and uses about four times FUEL bytes. Operations that can produce a huge value in one
 step (multiplication, padding, replacing, joining) are checked before they run.
 """
 
@@ -30,13 +30,14 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: Units of work of one render: a character made; a loop round is 16, a container's element 256.
+#: Units of work of one render: 1 for a character produced, 16 for a loop round, 256 for a container's
+#: element.
 FUEL = 64 * 1024 * 1024
-#: CPU seconds one render may take; a long conversation takes a few milliseconds.
+#: CPU time (s) of one render; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0
-#: The longest template source that is compiled, characters. The longest in use is under 40,000.
+#: Longest template source (characters) that is compiled; real ones have fewer than 40,000.
 MAX_SOURCE = 512 * 1024
-#: The widest padding, and the largest count, that a string method or format may be given.
+#: Largest width and count that a string method or format may get.
 _MAX_WIDTH = 100_000
 _MAX_BITS = 4096
 _TICK_COST = 16
@@ -45,16 +46,17 @@ _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
 #: Characters other than \n at which `splitlines` splits.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-#: Methods that compare each character with each of the argument's, 16 in the time of a unit.
+#: String methods that compare each character with each of the argument's; 16 comparisons cost one unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
-#: The filters that chat templates use; jinja2's others make much out of little, or need a web page.
+#: The filters that chat templates use; jinja2's others can produce much from little, or are for web
+#: pages.
 _FILTERS = """
     abs attr capitalize count d default dictsort e escape first float groupby indent int items join last
     length list lower map max min reject rejectattr replace reverse round safe select selectattr sort
     string title tojson trim unique upper
 """
-#: Likewise the methods of a text. `format` and the operator % pad to any width, and no template in use
-#: calls them.
+#: The allowed string methods. `format` and the operator % can pad to any width, and no template in use
+#: needs them.
 _STR_METHODS = """
     capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit
     isidentifier islower isnumeric isspace istitle isupper join ljust lower lstrip partition
@@ -65,7 +67,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class ExhaustedError(SecurityError):
-    """The template needs more work or memory than any conversation does."""
+    """The template needs more work or memory than any real conversation."""
 
 
 class Fuel:
@@ -82,7 +84,7 @@ class Fuel:
         """Spend `units`. Raises ExhaustedError if fuel or CPU time is used up."""
         self.units_left -= units
         if self.units_left < 0:
-            raise ExhaustedError("the chat template makes too much text or loops too often")
+            raise ExhaustedError("the chat template produces too much text or loops too often")
         self.until_check -= 1 if units < 4096 else _CHECK_EVERY
         if self.until_check <= 0:
             self.until_check = _CHECK_EVERY
@@ -91,9 +93,9 @@ class Fuel:
                 raise ExhaustedError("the chat template takes too long")
 
     def afford(self, units: int) -> None:
-        """Raise ExhaustedError if a value of `units` may not be made."""
+        """Raise ExhaustedError if a value of `units` would exceed the budget."""
         if units > self.units_left:
-            raise ExhaustedError("the chat template makes too much text or loops too often")
+            raise ExhaustedError("the chat template produces too much text or loops too often")
 
 
 _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template_fuel")
@@ -101,7 +103,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Limit what compiles or renders a template inside; an outer limit is shared."""
+    """Limit the work of compiling and rendering during the block; an outer limit is shared."""
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -111,9 +113,10 @@ def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
 
 
 def weigh(value: Any) -> Any:
-    """Return `value` if writing it out is affordable. Raises ExhaustedError.
+    """Return `value` if its text would fit the budget. Raises ExhaustedError.
 
-    A list that holds itself twice, forty times over, is small in memory and a terabyte on paper.
+    Nested lists that contain each element twice, forty levels deep, are small in memory and a terabyte
+    as text.
     """
     if isinstance(value, str):
         _fuel.get().spend(len(value))
@@ -138,7 +141,7 @@ def _measure(value: Any) -> int:
         elif isinstance(item, (list, tuple, set, frozenset)):
             stack.extend(item)
         if total + (counted + len(stack)) * _NODE_COST > fuel.units_left:
-            raise ExhaustedError("the chat template makes too large a value")
+            raise ExhaustedError("the chat template produces a value that is too large")
     fuel.spend(counted)
     return total
 
@@ -153,7 +156,7 @@ def _join(*parts: Any) -> str:
 
 
 def _concat(parts: Iterable[str]) -> str:
-    """Join the pieces of a render or macro, spending fuel as they are made."""
+    """Join the pieces of a render or macro; each piece spends fuel."""
     fuel, pieces = _fuel.get(), []
     for piece in parts:
         fuel.spend(len(piece) + 1)
@@ -162,14 +165,14 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a string method's huge result; return its arguments, an iterator as a list."""
+    """Refuse a string method with a huge result; return its arguments, an iterator as a list."""
     fuel = _fuel.get()
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
     if name in _QUADRATIC and args and isinstance(args[0], str):
         fuel.afford(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.units_left // _NODE_COST + 1  # one more than `weigh` lets pass
+        most = fuel.units_left // _NODE_COST + 1  # one more than `weigh` allows
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
         return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":
@@ -185,7 +188,7 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge for the result of a filter; jinja2's marks (pass_context and its kin) are kept."""
+    """Charge for the result of a filter; jinja2's markers such as pass_context are kept."""
     takes_environment = hasattr(inner, "jinja_pass_arg")
 
     def charge(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +200,7 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         if any(
             isinstance(arg, int) and arg > _MAX_WIDTH for arg in (*operands[1:], *kwargs.values())
         ) and name not in ("default", "d"):
-            raise ExhaustedError(f"the chat template gives the filter {name} too large a number")
+            raise ExhaustedError(f"the chat template passes too large a number to the filter {name}")
         result = inner(*passed, *operands, **kwargs)
         return weigh(result)
 
@@ -231,12 +234,12 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode as Hugging Face's `tojson` does: nothing escaped for HTML, unlike jinja2's own."""
+    """Encode as Hugging Face's `tojson` does: without escapes for HTML, unlike jinja2's own."""
     if len(str(indent)) > 64 or len(str(separators)) > 64:
-        raise ExhaustedError("the chat template gives tojson too long a separator")
+        raise ExhaustedError("the chat template passes too long a separator to tojson")
     if isinstance(value, jinja2.Undefined):
         raise TemplateRuntimeError("tojson of an undefined value")
-    # `| map(…) | tojson` hands over a generator, which other engines' jinja writes as a list
+    # `| map(…) | tojson` passes a generator, which other engines' jinja writes as a list
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -257,7 +260,7 @@ def _raise_exception(message: Any = "") -> None:
     raise jinja2.TemplateError(str(message)[:500])
 
 
-#: The time that a replayed prompt was rendered at; None is now.
+#: Time at which a replayed prompt was rendered; None means now.
 render_time: contextvars.ContextVar[datetime | None] = contextvars.ContextVar(
     "edgeinfer_render_time", default=None
 )
@@ -270,7 +273,7 @@ def _strftime_now(form: str) -> str:
 
 
 class GenerationTag(Extension):
-    """Render what is in `{% generation %}…{% endgeneration %}`, which marks training text."""
+    """Render the content of `{% generation %}…{% endgeneration %}`, which marks training text."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
 
@@ -280,7 +283,7 @@ class GenerationTag(Extension):
 
 
 class _Guard(NodeTransformer):
-    """Charge each loop and macro a tick, and weigh expressions that build values from others."""
+    """Charges each loop round and macro call, and checks expressions that build values from others."""
 
     def _call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
         call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
@@ -310,7 +313,7 @@ class _Guard(NodeTransformer):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with fuel. Threads may share one: the fuel is the context's own."""
+    """The sandbox with fuel. Threads may share it: the fuel belongs to the context."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     concat = staticmethod(_concat)
@@ -353,18 +356,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return not isinstance(obj, (int, float, bytes)) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
+        """Do nothing: `is_safe_attribute` already refuses `str.format`."""
 
     def call_binop(self, context: Context, operator: str, left_operand: Any, right_operand: Any) -> Any:
         if isinstance(left_operand, int) and isinstance(right_operand, int):
             bits = left_operand.bit_length()
             sizes = {"*": bits + right_operand.bit_length(), "**": bits * abs(right_operand)}
             if sizes.get(operator, bits) > _MAX_BITS:
-                raise ExhaustedError("the chat template makes too large a number")
+                raise ExhaustedError("the chat template computes a number that is too large")
         elif operator == "*":
             self._check_product(left_operand, right_operand)
         elif operator == "%" and isinstance(left_operand, str):
-            raise SecurityError("the chat template formats a text with %")
+            raise SecurityError("the chat template formats text with %, which is not allowed")
         return weigh(super().call_binop(context, operator, left_operand, right_operand))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Probe a chat template under limits of memory and CPU time: reads a `TemplateTrial` from stdin.
+"""Probe a chat template under limits of memory and CPU time. Reads a `TemplateTrial` from stdin.
 
 Writes its `TemplateTraits` as JSON, or a string with the error.
 """
@@ -17,11 +17,11 @@ from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTraits
 
 
 def main() -> int:
-    """Probe the template; return 0 if there was an answer."""
+    """Probe the template; return 0 if a result was written."""
     die_with_parent()
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
-    cpu_s = int(time.process_time()) + trial.cpu_s  # imports take seconds on the slowest machines
+    cpu_s = int(time.process_time()) + trial.cpu_s  # on the slowest machines, imports take seconds
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.stdout.buffer.write(msgspec.json.encode(_answer(trial)))

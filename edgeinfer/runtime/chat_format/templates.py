@@ -1,12 +1,13 @@
 """Render messages and tools with a model's chat template.
 
-A template is the model's own jinja2 program. It is compiled once and probed once (`probe`): system
-role, tools, earlier tool calls and the form of their arguments. `render` then shapes messages for what
-it supports, so no caller knows model families. Where it supports too little the request still works: a
-system prompt goes into the first user turn (Gemma), turns of one role in a row are joined.
+A template is the model's own jinja2 program. It is compiled once and probed once (`probe`) for its
+features: system role, tools, earlier tool calls and the form of their arguments. `render` then shapes
+messages for these features, so callers need not know model families. A request works even if a feature
+is missing: a system prompt goes into the first user turn (Gemma), consecutive turns of one role are
+joined.
 
-The first rendering runs in a process with limits, later ones only in the `sandbox`; probe results are
-cached by the template's digest, so a known template starts no process.
+The first rendering runs in a process with limits, later ones only in the `sandbox`. Probe results are
+cached by the template's digest, so a known template needs no process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from edgeinfer.runtime.chat_format.sandbox import (
 )
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
-#: Errors that a template can raise. RecursionError is a RuntimeError, jinja2's StopIteration too.
+#: Errors that a template can raise. RecursionError and jinja2's StopIteration are RuntimeErrors.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -47,21 +48,21 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Placeholder of a text in probes, and of the end of a continued answer; no template changes it.
+#: Placeholder for a text in probes, and for the end of a continued answer; no template changes it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
-#: CPU seconds for all probes of one template together; the longest template in use takes 0.02.
+#: CPU time (s) of all probes of one template; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
 
-#: The template of models with ChatML's tokens and without a template of their own.
+#: Template for models with ChatML's tokens but no template.
 CHATML = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: Template of base models: a plain transcript, which any text model continues. Ended by the stop
-#: strings next to it. An answer that begins with its own space gets no second one: it comes back as the
-#: very tokens that are in the cache.
+#: Template of base models: a plain transcript, which any text model continues, and which the stop
+#: strings below end. No second space is put before an answer that begins with a space, so that its
+#: tokens match the cached ones.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
@@ -76,8 +77,8 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
     """Features that probing found in a template. `late_system`: a system turn after other turns.
-    `typed_content`: it reads a content only as a list of parts, as some of models with pictures do.
-    `tight_pictures`: no space stands before a picture that begins a turn (SmolVLM's `User:`).
+    `typed_content`: it reads content only as a list of parts, as some models with pictures do.
+    `tight_pictures`: no space before a picture that begins a turn (SmolVLM's `User:`).
     """
 
     system: bool = True
@@ -96,7 +97,7 @@ class TemplateTraits:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template with its model's BOS and EOS texts. Immutable; any thread."""
+    """A compiled template with its model's BOS and EOS texts. Immutable, so usable on any thread."""
 
     source: str
     bos: str = ""
@@ -108,10 +109,10 @@ class ChatTemplate:
     def load(
         cls, source: str, bos: str = "", eos: str = "", traits: TemplateTraits | None = None
     ) -> ChatTemplate:
-        """Compile, and probe unless `traits` are known. Raises ModelLoadError."""
+        """Compile the template, and probe it unless `traits` are known. Raises ModelLoadError."""
         if len(source) > MAX_SOURCE:
             raise ModelLoadError(
-                f"the chat template has {len(source)} characters; {MAX_SOURCE} is the most"
+                f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are allowed"
             )
         try:
             with limit_fuel(Fuel()):
@@ -140,9 +141,10 @@ class ChatTemplate:
         options: dict[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """Render the prompt; `options` reach the template as variables (`enable_thinking`).
+        """Render the prompt; templates get `options` as variables (`enable_thinking`).
 
-        `continue_final` leaves the last message open. Raises InvalidRequestError if it is refused.
+        `continue_final` leaves the last message open. Raises InvalidRequestError if the template
+        refuses.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
@@ -156,7 +158,7 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         last = messages[-1]
         if last.role not in ("assistant", "user") or last.tool_calls:
-            raise InvalidRequestError("the last message cannot be continued", param="messages")
+            raise InvalidRequestError("the template cannot continue the last message", param="messages")
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
         head, has_mark, _ = self._render_adapted(marked, variables).rpartition(mark)
@@ -166,8 +168,8 @@ class ChatTemplate:
         return head + last.content
 
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        """Render; if refused, again with each adaptation. Raises InvalidRequestError."""
-        first_error: Exception | None = None  # it speaks of what was asked
+        """Render; if the template refuses, try each adaptation. Raises InvalidRequestError."""
+        first_error: Exception | None = None  # report the first: it is about the original messages
         for turns in _adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)
@@ -175,7 +177,7 @@ class ChatTemplate:
                 first_error = first_error or error
         assert first_error is not None
         raise InvalidRequestError(
-            f"the model's chat template refuses this: {_words(first_error)}", param="messages"
+            f"the model's chat template refuses these messages: {_words(first_error)}", param="messages"
         ) from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -189,7 +191,7 @@ class ChatTemplate:
             "eos_token": self.eos,
         }
         if names["tools"] is None:
-            del names["tools"]  # templates ask both `tools is defined` and `tools`
+            del names["tools"]  # templates test both `tools is defined` and `tools`
         with limit_fuel():
             return str(self._compiled.render(names))
 
@@ -217,7 +219,7 @@ _RESULT = {
 
 
 def probe(template: ChatTemplate) -> TemplateTraits:
-    """Detect what `template` supports by rendering small conversations."""
+    """Detect which features `template` has by rendering small conversations."""
     source = template.source
     typed_content = _MARKS["user"] not in _render_probe(template, _USER) and _MARKS[
         "user"
@@ -247,7 +249,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
 
 
 def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
-    """Render a probe; return "" if the template refuses it. Raises ExhaustedError, MemoryError."""
+    """Render a probe; return "" if the template refuses. Raises ExhaustedError, MemoryError."""
     try:
         return template.render_raw(list(messages), {"tools": tools, "add_generation_prompt": True})
     except (ExhaustedError, MemoryError):
@@ -257,9 +259,9 @@ def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any 
 
 
 def _probe_late_system(template: ChatTemplate) -> bool:
-    """Return whether a system turn between two others is rendered in its place.
+    """Return whether a system turn between two others is rendered at its position.
 
-    Some templates drop it silently, some collect all of them before the conversation.
+    Some templates drop it silently, others move all system turns to the beginning.
     """
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
@@ -288,11 +290,12 @@ def _probe_message(string_arguments: bool, null_content: bool) -> dict[str, Any]
 
 
 def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
-    """Return (arguments as text, content as none) that render earlier calls; None if none does.
+    """Return how earlier calls must be given: arguments as text, content as none. None if neither
+    works.
 
-    DeepSeek's templates render a content that is not none even if it is empty; others cannot search in
-    none. So none is tried first, and kept unless it is written out as a word. Double quotes tell
-    templates that write JSON from those that expect text: Python's own notation has single ones.
+    DeepSeek's templates render content that is empty but not none; others cannot search in none. So
+    none is tried first, and used unless the template prints it as a word. Double quotes distinguish
+    templates that write JSON from those that expect text: Python's notation has single quotes.
     """
     for key in (f'"{_MARKS["key"]}"', _MARKS["key"]):
         for string_arguments in (False, True):
@@ -307,7 +310,7 @@ def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
 
 
 _HELPER = "edgeinfer.runtime.chat_format.template_trial_process"
-#: Limits of the process: address space, processor time, and time with all that waits.
+#: Limits of the process: address space, CPU time, and elapsed time including waits.
 MEMORY_BYTES = 1 << 30
 CPU_S = 8
 _PATIENCE_S = 60.0
@@ -368,7 +371,7 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Choose a template, with a reason: the model's, ChatML, or a transcript. Raises ModelLoadError.
+    """Choose the model's template, ChatML or a transcript, with a reason. Raises ModelLoadError.
 
     `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
     """
@@ -385,7 +388,7 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def tool_dict(tool: Tool) -> dict[str, Any]:
-    """Return a tool in the form of Hugging Face's templates."""
+    """Return a tool as Hugging Face's templates expect it."""
     parameters = tool.parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
@@ -424,7 +427,7 @@ def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    """Map an id to the nine letters and digits that Mistral's templates accept."""
+    """Convert an id to the nine letters and digits that Mistral's templates accept."""
     if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -440,7 +443,7 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def read_arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Return the arguments of an earlier call, {} for other JSON; a text that is not JSON as it is."""
+    """Return an earlier call's arguments, {} for other JSON; text that is not JSON stays as it is."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.DecodeError, UnicodeEncodeError):
@@ -461,7 +464,7 @@ def _without_broken_arguments(message: Message) -> Message:
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put system messages before the text of the next user turn, as Gemma's makers advise.
 
-    The last ones, without a user turn after them, go after the text of the user turn before.
+    System messages without a later user turn go after the text of the last one.
     """
     merged: list[dict[str, Any]] = []
     waiting: list[str] = []
@@ -481,7 +484,7 @@ def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join plain turns of one role in a row, for templates that insist on alternation."""
+    """Join consecutive plain turns of one role, for templates that require alternation."""
     joined: list[dict[str, Any]] = []
     for message in shaped:
         plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
@@ -494,7 +497,7 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split a turn of several calls into turns of one; the result of a call directly follows it."""
+    """Split a turn with several calls into turns with one call and its result each."""
     results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
     split: list[dict[str, Any]] = []
     placed: set[str] = set()
@@ -513,9 +516,10 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
-    """Yield the turns of a conversation in the forms that templates insist on, the plain one first.
+    """Yield a conversation in the forms that templates may require, beginning with the plain one.
 
-    They have one call per turn, joined or alternating turns; in the end {} for broken arguments.
+    Further forms have one call per turn, joined or alternating turns; the last has {} for invalid
+    arguments.
     """
     tried: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):
@@ -528,9 +532,9 @@ def _adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterato
 
 
 def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join turns of one role, and put empty turns where user and assistant do not alternate.
+    """Join turns of one role, and insert empty turns where user and assistant do not alternate.
 
-    Calls and results do not count: Mistral's templates skip them, others refuse none.
+    Calls and results do not count: Mistral's templates skip them, and other templates accept any order.
     """
     turns: list[dict[str, Any]] = []
     expected = "user"

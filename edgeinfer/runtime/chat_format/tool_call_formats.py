@@ -1,8 +1,8 @@
 """Tool-call formats of the model families, as data for the parser and the grammar; their markers.
 
-A section is opened by one of `begin` and closed by `end`. It holds calls: JSON objects with a name and
-arguments, single or in a list; or, with `named`, a bare name and the object of arguments. `skip` may
-stand between them.
+A section begins with one of `begin` and ends with `end`. It holds calls: JSON objects with a name and
+arguments, single or in a list; or, with `named`, a bare name and the object of arguments. `skip` is
+text that may separate them.
 
 Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3.
 llama: Llama 3.1 and 3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: Schemas of the arguments by the tool's name.
+#: Schemas of the arguments by tool name.
 Tools = Mapping[str, Mapping[str, Any]]
-#: The longest name, and the most that may stand between a name and its arguments, characters.
+#: Longest name, and longest text between a name and its arguments (characters).
 MAX_NAME = 256
 
 
@@ -26,9 +26,9 @@ MAX_NAME = 256
 class ToolFormat:
     """A format. Calls are written as `opening`, `call`s between `separator`s, `closing`.
 
-    `head` follows the first marker and `tail` precedes the last; they are a list's brackets, or others.
-    `call` holds `$name` and `$arguments`. `bare`: a call may also be the whole answer, without `begin`.
-    `inner`: a section's other notation besides JSON. `short_ids`: call ids have nine characters.
+    `head` follows the first marker and `tail` precedes the last, for example a list's brackets. `call`
+    contains `$name` and `$arguments`. `bare`: a call may also be the whole answer, without `begin`.
+    `inner`: a section's alternative notation besides JSON. `short_ids`: call ids have nine characters.
     """
 
     name: str
@@ -125,7 +125,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: (text that the template's source must contain, the family), tried in order.
+#: Text in the template's source → family, searched in this order.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),
@@ -143,15 +143,15 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """Return the format and a reason: by template, architecture, else JSON."""
+    """Return the format by template, by architecture, or JSON by default; and the reason."""
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"
     if architecture.startswith("gemma"):
         return GEMMA, f"the architecture is {architecture}"
     if "mistral" in name.lower():
-        return MISTRAL_LIST, "the model's name has mistral"
-    return GENERIC, "the chat template shows no notation of its own"
+        return MISTRAL_LIST, "the model's name contains mistral"
+    return GENERIC, "the chat template shows no notation for calls"
 
 
 def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
@@ -165,9 +165,10 @@ def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Return (text before, marker, text after) of the earliest, then longest, marker.
+    """Return (text before, marker, text after) of the earliest marker, the longest if several begin
+    there.
 
-    Without one, the marker is "", and the text after is what could begin one.
+    Without a marker it is "", and the text after is an end that could begin one.
     """
     places = [(start, -len(marker)) for marker in markers if (start := text.find(marker)) >= 0]
     if not places:
@@ -178,5 +179,5 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 def could_become(text: str, literals: Sequence[str]) -> bool:
-    """Return whether more characters could make `text` one of the literals."""
+    """Return whether further characters could make `text` one of the literals."""
     return any(len(literal) > len(text) and literal.startswith(text) for literal in literals)

@@ -1,8 +1,8 @@
-"""Write tool calls as a grammar: a required call, or the rest of a free one.
+"""Write tool calls as a grammar: a required call, or the part of a free call after its marker.
 
 The format is the family's, so the model writes what it was trained on; the arguments follow the tool's
-JSON schema. A marker that is one control token is named by its number, any other is text. At most
-MAX_CALLS calls: a small model does not stop by itself.
+JSON schema. A marker that is one control token is given by its number, other markers are text. At most
+MAX_CALLS calls are allowed: a small model does not stop by itself.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def marker(text: str, vocab: Vocab) -> str:
 
 
 def control_token(text: str, vocab: Vocab) -> int | None:
-    """Return the control token that `text` is, else None."""
+    """Return the id of the control token `text`, None for other text."""
     tokens = vocab.tokenize(text, parse_special=True)
     return tokens[0] if len(tokens) == 1 and vocab.is_control(tokens[0]) else None
 
 
 def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
-    """Return whether the family's markers are control tokens, which the parser must ask for."""
+    """Return whether the family's markers are control tokens, which the parser must request as text."""
     texts = (*form.begin[:1], form.opening, form.call, form.separator, form.closing)
     markers = [piece for text in texts for piece in _MARKER.split(text) if piece]
     return any(control_token(piece, vocab) is not None for piece in markers)
 
 
 def _terms(text: str, vocab: Vocab) -> str:
-    """Return a text with markers as terms of the grammar."""
+    """Return a text and its markers as terms of the grammar."""
     return " ".join(marker(piece, vocab) for piece in _MARKER.split(text) if piece)
 
 
@@ -64,7 +64,7 @@ def required_calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, sev
 def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
     """Return a grammar of any text in which the family's marker begins a well-formed call.
 
-    None if calls have no marker of their own, or are Python: the model is left free.
+    None if calls have no marker, or are Python: then the model is not constrained.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
@@ -80,7 +80,7 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """Write the calls and what closes them; `several` bare calls are a list."""
+    """Write the rules for the calls and the end of a section; `several` bare calls are a list."""
     more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     if form.bare:
         return f'(call | "[" call{more} "]")' if several else "call"
@@ -104,13 +104,13 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
 
 
 def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
-    """Return what a call has before and after its arguments."""
+    """Return a call's text before and after its arguments."""
     written = name if form.named else quote(name)[1:-1]
     before, _, after = form.call.partition("$arguments")
     return before.replace("$name", written), after
 
 
-#: A text may show calls: each `<parameter=` inside it takes one of the closers that follow.
+#: A value may itself show calls: each `<parameter=` in it takes one of the later closing tags.
 _XML_VALUE = (
     "xvalue: xend | xopen xvalue xvalue",
     'xend[lazy]: /(?s:.*)/ "\\n</parameter>\\n"',
@@ -119,7 +119,7 @@ _XML_VALUE = (
 
 
 def _xml_call(i: int, tool: Tool) -> list[str]:
-    """Return the rules of one tool's call: parameters in the schema's order, text or JSON each."""
+    """Return the rules of one tool's call: parameters in the schema's order, each as text or JSON."""
     schema = arguments_schema(tool)
     required = schema.get("required")
     rules, terms = [], []
@@ -174,17 +174,17 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords that may allow an object more properties than its own list.
+#: Keywords that may allow properties beyond an object's own list.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
-#: Most optional arguments that an example shows if no argument is required.
+#: Most optional arguments in an example if no argument is required.
 _SHOWN = 3
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, an object; a tool without parameters takes none.
+    """Return the schema of a tool's arguments, an object; without parameters it is empty.
 
-    Objects are closed unless they say otherwise: a small model adds members if it may. A required name
-    is a member even if the schema says nothing else of it.
+    Objects are closed unless the schema says otherwise, because a small model adds members if it may. A
+    required name is a member even if the schema does not describe it.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -203,18 +203,18 @@ def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
 
 
 def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
-    """Return (place, message) of what cannot be enforced of a tool's schema, else None.
+    """Return the place and the message of a schema's part that cannot be enforced, otherwise None.
 
-    Cached by `salt`: the time it takes must not tell one client what another asked for.
+    Cached by `salt`: the time must not tell one client which schemas another one sent.
     """
     types = tool.parameters.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
-        return "#/type", "arguments are an object"
+        return "#/type", "arguments must be an object"
     return _fault_of(msgspec.json.encode(tool.parameters), salt)
 
 
 def describe_loose(tool: Tool) -> str:
-    """Return where and why a tool's arguments are not held to its schema, "" if they are."""
+    """Return why and where a tool's arguments are not constrained by its schema, "" if they are."""
     try:
         with preparing():
             fault = schema_fault(tool, "")
@@ -224,7 +224,7 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """Close the schema's objects. `joined`: another schema applies to the same object, so it stays
+    """Close the schema's objects. With `joined` another schema applies to the same object, which stays
     open.
     """
     if isinstance(schema, list):
@@ -277,7 +277,7 @@ def _joins(schema: Any, depth: int) -> bool:
 
 
 def example(tool: Tool) -> dict[str, Any]:
-    """Return arguments as a call of this tool could have them: placeholders, without nested objects."""
+    """Return example arguments for a tool: placeholders, without nested objects."""
     schema = arguments_schema(tool)
     properties = schema.get("properties")
     if not isinstance(properties, dict):

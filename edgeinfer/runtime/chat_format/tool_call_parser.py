@@ -1,9 +1,9 @@
-"""Parse tool calls out of a section of an answer: `Section`, and `JsonSection` for JSON and Python.
+"""Parse the tool calls in a section of an answer: `Section`, and `JsonSection` for JSON and Python.
 
-A section keeps all that it was fed, and walks it with one cursor. Its parser is a generator that yields
-where it needs more text. A JSON call is emitted once it is whole, known and valid; if it cannot be one,
-its text is emitted to the last character. With `certain` (the output is constrained, so calls are well
-formed) name and arguments are streamed. `xml_calls` has the other notation.
+A section keeps all its text and reads it with one cursor. Its parser is a generator that yields when it
+needs more text. A JSON call is emitted once it is complete, known and valid; otherwise its whole text
+is emitted as text. With `certain` (the output is constrained, so calls are well formed), name and
+arguments are streamed. `xml_calls` parses the other notation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FENCE = "```"
 
 
 class Section:
-    """The calls after one marker, or "". `new_call` returns the next (index, id)."""
+    """The calls after a marker (which may be ""). `new_call` returns the next (index, id)."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Section:
         raise NotImplementedError
 
     def feed(self, text: str) -> None:
-        """Parse on. Sets `is_over` at the section's end or failure."""
+        """Parse more text. Sets `is_over` at the section's end or at an error."""
         self._raw += text
         self.is_over = next(self._steps, True) is True
-        if self.is_over and self._index >= 0:  # begun, so it is no text: its arguments stay open
+        if self.is_over and self._index >= 0:  # already sent as a call: its arguments stay unfinished
             self._end_of_calls = self._cursor
 
     def finish(self, *, cut: bool) -> None:
-        """End inside the section: the generation is over, `cut` if the model did not end it."""
+        """End the generation inside the section; `cut`: the model did not end it."""
         self._has_ended, self._cut = True, cut
         self.feed("")
         if self._index >= 0:
@@ -64,21 +64,21 @@ class Section:
         self.is_over = True
 
     def take_events(self) -> list[ToolCallDelta]:
-        """Return the events since the last time."""
+        """Return the events since the last call of this method."""
         events, self._events = self._events, []
         return events
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """The (text, rest) that no call took; `rest` may hold more markers."""
+        """Text that is not part of a call, and the unparsed rest, which may hold more markers."""
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text
         return self._raw[text_end - n_text : text_end], self._raw[text_end:]
 
     def _upcoming(self, literals: Sequence[str]) -> Generator[None, None, str]:
-        """Skip white space; return the text after it, once it is not a part of a literal.
+        """Skip white space; return the following text once it cannot become a literal.
 
-        At the end of the answer such a part is skipped too.
+        At the end of the answer an incomplete literal is skipped too.
         """
         while True:
             text = self._raw[self._cursor :].lstrip()
@@ -109,7 +109,7 @@ class Section:
 ARGUMENT_KEYS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
 _BRACKETS = ("[", ",", "]")
-#: The longest call, characters; a longer one is text.
+#: Longest call (characters); a longer one is text.
 MAX_CALL = 1_000_000
 #: Rest of a JSON string after its opening quote; characters allowed outside strings.
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
@@ -117,12 +117,12 @@ _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n:+\-.0-9eEtrufalsn]*")
 
 
 class JsonSection(Section):
-    """Calls as JSON objects, or Python where the family writes that."""
+    """Calls as JSON objects, or as Python if the family writes Python."""
 
     def _parse(self) -> Iterator[None]:
         form = self._form
         self._cursor = len(self._marker)
-        # a fence closes what a fence opened, the family's own end any other
+        # a fence ends a section that a fence opened; otherwise the family's marker does
         closing = FENCE if self._marker.startswith(FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
         literals = sorted({*form.literals, closing, *brackets} - {""}, key=len, reverse=True)
@@ -145,7 +145,7 @@ class JsonSection(Section):
             self._end_of_calls = self._cursor
 
     def _find(self, *texts: str) -> Generator[None, None, int]:
-        """Return where the first of `texts` is, -1 if there is none within MAX_NAME characters."""
+        """Return the offset of the first of `texts`, -1 if there is none within MAX_NAME characters."""
         begin, limit = self._cursor, self._cursor + MAX_NAME
         while True:
             places = [start for text in texts if (start := self._raw.find(text, begin, limit)) >= 0]
@@ -236,7 +236,7 @@ class JsonSection(Section):
         call.n_sent = sent_end
 
     def _read_python(self, closing: str) -> Iterator[None]:
-        """Parse calls of Python, up to the first end of the section that is not in a string."""
+        """Parse calls in Python, up to the section's first end outside a string."""
         begin = search_from = len(self._marker)
         while True:
             while (closing_start := self._raw.find(closing, search_from)) < 0 and not self._has_ended:
@@ -254,7 +254,7 @@ class JsonSection(Section):
             search_from = closing_start + len(closing)
 
     def _resolve(self, name: str) -> str:
-        """Return the tool's name, get_weather for `functions.get_weather`; "" for none."""
+        """Return the tool's name, such as get_weather for `functions.get_weather`; "" if unknown."""
         candidates = (name, name.rpartition(".")[2])
         return next((candidate for candidate in candidates if candidate in self._tools), "")
 
@@ -267,24 +267,24 @@ class JsonSection(Section):
 
 
 class _JsonCall:
-    """Indexes of one call's parts in the text of its section; -1 for those not reached yet."""
+    """Offsets of a call's parts in the text of its section; -1 for parts that are not reached yet."""
 
     def __init__(self, *, is_bare: bool) -> None:
         self.name = ""
         self.start = self.n_sent = 0
         self.arguments_start = self.arguments_end = -1
         self.arguments_depth = 0
-        #: Depth of the object with the name: calls come as `{"function": {…}}` too.
+        #: Depth of the object with the name; some models write `{"function": {…}}`.
         self.depth = 1 if is_bare else -1
 
     def arguments(self, text: str, raw: str) -> str | None:
-        """Return the arguments of the whole call `text` as JSON; None if this is no call."""
+        """Return the arguments of the complete call `text` as JSON; None if it is not a call."""
         call = _decode(text)
         if not isinstance(call, dict):
             return None
         if self.arguments_start >= 0:
             return raw[self.arguments_start : self.arguments_end]
-        # missing, or an object in a string, as some models write it
+        # missing, or an object inside a string, as some models write it
         call = call.get("function", call)
         if not isinstance(call, dict):
             return None
@@ -295,14 +295,14 @@ class _JsonCall:
 
 
 def _decode(text: str) -> Any:
-    """Return the value of JSON; None for other texts."""
+    """Decode JSON; None for other text."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 
 
-#: The longest block that is parsed, characters.
+#: Longest block (characters) that is parsed.
 _MAX_PYTHON = 20_000
 
 
@@ -317,7 +317,7 @@ def _ends_in_string(code: str) -> bool:
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
-    """Parse (name, arguments as JSON) of every call; return None for anything but literal keywords."""
+    """Return (name, arguments as JSON) of each call; None unless all arguments are literal keywords."""
     if len(code) > _MAX_PYTHON:
         return None
     try:
@@ -330,7 +330,7 @@ def python_calls(code: str) -> list[tuple[str, str]] | None:
 
 def _python_call(node: ast.expr) -> tuple[str, str]:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
-        node = node.args[0]  # Gemma likes to print what it calls
+        node = node.args[0]  # Gemma often prints the result of its call
     if not isinstance(node, ast.Call) or node.args or None in [k.arg for k in node.keywords]:
         raise ValueError("not a call with keyword arguments")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}

@@ -1,10 +1,10 @@
 """Parse calls in the notation of Qwen3-Coder and Qwen 3.5, which has no escapes: `XmlSection`.
 
-`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`, any marker but the
-second and third may be missing. A value is streamed as it comes; what may be its end is held until the
-text after it tells: a value may itself show calls. It ends at the first closer that is not of a marker
-inside it and is followed by the next parameter or call. At the end of the answer, where no such closer
-is left, it ends at the first one after which no closer is without its opener.
+`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`; every marker but
+the second and third may be missing. A value is streamed. Its possible end is held back until later text
+decides, because a value may itself show calls. A value ends at the first closing tag that does not
+belong to a tag inside it and that the next parameter or call follows. If the answer ends without such a
+closing tag, the value ends at the first one after which every closing tag has its opening tag.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _TAIL = re.compile(
     rf"\s*(?:{PARAMETER}{_NAME}"
     rf"|(?P<closers>(?:{END_FUNCTION}\s*)?(?:{END_CALL}\s*)?)(?:{CALL}\s*)?(?:{FUNCTION}{_NAME})?)"
 )
-#: Longest scalar (characters); a longer value is text.
+#: Longest scalar (characters); a longer value is a string.
 _MAX_SCALAR = 64
 
-#: Verdicts on a closing tag: not the end, unknown until more text comes, the end, the end if no better
-#: one comes.
+#: Verdicts on a closing tag: not the end; undecided until more text arrives; the end; the end unless a
+#: better one follows.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 
 class XmlSection(Section):
-    """Calls in tags, typed by the schemas of the tools."""
+    """Calls in tags; the tools' schemas give the types of values."""
 
     def _parse(self) -> Iterator[None]:
         while text := (yield from self._upcoming((CALL, FUNCTION, END_CALL))):
@@ -82,7 +82,7 @@ class XmlSection(Section):
         if text.startswith(END_FUNCTION):
             self._cursor += len(END_FUNCTION)
             self._begin(name)
-        elif self._index < 0 or (not text and self._cut):  # only named, or cut
+        elif self._index < 0 or (not text and self._cut):  # only a name, or an answer that was cut off
             return False
         self._send("}")
         self._end_call()
@@ -95,14 +95,14 @@ class XmlSection(Section):
             self._separator = ""
 
     def _read_name(self) -> Generator[None, None, str]:
-        """Return the name of `<function=NAME>` at the cursor, without quotes; "" if it has no end."""
+        """Return the name of `<function=NAME>` at the cursor, without quotes; "" if incomplete."""
         while not (head := _HEAD.match(self._raw, self._cursor)) and self._may_grow(self._cursor):
             yield
         self._cursor = head.end() if head else self._cursor
         return head[1].strip().strip("\"'") if head else ""
 
     def _may_grow(self, start: int) -> bool:
-        """Return whether a marker with a name that starts there may have its end in later text."""
+        """Return whether later text may complete a marker with a name that starts there."""
         text = self._raw[start : start + MAX_NAME]
         return not self._has_ended and len(text) < MAX_NAME and not {">", "\n"} & set(text)
 
@@ -122,7 +122,7 @@ class XmlSection(Section):
         return True
 
     def _send_value(self, head: str, text: str) -> str:
-        """Send more of a value after its `head`; return the head if it is still to be sent."""
+        """Send more of a value after its `head`; return the part of the head that is still unsent."""
         if not text:
             return head
         self._send(head + text)
@@ -132,7 +132,7 @@ class XmlSection(Section):
     # where a value ends
 
     def _find_end(self, value: _Value) -> int | None:
-        """Return where the value ends, None if that cannot be told yet."""
+        """Return the offset of the value's end; None if that is undecided."""
         while marker := _MARKER.search(self._raw, value.seen):
             start, marker_end = marker.span()
             verdict = self._judge(marker)
@@ -157,7 +157,7 @@ class XmlSection(Section):
         return self._best_end(value) if self._has_ended and not self._cut else None
 
     def _judge(self, marker: re.Match[str]) -> Verdict:
-        """Judge what may be the end of a value by what follows it."""
+        """Judge a possible end of a value by the text after it."""
         kind, start = marker[0], marker.start()
         if kind not in (PARAMETER, END_FUNCTION, END_PARAMETER):
             return "no"
@@ -182,13 +182,13 @@ class XmlSection(Section):
         return "end" if has_closer and (is_next or (self._has_ended and not text)) else "perhaps"
 
     def _is_open(self, text: str) -> bool:
-        """Return whether later text may tell more of what follows a value."""
+        """Return whether later text may change the verdict."""
         if text.startswith((PARAMETER, FUNCTION)):
             return self._may_grow(len(self._raw) - len(text))
         return not text or could_become(text, _MARKERS)
 
     def _best_end(self, value: _Value) -> int | None:
-        """Return where the value ends, at the end of the answer; None if nothing may be its end."""
+        """Return the value's end once the answer has ended; None if there is no possible end."""
         ends = [candidate for candidate in value.ends if not self._dangles(candidate[0])]
         rows = (
             [start for start, depth, kind in ends if kind == END_PARAMETER and not depth],
@@ -199,14 +199,14 @@ class XmlSection(Section):
         return next((row[0] for row in rows if row), None)
 
     def _dangles(self, start: int) -> bool:
-        """Return whether a closer without its opener follows the end of a value."""
+        """Return whether a closing tag without its opening tag follows the end of a value."""
         n_open = {CALL: 1, FUNCTION: 1, PARAMETER: 1}
         if self._raw.startswith((PARAMETER, END_FUNCTION), start):
             n_open[PARAMETER] = 0
         for marker in _MARKER.finditer(self._raw, start):
             opener = _OPENERS.get(marker[0], "")
             if n_open[PARAMETER] and PARAMETER not in (opener, marker[0]):
-                continue  # within a value
+                continue  # inside a value
             if marker[0] == END_PARAMETER and not _AFTER_VALUE.match(self._raw, marker.end()):
                 continue
             n_open[opener or marker[0]] += -1 if opener else 1
@@ -218,7 +218,7 @@ class XmlSection(Section):
 class _Value:
     """A value being parsed: its start, the text so far, and how much was streamed.
 
-    `is_json`: a value of other types than text is JSON already.
+    `is_json`: the value's type is not a string, so its text is JSON already.
     """
 
     def __init__(self, start: int, kinds: frozenset[str], *, is_json: bool) -> None:
@@ -226,10 +226,10 @@ class _Value:
         self._kinds, self._is_json = kinds, is_json
         #: Offsets after each unclosed `<parameter=` inside the value.
         self.openers: list[int] = []
-        #: (offset, number of openers, marker) of each possible end of the value.
+        #: Offset, number of openers and marker of each possible end of the value.
         self.ends: list[tuple[int, int, str]] = []
         self._n_sent = 0
-        #: "" for a value that is JSON; None until that is known.
+        #: Opening quote; "" if the value is JSON, None while that is unknown.
         self._quote: str | None = None
 
     def grow(self, raw: str) -> str:
@@ -243,14 +243,14 @@ class _Value:
         return opening + self._encode(raw[self.start + self._n_sent : safe])
 
     def close(self, text: str) -> str:
-        """Return the rest of the whole value as JSON; "" for an empty one that is no text."""
+        """Return the rest of the complete value as JSON; "" for an empty value that is not a string."""
         opening = self._open(text[: 2 * _MAX_SCALAR]) if self._quote is None else ""
         if self._quote is None:
             return typed_value(text, self._kinds)
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Choose how a value that begins so is written; return its first quote."""
+        """Choose how to write a value with this beginning; return its opening quote."""
         self._quote = self._choose_quote(text.strip())
         return self._quote or ""
 

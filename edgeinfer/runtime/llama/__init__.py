@@ -1,1 +1,1 @@
-"""Everything that holds a pointer: the only package that imports ctypes or llama_cpp."""
+"""Everything that holds a C pointer: the only package that imports ctypes or llama_cpp."""

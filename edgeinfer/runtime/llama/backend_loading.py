@@ -1,7 +1,7 @@
 """Load a backend library into this process, and explain a missing device.
 
-Loading opens the drivers of the machine. Most of them keep their device open from then on and nothing
-closes it, so that CRIU refuses the process: a process to be parked or baked must not call `load`.
+Loading opens the machine's drivers. Most keep their device open until the process ends, and CRIU
+refuses such a process: a process that will be parked must not call `load`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from edgeinfer.runtime.llama.backends import (
 
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
-#: Prefixes of the descriptions of software devices: Mesa's and Google's.
+#: Prefixes of descriptions of software devices: Mesa's and Google's.
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
 _NVIDIA = "install NVIDIA's driver, 580 or newer; with an older one Vulkan works"
-#: The library that a failure names → the missing part and the command that helps.
+#: Missing library in a failure → the missing part and the command that helps.
 _MISSING = {
     "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
     _VULKAN_LOADER: (
@@ -60,7 +60,7 @@ class _Props(ctypes.Structure):
         ("total", ctypes.c_size_t),
         ("type", ctypes.c_int),
         ("id", ctypes.c_char_p),
-        ("caps", ctypes.c_bool * 8),  # 5 in this version; room for more
+        ("caps", ctypes.c_bool * 8),  # this version has 5; room for more
     )
 
 
@@ -78,14 +78,14 @@ def this_build() -> Build:
 def load(name: str) -> LoadedBackend | MissingBackend:
     """Load a backend once; a second call returns the same devices, measured again.
 
-    Takes 50 to 200 ms the first time. The first thread loads and the others wait. Raises UsageError for
-    an unknown backend, EngineError without a CPU backend.
+    The first call takes 50 to 200 ms; other threads wait for it. Raises UsageError for an unknown
+    backend, EngineError without a CPU backend.
     """
     with _lock:
         build = this_build()
         file = backends.find(name, build)
         if file is None:
-            reason = "no library of it is here"
+            reason = "its library is not installed"
             return MissingBackend(name=name, reason=reason, fix=backends.adding(), absent=True)
         misfit = backends.misfit(file, build)
         if misfit:
@@ -113,7 +113,7 @@ def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
         return msgspec.structs.replace(loaded, devices=_devices(file.name, handle))
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
-        ctypes.CDLL(beside)  # the linker takes it for the one that the library needs
+        ctypes.CDLL(beside)  # the linker then uses it for the backend library
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
     if not handle:
@@ -157,7 +157,7 @@ def _why_not(name: str, lines: list[str]) -> MissingBackend:
         for prefix, (reason, fix) in _MISSING.items():
             if library.startswith(prefix):
                 return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
-        return MissingBackend(name=name, reason=f"{library}, which it needs, is not on this machine")
+        return MissingBackend(name=name, reason=f"it needs {library}, which is not on this machine")
     if "returned NULL" in text and name == "vulkan":
         return _no_vulkan_device()
     if "returned NULL" in text:
@@ -188,13 +188,13 @@ def _no_device(name: str, lines: list[str]) -> MissingBackend:
     if "driver version is insufficient" in " ".join(lines):
         reason = "the NVIDIA driver is too old for this library"
         return MissingBackend(name=name, reason=reason, fix=_NVIDIA)
-    return MissingBackend(name=name, reason="no device that it can use", absent=True)
+    return MissingBackend(name=name, reason="no usable device", absent=True)
 
 
-#: The variable that names the library to the CUDA backend.
+#: Variable that tells the CUDA backend the library.
 VARIABLE = "EDGEINFER_CUBLAS"
 LIBRARY = "libcublas.so.13"
-#: The shipped file sees no package of Python's.
+#: The shipped file does not use installed Python packages.
 _CUBLAS_FIX = "install NVIDIA's package" + (
     "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
 )
@@ -208,7 +208,7 @@ _SYSTEM = (
 
 
 def find_cublas(backend: str) -> str:
-    """Name cuBLAS to the backend library of that path; return a warning if it is missing."""
+    """Tell the backend library at `backend` where cuBLAS is; return a warning if it is missing."""
     library = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
     if library is None:
         return (

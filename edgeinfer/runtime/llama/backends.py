@@ -1,9 +1,9 @@
-"""GPU backends of llama.cpp: their libraries, the build each is for, its devices, what a launch wants.
+"""GPU backends of llama.cpp: their libraries, builds and devices, and which of them a launch uses.
 
-Beside `libggml-NAME.so` lies `libggml-NAME.json`, which describes its build. ggml itself compares only
-a number of its interface, and two builds of one number may lay out their structures differently; a
-library of another build than the llama.cpp in use is never opened, nor one that another user may write
-to. Nothing here loads a library into this process.
+Next to `libggml-NAME.so` lies `libggml-NAME.json`, which describes its build. ggml itself compares only
+an interface number, and two builds with one number may have different data structures. So a library is
+opened only if its build is that of the llama.cpp in use, and only if no other user may write to it.
+Nothing here loads a library into this process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.memory_plan import Room
 from edgeinfer.units import format_bytes
 
-#: Every backend, preferred ones first: a vendor's own before Vulkan, which shows its devices again.
+#: Every backend in order of preference: a vendor's own before Vulkan, which shows the same devices.
 NAMES = ("cuda", "vulkan")
 
 
@@ -60,7 +60,7 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     """A backend library on this machine. `problem` is why it cannot be used, "" for none.
 
-    `added` ones lie in the user's data folder, the others came with the program.
+    `added`: it lies in the user's data folder; others came with the program.
     """
 
     name: str
@@ -71,7 +71,7 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> str:
-    """Name the machine as a build does: "linux-x86_64"."""
+    """Return the machine's name as a build spells it: "linux-x86_64"."""
     return f"{sys.platform}-{platform.machine().lower()}"
 
 
@@ -87,7 +87,7 @@ def facts_path(library: Path) -> Path:
 
 
 def shipped_dir() -> Path:
-    """Return the program's own folder; apart from the CPU variants, whose folder ggml loads whole."""
+    """Return the program's folder of backends; ggml loads all files of the CPU variants' folder."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "backends" if frozen else Path(sys.prefix) / "lib/edgeinfer/backends"
 
@@ -97,31 +97,31 @@ def added_dir() -> Path:
 
 
 def adding() -> str:
-    """Say how to add a library."""
+    """Describe how to add a library."""
     return f"put libggml-NAME.so and libggml-NAME.json into {added_dir()}"
 
 
 def available() -> tuple[BackendFile, ...]:
-    """List the libraries on this machine, one per backend, preferred ones first.
+    """List the libraries on this machine, one per backend, preferred backends first.
 
-    The user's own goes before the program's, and a usable one before the others.
+    For each backend a usable library is preferred, and the user's own to the program's.
     """
     files = (find(name) for name in NAMES)
     return tuple(file for file in files if file)
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:
-    """Find one backend's library, one that fits `build` if any does. Raises UsageError."""
+    """Find one backend's library, preferably one that fits `build`. Raises UsageError."""
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
-    # not Path.is_file, which raises for a folder that is closed to this user
+    # Path.is_file raises for a folder that this user may not open
     files = [read(name, path, added=added) for path, added in places if os.path.isfile(path)]
     usable = [file for file in files if not (misfit(file, build) if build else file.problem)]
     return next(iter(usable or files), None)
 
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
-    """Describe one library by its JSON file; the library itself is only measured."""
+    """Describe one library by its JSON file; of the library itself only the size is read."""
     facts, problem = None, _unsafe(path)
     if not problem:
         try:
@@ -143,7 +143,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 
 
 def _unsafe(path: Path) -> str:
-    """Return why the code of `path` must not run; "" if only this user or root may write it."""
+    """Return why code at `path` must not run; "" if only this user or root may write it."""
     for location in (path, path.parent):
         info = location.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
@@ -151,7 +151,7 @@ def _unsafe(path: Path) -> str:
     return ""
 
 
-#: "gpu" has memory of its own, "integrated" shares the machine's, "software" is a CPU that plays a GPU.
+#: "gpu" has its own memory, "integrated" shares the machine's, "software" emulates a GPU on the CPU.
 Kind = Literal["gpu", "integrated", "software", "accelerator"]
 
 
@@ -159,8 +159,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One device of a loaded backend, as it was when probed.
 
     `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in this process.
-    `id` is the PCI address, "" for none.
-    Memory in bytes, of the whole device; a driver without that figure reports all of it as free.
+    `id` is the PCI address, "" for none. Memory is in bytes, of the whole device; a driver that does
+    not know the free memory reports all of it.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A backend library that is registered in this process, which cannot be dumped from now on.
+    """A backend library that is loaded into this process, which cannot be dumped from now on.
 
     `devices` has at least one. `warning` names a missing dependency, "" for none.
     """
@@ -185,9 +185,9 @@ class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """Reason (one line) why a backend gives no device; `fix`: the command that helps, or "".
+    """Why a backend offers no device (one line); `fix` is the command that helps, or "".
 
-    `absent` if nothing is wrong: the machine has no such device, or no such library was added.
+    `absent`: nothing is wrong, the machine has no such device, or the library was not added.
     """
 
     name: str
@@ -203,9 +203,9 @@ def device_line(device: Device) -> str:
 
 
 class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`layers` is `--gpu-layers`; the rest is `[gpu]` of the configuration.
+    """`layers` is `--gpu-layers`; the other fields are `[gpu]` of the configuration.
 
-    `devices` are llama.cpp's names of those to use, none for every one but software devices.
+    `devices` are llama.cpp's names of the devices to use; () means all except software devices.
     """
 
     layers: int | str = "auto"
@@ -213,17 +213,17 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """True if layers on a device were requested, so that a failure is reported."""
+        """Return whether layers on a device were requested, so that a failure must be reported."""
         return self.layers not in ("auto", "none", 0)
 
     def opens_backends(self) -> bool:
-        """Return whether backends are opened: without a request only if there may be a GPU."""
+        """Return whether to open backends: without a request only if there may be a GPU."""
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def choose(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Choose the named devices, else discrete GPUs, else integrated ones, which share the machine's
-        memory, else software ones if layers were requested.
+        """Choose the named devices, otherwise discrete GPUs, otherwise integrated ones, which share the
+        machine's memory, otherwise software devices if layers were requested.
         """
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
@@ -239,12 +239,12 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
-#: How long (s) a probe may take; a slower driver is stuck.
+#: Longest time (s) of a probe; a slower driver is stuck.
 _PATIENCE_S = 30.0
 
 
 def survey() -> tuple[LoadedBackend | MissingBackend, ...]:
-    """Ask each backend library for its devices, in a process for each: 0.2 s and more."""
+    """Ask each backend library for its devices, each in a separate process: 0.2 s or more."""
     return tuple(ask(file.name) for file in available())
 
 
@@ -265,4 +265,4 @@ def _describe_exit(done: subprocess.CompletedProcess[bytes]) -> str:
     if done.returncode < 0:
         return f"died of {signal.Signals(-done.returncode).name}"
     said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return f"ended with {done.returncode}: {said[-1] if said else 'without a word'}"
+    return f"ended with {done.returncode}: {said[-1] if said else 'no message'}"

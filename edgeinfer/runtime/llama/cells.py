@@ -1,18 +1,19 @@
-"""The memory that KV cells lie in, and its copies to and from a state's bytes (native/cells.cpp).
+"""The memory of KV cells, and copies between it and a state's bytes (native/cells.cpp).
 
-llama.cpp clears a KV cache when it makes it: 0.5 s and a gigabyte of memory for each gigabyte, though
-most cells may never be used. Returned anonymous memory reads as zeros as well (madvise(2)), so the
-buffers are cleared by returning their pages, for the first clearing only: later, parts may be mapped
-from a file, whose content would come back.
+llama.cpp clears a new KV cache: 0.5 s and a gigabyte of memory per gigabyte, though most cells may
+never be used. Returned anonymous memory also reads as zeros (madvise(2)), so buffers are cleared by
+returning their pages. That is done for the first clearing only: later, pages may be mapped from a file,
+whose content would come back.
 
-ggml has no option for this, nor for copies: entries of a buffer's function table are replaced. They are
-found by probing: one counts only if ggml's public function calls the probe, and without one ggml's own
-function stays (decision 082).
+ggml has no option for this, nor for copies, so entries of a buffer's function table are replaced. They
+are found by probing: an entry counts only if ggml's public function calls the probe. Without one,
+ggml's own function stays (decision 082).
 
-The kernel gives memory to cells when they are first written. llama.cpp copies: half a millisecond a
-megabyte is the first touch of a page of cells, where a page of a file in the page cache can become one
-of the cells' in a tenth of that, and takes no memory of this process until it is written
-(docs/decisions/096-mapped-cells.md)."""
+The kernel allocates cells' memory when they are first written. llama.cpp's copies take half a
+millisecond per megabyte, most of it for the first touch of each page. A page of a cached file can
+become a page of cells in a tenth of that time, and takes no memory of this process until it is written
+(docs/decisions/096-mapped-cells.md).
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 _PROBE_BYTES = 4096
-#: Most function-table entries read of a buffer type and of a buffer.
+#: Most function-table entries that are read of a buffer type and of a buffer.
 TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
 
 
 class Buffer(NamedTuple):
-    """A buffer of ggml's: its handle, and where its bytes lie."""
+    """A ggml buffer: its handle, and the address of its bytes."""
 
     handle: int
     memory: Range
@@ -48,8 +49,8 @@ class Buffer(NamedTuple):
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """During the block, clear new buffers by returning their pages. Yields a list of them, filled at
-    the end.
+    """During the block, clear new buffers by returning their pages. Yields a list of them, which is
+    filled at the end.
     """
     sparse = _find()
     if sparse is None:
@@ -60,7 +61,7 @@ def sparse_buffers() -> Iterator[list[Buffer]]:
 
 
 class _SparseBuffers:
-    """The two table entries and their replacements; never freed: buffers keep pointers to them."""
+    """The two table entries and their replacements. Never freed: buffers keep pointers to them."""
 
     def __init__(self, ggml: ctypes.CDLL, buffer_type: int, allocate: int, clear: int) -> None:
         self._ggml = ggml
@@ -140,7 +141,7 @@ def table(address: int, length: int) -> Any:
 
 
 def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """Find the entry that `call`, of ctypes prototype `kind`, goes through, or None."""
+    """Find the table entry of ctypes prototype `kind` that `call` uses, or None."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:
@@ -157,7 +158,7 @@ def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | Non
 
 @contextlib.contextmanager
 def replace_entry(entries: Any, number: int, function: Any) -> Iterator[None]:
-    """Put `function`, of ctypes, in an entry's place during the block."""
+    """Replace a table entry by the ctypes `function` during the block."""
     before = entries[number]
     entries[number] = ctypes.cast(function, Pointer).value
     try:
@@ -171,12 +172,12 @@ _COPY = ctypes.CFUNCTYPE(
 )  # get_tensor and set_tensor of ggml_backend_buffer_i
 _TENSOR_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
-#: Most copies recorded while one state is saved: a layer has two for each run of cells.
+#: Most copies that are recorded while one state is saved; a layer has two per run of cells.
 _MOST_COPIES = 32768
-#: Most mappings of a process if the kernel does not tell; the share of them for cells.
+#: Most mappings of a process if the kernel does not say; and the share of them for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
-#: Interval (s) of counting mappings, which takes some 10 ms.
+#: Interval (s) between counts of the mappings; one count takes some 10 ms.
 _COUNT_S = 1.0
 
 
@@ -223,7 +224,7 @@ class _Entries(NamedTuple):
 
 
 class CellCopies:
-    """The library, and the table entries it replaces. One per process, for all its contexts."""
+    """The library, and the table entries that it replaces. One per process, for all contexts."""
 
     def __init__(
         self, library: ctypes.CDLL, entries: _Entries, kernels: ctypes.CDLL | None = None
@@ -252,9 +253,9 @@ class CellCopies:
     def into(
         self, buffers: Sequence[int], state: int, pieces: Sequence[StatePiece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
-        """Use `pieces`, in order, for those bytes of the state at address `state`.
+        """During the block, use `pieces`, in order, as those bytes of the state at address `state`.
 
-        They lie in `file`, if given, whose pages become the cells'. Yields the counter of bytes.
+        If they lie in `file`, its pages become pages of the cells. Yields the counter of bytes.
         """
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
@@ -268,7 +269,7 @@ class CellCopies:
         )
         with self._at_work(buffers, self._entries.set, "edgeinfer_cells_set", transfer):
             yield transfer
-        self._n_free -= 2 * transfer.n_mapped  # its own mapping, and the rest of the one it lies in
+        self._n_free -= 2 * transfer.n_mapped  # each adds a mapping, and splits another one
 
     @contextlib.contextmanager
     def _at_work(
@@ -282,12 +283,12 @@ class CellCopies:
             yield
 
     def forget_order(self, memory: Range) -> None:
-        """Forget in which order cells in `memory` were written (native/cell_order.cpp)."""
+        """Forget the order in which cells in `memory` were written (native/cell_order.cpp)."""
         if self._kernels:
             self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
 
     def _may_map(self, n: int) -> bool:
-        """Return whether the kernel leaves this process room for `n` separately mapped ranges."""
+        """Return whether the kernel allows this process `n` more separate mappings."""
         if self._n_free < 2 * n and time.monotonic() - self._counted_at > _COUNT_S:
             self._counted_at = time.monotonic()
             self._n_free = int(_MAPPINGS_SHARE * _most_mappings()) - sum(1 for _ in areas())
@@ -296,7 +297,7 @@ class CellCopies:
 
 @cache
 def find_copies() -> CellCopies | None:
-    """Open the library, if it fits ggml's tables; once."""
+    """Open the library once, if it fits ggml's tables."""
     if sys.platform != "linux":
         return None
     entries = _find_entries(libllama.base_library())
@@ -336,16 +337,16 @@ def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
     return None if get is None or put is None else _Entries(get, put)
 
 
-#: Bytes returned per call: a gigabyte takes 0.1 to 0.25 s, during which an incoming request waits.
+#: Bytes returned per call: a gigabyte takes 0.1 to 0.25 s, during which a request waits.
 _PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CellMemory:
-    """The memory of the `n_cells` cells: `buffers` whose pages can be returned.
+    """The memory of `n_cells` cells: `buffers` whose pages can be returned.
 
-    `rows` are the bytes of one cell in each tensor of the cache, in their order in the one buffer;
-    empty if unknown. `copies` intercepts llama.cpp's copies. `is_all`: no cells lie on a device.
+    `rows` are the bytes of one cell in each tensor of the cache, in their order in the only buffer;
+    empty if unknown. `copies` intercepts llama.cpp's copies. `is_all`: no cells are on a device.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -359,7 +360,7 @@ class CellMemory:
         return [buffer.handle for buffer in self.buffers]
 
     def pages(self) -> Iterator[Range]:
-        """Yield the whole pages of all buffers, in pieces."""
+        """Yield the complete pages of all buffers, in pieces."""
         for start, stop in (buffer.memory for buffer in self.buffers):
             low = _round_up(start)
             high = stop // mmap.PAGESIZE * mmap.PAGESIZE
@@ -367,27 +368,27 @@ class CellMemory:
                 yield Range(address, min(address + _PIECE_BYTES, high))
 
     def give_back(self, pages: Iterable[Range] | None = None) -> None:
-        """Return `pages`, or all, to the kernel: zeros then. No sequence may have cells in them."""
+        """Return `pages`, or all, to the kernel; they become zeros. No sequence may use these cells."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
 
     def forget_order(self) -> None:
-        """Call before the context is freed, and its buffers with it."""
+        """Forget the cells' order. Call it before the context and its buffers are freed."""
         if self.copies:
             for buffer in self.buffers:
                 self.copies.forget_order(buffer.memory)
 
     def can_be_pages_of(self, shift: int) -> bool:
-        """Return whether cells lie in a page as those `shift` cells before them do."""
+        """Return whether cells have the same position in a page as the cells `shift` before them."""
         return bool(self.copies and self.rows) and not any(
             shift * row % mmap.PAGESIZE for row in self.rows
         )
 
     def populate(self, first: int, stop: int) -> None:
-        """Populate the pages of cells [first, stop) now. Any thread.
+        """Allocate the pages of cells [first, stop) now. Any thread.
 
-        The first write of a page waits 0.3 to 0.5 ms a megabyte for it; another thread can do that
-        ahead. A kernel before 5.14 does nothing.
+        The first write of a page waits 0.3 to 0.5 ms per megabyte for the allocation; another thread
+        can do it ahead. A kernel before 5.14 does nothing.
         """
         advise(self._of_cells(first, min(stop, self.n_cells)), POPULATE_WRITE)
 
@@ -401,14 +402,14 @@ class CellMemory:
             address += self.n_cells * row
 
 
-#: Cell memory of a context whose cells are unknown, or in device memory.
+#: Memory of cells that are unknown or on a device.
 NO_CELLS = CellMemory()
 
 
 def cell_memory(
     buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int, *, is_all: bool = True
 ) -> CellMemory:
-    """Describe the memory of `buffers`; `rows` are trusted if they add up to the one buffer."""
+    """Describe the memory of `buffers`; `rows` count only if they add up to the only buffer's size."""
     size = sum(memory.high - memory.low for _, memory in buffers)
     is_known = len(buffers) == 1 and sum(rows) * n_cells == size
     copies = find_copies() if buffers else None

@@ -1,4 +1,4 @@
-"""A context of llama.cpp: its batch, its logits, its memory's sequences, and how a step is aborted."""
+"""A llama.cpp context: its batch, its logits, its memory's sequences, and aborting a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class ActiveContext:
-    """The context that decodes, and its memory's sequences: the KV cache's memory. One thread.
+    """The context that decodes, and the sequences of its KV cache. For one thread.
 
-    `context` is llama.cpp's pointer; `cells`: where its KV cache lies; `adapters`: its model's LoRA
-    adapters by their files' stamps.
+    `context` is llama.cpp's pointer; `cells` is the memory of its KV cache; `adapters` maps file stamps
+    to the model's LoRA adapters.
     """
 
     __slots__ = ("adapters", "cells", "context", "memory")
@@ -48,7 +48,7 @@ class ActiveContext:
         """Free the context. Idempotent."""
         if self.context:
             self.cells.forget_order()
-            with suppress(DecodeError):  # a lost device keeps it
+            with suppress(DecodeError):  # a lost device keeps its memory
                 libllama.call(L.llama_free, self.context)
             self.context = self.memory = None
 
@@ -70,7 +70,7 @@ class ActiveContext:
             L.llama_memory_clear(self.memory, zeros)
 
     def copy_state_to(self, target: ActiveContext) -> bool:
-        """Copy everything that this context has computed to `target`; return False if it does not fit.
+        """Copy the computed state of this context to `target`; return False if it does not fit.
 
         Raises DecodeError if a device fails.
         """
@@ -82,7 +82,7 @@ class ActiveContext:
     def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """View the logits of the last batch's token `index`, valid until the next decode.
 
-        Raises DecodeError if it has none.
+        Raises DecodeError if the token has none.
         """
         pointer = L.llama_get_logits_ith(self.context, index)
         if not pointer:
@@ -90,9 +90,10 @@ class ActiveContext:
         return _floats(pointer, n_vocab)
 
     def rows(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
-        """View the last batch's `n_outputs` rows of logits, in its order; valid until the next decode.
+        """View all `n_outputs` rows of logits of the last batch, in its order; valid until the next
+        decode.
 
-        One view a step: `logits` for each of 32 rows takes 0.1 to 0.2 ms.
+        One view per step, because `logits` for each of 32 rows takes 0.1 to 0.2 ms.
         """
         if not n_outputs:
             return np.empty((0, n_vocab), np.float32)
@@ -116,7 +117,7 @@ _F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
-    """Up to `capacity` tokens of any sequences, `max_outputs` of them with logits. One thread."""
+    """Up to `capacity` tokens of any sequences, `max_outputs` of them with logits. For one thread."""
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
@@ -152,7 +153,7 @@ class Batch:
 
     @classmethod
     def of(cls, active: ActiveContext, *, max_outputs: int) -> Batch:
-        """Make the largest batch that a context takes."""
+        """Make the largest batch that a context accepts."""
         model = L.llama_get_model(active.context)
         return cls(
             capacity=L.llama_n_batch(active.context),
@@ -180,9 +181,9 @@ class Batch:
     def add(
         self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
     ) -> int:
-        """Add `tokens`, the last `outputs` with logits; return the first's row. Raises DecodeError."""
+        """Add `tokens`, the last `outputs` with logits; return the first row. Raises DecodeError."""
         if self._pictures is not None:
-            raise DecodeError("rows of a picture and tokens do not share a step")
+            raise DecodeError("rows of a picture cannot share a step with tokens")
         if tokens and (min(tokens) < 0 or max(tokens) >= self._n_vocab):
             raise DecodeError("a token is outside the vocabulary")
         return self._add(tokens, pos, seq_id, outputs, adapters)
@@ -198,13 +199,13 @@ class Batch:
         positions: npt.NDArray[np.int32] | None = None,
         adapters: AdapterKey = (),
     ) -> int:
-        """Add rows of a picture, alone in its step; as `add`.
+        """Add rows of a picture, which must be the only ones in a step; otherwise as `add`.
 
-        With `positions` (4, rows) each row has its own after `pos`, in three dimensions; the fourth
-        counts from 0. Raises DecodeError.
+        `positions` (4, rows) gives each row its own position after `pos`, in three dimensions; the
+        fourth counts from 0. Raises DecodeError.
         """
         if self.n_tokens:
-            raise DecodeError("rows of a picture have a step of their own")
+            raise DecodeError("rows of a picture need a separate step")
         self._pictures, self._is_causal = np.ascontiguousarray(rows, np.float32), is_causal
         if positions is not None:
             behind = np.array([[pos], [pos], [pos], [0]], np.int32)
@@ -232,7 +233,7 @@ class Batch:
             raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
 
     def _write(self) -> None:
-        """Fill llama.cpp's arrays with all rows together: one by one they cost 7 µs each."""
+        """Fill llama.cpp's arrays for all rows together; one by one they cost 7 µs each."""
         n = self._native.n_tokens = self.n_tokens
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
         rows = self._pictures
@@ -242,8 +243,8 @@ class Batch:
         self._native.embd = rows.ctypes.data_as(_F32) if rows is not None else None
 
     def decode(self, active: ActiveContext) -> int:
-        """Run llama_decode and return its code: 0, 1 without KV cells, 2 if aborted, MISSED_ADAPTER;
-        negative is fatal. Raises DecodeError if streamed weights could not be read.
+        """Run llama_decode and return its code: 0, 1 without free KV cells, 2 if aborted,
+        MISSED_ADAPTER; negative is fatal. Raises DecodeError if streamed weights could not be read.
         """
         self._write()
         code = self._adapters.run(
@@ -263,13 +264,12 @@ class Batch:
 
 
 class AbortFlag:
-    """End a llama_decode early.
+    """Ends a llama_decode early.
 
     Any thread may call `ask`; only the decode thread calls the other methods.
 
-    llama.cpp calls back before each node of its graph. A callback in Python would take the
-    interpreter's lock thousands of times a step; libc's `strlen` over our buffer needs none: ""
-    continues, "x" aborts.
+    llama.cpp calls back before each node of its graph. A Python callback would take the GIL thousands
+    of times per step. libc's `strlen` over our buffer needs no GIL: "" continues, "x" aborts.
     """
 
     def __init__(self) -> None:

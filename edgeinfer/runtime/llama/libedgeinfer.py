@@ -1,7 +1,7 @@
 """The in-tree C++ libraries (native/): their folder, and the kernels for ggml's CPU backend.
 
-ggml offers each operation to its "extra buffer types" before it computes it, which is how its repacked
-weights work. The kernels (attention, matrix products) are one more of them, and hold no weights
+ggml offers each operation to its "extra buffer types" before computing it; its repacked weights use
+this. Our kernels (attention, matrix products) are another such type, which holds no weights
 (docs/decisions/095-attention-kernels.md, 098-matrix-kernels.md).
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Version of llama-cpp-python that the kernels are built for (pyproject.toml's): they use its data by
-#: offsets.
+#: Version of llama-cpp-python that the kernels are built for (pyproject.toml's): they access its data
+#: by offsets.
 BUILT_FOR = "0.3.36"
-#: ggml_backend_cpu_get_extra_buffer_types as C++ names it, a function of the CPU variant's library.
+#: Mangled name of ggml_backend_cpu_get_extra_buffer_types, a function of the CPU variant's library.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
-#: Functions used of each library, without `edgeinfer_`, by the first word of the library's name.
+#: Functions of each library, without `edgeinfer_`, by the first word of the library's name.
 _FUNCTIONS = {
     "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
@@ -32,21 +32,21 @@ _FUNCTIONS = {
 }
 #: ggml_backend_dev_type.
 _CPU = 0
-#: ggml's CPU variant of x86-64 → the level that the kernels for it are compiled for: x86-64-v3, with
-#: AVX-VNNI, or x86-64-v4 with VNNI.
+#: ggml's CPU variant of x86-64 → level of the kernels for it: x86-64-v3, v3 with AVX-VNNI, or x86-64-v4
+#: with VNNI.
 LEVELS = {
     "haswell": "v3",
     "skylakex": "v3",
     "cannonlake": "v3",
     "alderlake": "v3-vnni",
 } | dict.fromkeys("cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4")
-#: getauxval's AT_HWCAP and AT_HWCAP2, and a bit of each on arm64.
+#: getauxval's AT_HWCAP and AT_HWCAP2, and one bit of each on arm64.
 _HWCAPS = (16, 26)
 _ASIMDDP, _I8MM = 1 << 20, 1 << 13
 
 
 class Kernels(msgspec.Struct, frozen=True):
-    """The kernels in use. `level` is what `level_of` answers, or "" for llama.cpp's own.
+    """The kernels in use. `level` is the result of `level_of`, "" for llama.cpp's own kernels.
 
     `version` is a digest of the library's sources, "" for llama.cpp's own.
     """
@@ -56,13 +56,13 @@ class Kernels(msgspec.Struct, frozen=True):
 
 
 def folder() -> Path:
-    """Return the libraries' folder: in the shipped file, or where native/build.sh puts them."""
+    """Return the libraries' folder: in the shipped file, or the output folder of native/build.sh."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "native" if frozen else Path(sys.prefix) / "lib/edgeinfer/native"
 
 
 def library(name: str) -> Path:
-    """Return the path of a library: "guard", "kernels-v3"."""
+    """Return the path of a library by name, such as "guard" or "kernels-v3"."""
     return folder() / f"libedgeinfer-{name}.so.1"
 
 
@@ -86,8 +86,8 @@ def open_library(name: str, binding_version: str) -> ctypes.CDLL:
 @cache
 def _say_old(path: Path, missing: str) -> None:
     _log.warning(
-        "%s is older than this program (it lacks edgeinfer_%s): it is left unused, which is slower; "
-        "type: native/build.sh",
+        "%s is older than this program (it lacks edgeinfer_%s): it is not used, which is slower; "
+        "run native/build.sh",
         *(path, missing),
     )
 
@@ -97,8 +97,8 @@ def _fits(binding_version: str) -> bool:
     fits = binding_version == BUILT_FOR
     if not fits:
         _log.warning(
-            "llama-cpp-python is %s, and edgeinfer's native code is for %s: it is left unused, which "
-            "is slower; type: pip install llama-cpp-python==%s",
+            "llama-cpp-python is %s, and edgeinfer's native code is for %s: it is not used, which "
+            "is slower; run pip install llama-cpp-python==%s",
             *(binding_version, BUILT_FOR, BUILT_FOR),
         )
     return fits
@@ -120,9 +120,9 @@ def variant_of(path: str) -> str:
 
 
 def level_of(variant: str) -> str:
-    """Return the level of kernels that serves next to ggml's CPU variant here; "" if there is none.
+    """Return the kernel level for ggml's CPU variant on this machine; "" if there is none.
 
-    On arm64 it follows from the processor: ggml's variants with i8mm want SVE too.
+    On arm64 the processor decides: ggml's variants with i8mm need SVE too.
     """
     if not variant.startswith("armv"):
         return LEVELS.get(variant, "")
@@ -132,17 +132,17 @@ def level_of(variant: str) -> str:
 
 
 def arm_level(hwcap: int, hwcap2: int) -> str:
-    """Return the level for an arm64 processor with these of Linux's capabilities."""
+    """Return the level for an arm64 processor with these hardware capabilities of Linux."""
     if not hwcap & _ASIMDDP:
         return ""
     return "i8mm" if hwcap2 & _I8MM else "dotprod"
 
 
 def dependent_operation() -> str:
-    """Return an operation that this process has computed, and whose bits depend on the processor.
+    """Return an operation that this process has computed and whose bits depend on the processor.
 
-    It is ggml's name of it and the type of its first operand ("MUL_MAT bf16"); "" for none, so that
-    answers are bit-identical with AVX2 and AVX-512. Without in-tree kernels: "every one".
+    It is ggml's name of the operation and the type of its first operand ("MUL_MAT bf16"). "" means
+    none: answers are bit-identical with AVX2 and AVX-512. Without in-tree kernels it is "every one".
     """
     level = level_of(variant_of(cpu_library()))
     if not level:
@@ -158,10 +158,10 @@ def dependent_operation() -> str:
 
 
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
-    """Register the library of kernels with the loaded CPU backend; called once.
+    """Register the kernel library with the loaded CPU backend. Call it once.
 
-    llama.cpp's own stay if the library is missing, does not open, or is not compiled for this variant.
-    `ggml` and `base` are libggml and libggml-base, with their functions declared.
+    llama.cpp's own kernels stay in use if the library is missing, cannot be opened, or does not fit
+    this variant. `ggml` and `base` are libggml and libggml-base, with their functions declared.
     """
     path = cpu_library()
     level = level_of(variant_of(path))
@@ -184,7 +184,7 @@ def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> K
 
 
 def _list_buffer_types(ggml: ctypes.CDLL, base: ctypes.CDLL) -> None:
-    """Ask for the device's extra buffer types: ggml keeps its first list, and offers it for weights."""
+    """List the device's extra buffer types now: ggml keeps the first list, and uses it for weights."""
     device = ggml.ggml_backend_dev_by_type(_CPU)
     registry = base.ggml_backend_dev_backend_reg(device)
     address = base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")

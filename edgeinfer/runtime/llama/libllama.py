@@ -1,8 +1,8 @@
 """llama.cpp itself: its CPU variants, its log, and its build.
 
-The only module that imports llama_cpp. The portable wheel keeps one library per instruction set next to
-the package, and nothing loads them by itself. `lib()` does so once per process before a model is
-opened. `L` is the same binding for code that holds a model, a context or a memory already.
+This is the only module that imports llama_cpp. The portable wheel has one library per instruction set
+next to the package, and nothing loads them automatically. `lib()` loads one, once per process, before a
+model is opened. `L` is the same binding for code that already holds a model, a context or a memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.llama import libedgeinfer
 
-#: Environment variables that libgomp and ggml read when they are mapped. libgomp's default spins for a
-#: millisecond at every barrier, which starves ggml's own threads as soon as anything else runs
+#: Environment variables that libgomp and ggml read when they are mapped. By default libgomp spins for a
+#: millisecond at every barrier, which starves ggml's own threads as soon as another program runs
 #: (docs/decisions/002-spin-count.md). ggml would run gdb on a process that ends by an exception.
 _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set the unset variables during the block, then remove them: no child process inherits them."""
+    """Set the missing variables during the block, then remove them, so that no child inherits them."""
     variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= variables
     try:
@@ -44,7 +44,7 @@ def _environment_while_mapped() -> Iterator[None]:
 
 
 def _import_binding() -> Any:
-    """Import llama.cpp's functions without the classes of their package, which take 45 ms."""
+    """Import llama.cpp's functions without the package's classes, which take 45 ms."""
     spec = importlib.util.find_spec("llama_cpp") if "llama_cpp" not in sys.modules else None
     package = importlib.util.module_from_spec(spec) if spec else None
     if package is not None:
@@ -58,7 +58,7 @@ def _import_binding() -> Any:
 
 with _environment_while_mapped():
     L: Any = _import_binding()
-#: The folder of the binding.
+#: Folder of the binding.
 _PACKAGE = Path(L.__file__).resolve().parent
 #: llama.cpp's log levels (ggml.h); a line of level CONT continues the previous one.
 _INFO = 2
@@ -69,7 +69,7 @@ _CONT = 5
 _THROWN = -100
 _WORDS = 6
 
-#: Held while a context is made, which walks over ggml's backends, and while a backend joins them.
+#: Held while a context is created, which iterates over ggml's backends, and while a backend is added.
 registry_lock = threading.Lock()
 
 _lock = threading.Lock()
@@ -124,12 +124,12 @@ def _capture_logs() -> None:
                 listener.append(line)
 
     callback = L.llama_log_callback(on_line)
-    _state["log"] = callback  # the library keeps the pointer and not the object
+    _state["log"] = callback  # the library keeps only the pointer, so keep the object
     L.llama_log_set(callback, ctypes.c_void_p(0))
 
 
 def _say_aborts() -> None:
-    """Print ggml's abort message, without gdb on this process."""
+    """Print ggml's abort message, without running gdb on this process."""
 
     def on_abort(message: bytes) -> None:
         os.write(2, message + b"\n")
@@ -145,12 +145,12 @@ def recent_reason() -> str:
 
 
 def log_callback() -> ctypes.c_void_p:
-    """Return the callback that logs llama.cpp's lines, for a library next to it."""
+    """Return the callback that logs llama.cpp's lines, for other libraries."""
     return ctypes.cast(_state["log"], ctypes.c_void_p)
 
 
 def clear_log() -> None:
-    """Clear the log before a call whose own messages are wanted."""
+    """Clear the log before a call whose own messages are needed."""
     _log.clear()
 
 

@@ -1,4 +1,4 @@
-"""Programs that run in separate processes and answer in lines of JSON on stdout."""
+"""Programs that run in separate processes and answer with lines of JSON on stdout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from edgeinfer.runtime.llama.context import ActiveContext, Batch
 
 
 def say(code: int = 0, /, **fields: Any) -> int:
-    """Write one line to stdout, flush it, and return `code`, so that a main can end with it."""
+    """Write one line to stdout, flush it, and return `code` as the result of a main function."""
     sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
     sys.stdout.buffer.flush()
     return code
 
 
 def run(work: Callable[[list[str]], dict[str, Any]]) -> int:
-    """Do `work` on the arguments; write what it returns, or its error, and return the exit status."""
+    """Run `work` on the arguments; write its result or its error, and return the exit status."""
     die_with_parent()
     try:
         return say(event="done", **work(sys.argv[1:]))
@@ -41,7 +41,7 @@ def scoring_params(n_tokens: int, n_batch: int) -> Any:
 
 
 def decode(active: ActiveContext, batch: Batch, tokens: list[int], position: int) -> None:
-    """Decode `tokens`, each with logits, from `position` on. Raises DecodeError."""
+    """Decode `tokens`, each with logits, beginning at `position`. Raises DecodeError."""
     batch.clear()
     batch.add(tokens, position, 0, outputs=len(tokens))
     if batch.decode(active):

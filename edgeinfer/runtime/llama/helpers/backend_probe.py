@@ -1,7 +1,7 @@
-"""Load one backend library and print the result: `python -m` this, NAME.
+"""Load one backend library and print the result: `python -m` this module, NAME.
 
-Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. A separate process, because a driver
-may print, keep open files, or crash.
+Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. It is a separate process, because a
+driver may print, keep open files, or crash.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edgeinfer.runtime.llama.backend_loading import load
 
 
 def main(argv: list[str]) -> int:
-    """Load the backend; return 0 if there was an answer."""
+    """Load the backend; return 0 if a result was written."""
     die_with_parent()
     answer = msgspec.json.encode(load(argv[0]))
     sys.stdout.buffer.write(answer + b"\n")

@@ -1,11 +1,11 @@
-"""Measure how well a model predicts a text: `python -m` this, MODEL TEXT [TOKENS [COMPARED]].
+"""Measure how well a model predicts a text: `python -m` this module, MODEL TEXT [TOKENS [COMPARED]].
 
 Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
-"n_tokens"}`. COMPARED is another file of the same model: then the line has "compared_perplexity" too,
-the mean Kullback-Leibler "divergence" of the model from it in nats a token, and "same_top", the share
-of tokens of which both think the same is likeliest. The text is read once from its beginning, in one
-window; every token after the first 32 is scored. Two files of one model can be compared with it, models
-with different vocabularies cannot.
+"n_tokens"}`. With COMPARED, another file of the same model, that line also has "compared_perplexity",
+the mean Kullback-Leibler "divergence" of the model from it in nats per token, and "same_top", the share
+of tokens for which both have the same most likely token. The text is read once from its beginning, in
+one window; every token after the first 32 is scored. Models with different vocabularies cannot be
+compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgeinfer.runtime.llama.weights import open_model
 
 SKIPPED_TOKENS = 32
 _WINDOW_TOKENS = 1024
-#: Positions per llama_decode; bounds the logits kept (64 rows of 262,144 floats are 67 MB).
+#: Positions per llama_decode, which limits the logits kept (64 rows of 262,144 floats are 67 MB).
 _BATCH_TOKENS = 64
 
 

@@ -1,7 +1,7 @@
-"""Open a projector with its model and encode one picture: `python -m` this, PROJECTOR MODEL…
+"""Test a projector with its model on one picture: `python -m` this module, PROJECTOR MODEL…
 
-Prints "" as JSON if it works, otherwise the reason. A separate process, because a wrong projector
-ends the one that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
+Prints "" as JSON if it works, otherwise the reason. It is a separate process, because an invalid
+projector ends the process that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
 _CPU_S = 600
-#: Address space (bytes) for libraries and threads' stacks and heaps, most of which is never touched.
+#: Address space (bytes) for libraries and for threads' stacks and heaps, most of it never touched.
 _MAPPED_BYTES = 4 << 30
 _SIDE = 64
-#: Sizes that are cut into tiles or scaled in other ways, without their pixels.
+#: Picture sizes that are cut into tiles or scaled differently; only their sizes are tested.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 
 def main(argv: list[str]) -> int:
-    """Try the projector; return 0 if there was an answer."""
+    """Test the projector; return 0 if a result was written."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
@@ -50,7 +50,7 @@ def try_projector(path: str, model: Any, n_threads: int) -> str:
     try:
         projector = Projector(path, model, n_threads)
         for width, height in _SIZES:
-            with contextlib.suppress(DecodeError):  # refused, as it would be later
+            with contextlib.suppress(DecodeError):  # a refusal here is fine: later it is a refusal too
                 projector.chunks(width, height)
         projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
     except EngineError as error:

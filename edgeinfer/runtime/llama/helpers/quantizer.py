@@ -1,8 +1,8 @@
-"""Run llama.cpp's quantizer in a separate process: `python -m` this, JOB in JSON.
+"""Run llama.cpp's quantizer in a separate process: `python -m` this module, JOB in JSON.
 
-It writes a line of JSON to stdout for each tensor, `{"event": "progress", "done", "total"}`, and at the
-end `{"event": "done"}` or `{"event": "error", "kind", "message"}`. A model file that makes llama.cpp
-abort takes this process along and nothing else.
+It writes a line of JSON to stdout for each tensor, `{"event": "progress", "done", "total"}`, and
+finally `{"event": "done"}` or `{"event": "error", "kind", "message"}`. If a model file makes llama.cpp
+abort, only this process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from edgeinfer.runtime.llama.libllama import L
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+\S")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
 _FAILED = re.compile(r"failed to quantize: (.*)")
-#: Metadata next to the tensors: generous, and small against any model.
+#: Size (bytes) of the metadata beside the tensors: a generous estimate, small for any model.
 _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's figures in a checked matrix: byte offsets, counts of float32."""
+    """A tensor's sums and counts in a checked matrix: byte offsets, numbers of float32."""
 
     name: str
     sums_offset: int
@@ -40,7 +40,7 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`ftype` is a llama_ftype."""
+    """A quantization to do. `ftype` is a llama_ftype."""
 
     source: str
     target: str
@@ -50,10 +50,10 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Quantize as `argv[0]` says; return 0 when the target is whole."""
+    """Quantize as `argv[0]` says; return 0 if the target is complete."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
-    libllama.lib()  # the backends; then the log is taken over
+    libllama.lib()  # load the backends before this log replaces theirs
     log = _Log()
     L.llama_log_set(log.callback, ctypes.c_void_p(0))
     failed = _run(job, _params(job, dry=True))
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     free = free_bytes(os.path.dirname(job.target))
     if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
         return say(
-            1, event="error", kind="no-room", message=f"{planned} bytes are needed and {free} are free"
+            1, event="error", kind="no-room", message=f"{planned} bytes are needed, but {free} are free"
         )
     log.reports_progress = True
     params = _params(job)
@@ -74,12 +74,12 @@ def main(argv: list[str]) -> int:
 
 
 class _Log:
-    """llama.cpp's log: kept to explain a failure, and forwarded as progress if wanted."""
+    """llama.cpp's log, kept to explain a failure, and converted to progress if requested."""
 
     def __init__(self) -> None:
         self.reports_progress = False
         self._lines: list[str] = []
-        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp keeps only the pointer
+        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp stores only the pointer
 
     def _on_line(self, _level: int, text: bytes, _data: object) -> None:
         line = text.decode("utf-8", "replace")
@@ -89,7 +89,7 @@ class _Log:
             say(event="progress", done=int(match[1]), total=int(match[2]))
 
     def planned_bytes(self) -> int:
-        """Return the size llama.cpp expects; 0 if unknown."""
+        """Return the result's size (bytes) as llama.cpp expects it; 0 if unknown."""
         match = _SIZE.search("".join(self._lines))
         return int(float(match[1]) * (1 << 20)) if match else 0
 
@@ -110,7 +110,7 @@ def _params(job: QuantizeJob, *, dry: bool = False) -> Any:
 def _imatrix(job: QuantizeJob) -> list[Any]:
     if not job.spans:
         return []
-    table = (L.llama_model_imatrix_data * (len(job.spans) + 1))()  # the last stays empty: the end
+    table = (L.llama_model_imatrix_data * (len(job.spans) + 1))()  # the empty last entry marks the end
     buffers: list[Any] = [table]
     for row, span in zip(table, job.spans, strict=False):
         sums = np.fromfile(job.imatrix, np.float32, span.n_sums, offset=span.sums_offset).reshape(
