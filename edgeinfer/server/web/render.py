@@ -73,6 +73,8 @@ def _picture(tokens: Sequence[Token], index: int, *_: Any) -> str:
 
 def _link(tokens: Sequence[Token], index: int, *_: Any) -> str:
     address = escape(str(tokens[index].attrs.get("href", "")))
+    if not address:  # `[text]()`, which would lead to this page
+        return "<a>"
     return f'<a href="{address}" target="_blank" rel="noopener noreferrer nofollow">'
 
 

@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_markdown import MARKDOWN, split
 
@@ -73,6 +73,8 @@ class Auditor(HTMLParser):
 
 
 @settings(max_examples=500, deadline=None)
+@example("[a]()", random.Random(0))
+@example("[a](<>)", random.Random(0))
 @given(MARKDOWN, st.randoms(use_true_random=False))
 def test_any_text_in_any_pieces_is_the_whole_and_harmless(text, dice):
     whole = list(blocks(text))
