@@ -11,7 +11,7 @@ import pytest
 from made_families import FAMILIES, make_family
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.llama import libedgeinfer
+from edgeinfer.runtime.llama import libedgeinfer, libllama
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 
 from ..conftest import ROOT
@@ -51,8 +51,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_family(folder / f"{i}.gguf", name) for i, name in enumerate(FAMILIES)}
 
 
+def _variant(level: str) -> str:
+    """Return a variant for a level: after `make run`, the only one there is."""
+    built = [
+        path.stem for folder in libllama.variant_dirs() for path in folder.glob("libggml-cpu-*.so")
+    ]
+    variants = [name.removeprefix("libggml-cpu-") for name in built]
+    return _VARIANTS[level] if _VARIANTS[level] in variants else variants[0]
+
+
 def _graphs(level: str, models: dict[str, Path], kernels: str | None = None) -> Graphs:
-    results = json.loads(run(PROGRAM, _VARIANTS[level], kernels or level, *models.values()))
+    results = json.loads(run(PROGRAM, _variant(level), kernels or level, *models.values()))
     return {name: results[str(path)] for name, path in models.items()}
 
 
