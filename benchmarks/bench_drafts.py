@@ -299,7 +299,7 @@ def curve_of(path: Path) -> StepCurve:
     )
     try:
         engine.warm_up()
-        return engine._scheduler.executor.costs
+        return engine._scheduler.executor.step_costs
     finally:
         engine.close()
 

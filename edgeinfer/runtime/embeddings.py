@@ -14,7 +14,7 @@ import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.libllama import L, decode_error
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.options import Chosen, LoadOptions
@@ -50,7 +50,7 @@ class Embedder:
         # llama.cpp rounds its worst-case graph up to the number of sequences; a difference fails an
         # assertion
         self.max_tokens = max(1, n_tokens // _MAX_SEQUENCES) * _MAX_SEQUENCES
-        self._context: ActiveContext | None = None
+        self._context: LlamaContext | None = None
         self._batch: Batch | None = None
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
@@ -144,7 +144,7 @@ class Embedder:
             raise decode_error(code, f"{self._batch.n_tokens} tokens to embed")
         return [self._context.embedding(i, width) for i in range(len(group))]
 
-    def _open(self) -> tuple[ActiveContext, Batch]:
+    def _open(self) -> tuple[LlamaContext, Batch]:
         n = self.max_tokens
         context = open_context(
             self._loaded.model,

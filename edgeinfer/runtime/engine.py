@@ -74,11 +74,11 @@ class LlamaEngine:
     ) -> None:
         self._loaded = loaded
         self._draft = attach(draft, files, options, loaded)
-        self._active = loaded.active_context()
-        self._lora = LoraAdapters(loaded.model, self._active, options.adapters(files))
+        self._context = loaded.llama_context()
+        self._lora = LoraAdapters(loaded.model, self._context, options.adapters(files))
         self._chat_format = load_chat_format(template_facts(files, options, loaded))
         self._constraints = Constraints()
-        self._scheduler = Scheduler(loaded, self._active, self._lora)
+        self._scheduler = Scheduler(loaded, self._context, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
         self._info = make_info(files, loaded, self._lora, self._chat_format, self._embedder)
@@ -93,17 +93,17 @@ class LlamaEngine:
             n_ctx_train=loaded.n_ctx_train,
             draft_model=self._draft,
         )
-        self._vision, self._preparer.no_vision = open_vision(files, loaded)
+        self._vision, self._preparer.vision_error = open_vision(files, loaded)
         self._preparer.vision = self._vision
         if self._vision is not None:
             self._vision.block_folder = lambda: None if self._cache is None else self._cache.folder
         self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
-        self._prefix_cache = PrefixCacheSwitch(files, options, self._active, self._scheduler)
+        self._prefix_cache = PrefixCacheSwitch(files, options, self._context, self._scheduler)
         self._gpu = GpuOffload(
             files,
             options,
             loaded,
-            self._active,
+            self._context,
             self._lora,
             self._scheduler,
             self._loop.call,
@@ -141,10 +141,10 @@ class LlamaEngine:
             raise InvalidRequestError(
                 f"{self._info.model} is an embedding model; it cannot generate", param="model"
             )
-        seq = self._preparer.sequence(request)
+        seq = self._preparer.make_sequence(request)
         if seq.recorder is not None:
             seq.recorder.why_irreproducible = self._why_irreproducible
-        seq.progress()
+        seq.report_progress()
         try:
             with self._lora.lock:
                 seq.adapters = self._lora.key(request.lora)
@@ -182,7 +182,7 @@ class LlamaEngine:
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
         check_length(len(text), self._preparer.n_ctx, "messages", self._loaded.n_ctx_train)
-        return self._preparer.chat_tokens(request, text, [])
+        return self._preparer.tokenize_chat(request, text, [])
 
     def _render(self, request: GenerateRequest) -> str:
         self._check_open()
@@ -216,7 +216,7 @@ class LlamaEngine:
 
     def _leave_adapters(self) -> bool:
         unloaded = self._lora.removed_stamps()
-        if unloaded and not self._scheduler.forget_adapters(unloaded):
+        if unloaded and not self._scheduler.drop_sequences_with(unloaded):
             return False
         self._lora.release()
         return True
@@ -276,13 +276,13 @@ class LlamaEngine:
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
         if self._cache is None:
             return []
-        tokens = self._cache.search.begun_with(agent, self._lora.key(None), salt)
+        tokens = self._cache.search.agent_prefix(agent, self._lora.key(None), salt)
         return list(takewhile(lambda token: token >= 0, tokens))  # token prompts have no pictures
 
     def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
         if self._cache is not None and not self._loop.n_requests:
-            self._cache.writer.is_leaving = True
+            self._cache.writer.is_exiting = True
             self.flush_blocks()
 
     def warm_up(self) -> None:
@@ -294,7 +294,7 @@ class LlamaEngine:
             # on the decode thread, because OpenMP creates a team of threads for each thread that
             # computes
             self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
-            self._loop.call(lambda: self._scheduler.measure_steps(max(self._loaded.vocab.bos, 0)))
+            self._loop.call(lambda: self._scheduler.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
@@ -339,10 +339,10 @@ class LlamaEngine:
 
     def _set_threads(self, n_threads: int) -> None:
         self._loaded.n_threads = n_threads
-        self._active.set_threads(n_threads)
+        self._context.set_threads(n_threads)
         self._embedder.set_threads(n_threads)
         if self._draft is not None:
-            self._draft.active.set_threads(n_threads)
+            self._draft.context.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the decode thread between two steps, and return its result."""
@@ -354,7 +354,7 @@ class LlamaEngine:
             return
         self._closed = True
         if self._cache is not None:
-            self._cache.writer.is_leaving = True
+            self._cache.writer.is_exiting = True
         self._loop.close()
         for observer in self._scheduler.queue.observers:
             observer.close()

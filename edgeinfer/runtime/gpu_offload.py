@@ -24,7 +24,7 @@ from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.llama import backend_loading, backends, libllama
 from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
@@ -45,7 +45,7 @@ _SWITCH_S = 0.5
 
 @dataclass(eq=False)
 class GpuOffload:
-    """The devices of one engine. `cpu` is the model as first loaded, `active` the context that decodes.
+    """The devices of one engine. `cpu` is the model as first loaded, `context` is what decodes.
 
     `call` runs work between two steps, `prefix_cache` is the engine's, `loaded` the model in use;
     `on_enter` is called between two steps with the model that will decode.
@@ -54,7 +54,7 @@ class GpuOffload:
     files: ModelFiles
     options: LoadOptions
     cpu: LlamaModel
-    active: ActiveContext
+    context: LlamaContext
     lora: LoraAdapters
     scheduler: Scheduler
     call: Callable[[Callable[[], Any]], Any]
@@ -166,13 +166,13 @@ class GpuOffload:
             "gpus": Chosen(", ".join(cards[name] for name in offload.devices), "where the layers are"),
         }
         loaded = replace(loaded, choices=loaded.choices | chosen)
-        active = loaded.active_context()
+        context = loaded.llama_context()
         try:
-            active.adapters = self.lora.open(model)
+            context.adapters = self.lora.open(model)
         except BaseException:
             loaded.free()
             raise
-        return DeviceContext(loaded, active, offload, placement, devices[0].backend)
+        return DeviceContext(loaded, context, offload, placement, devices[0].backend)
 
     def _switch(self, device_context: DeviceContext) -> bool:
         """Decode with `device_context` from now on; return False if a request is too long for it.
@@ -184,18 +184,18 @@ class GpuOffload:
         loaded = device_context.loaded
         if not self.scheduler.evict_to_fit(loaded.n_ctx, loaded.n_cells):
             return False
-        has_copy = self.active.copy_state_to(device_context.active)
-        self.lora.attach(loaded.model, device_context.active.adapters)
+        has_copy = self.context.copy_state_to(device_context.context)
+        self.lora.attach(loaded.model, device_context.context.adapters)
         self.prefix_cache.detach()
         self.scheduler.switch_context(
-            device_context.active, loaded.n_ctx, has_copy=has_copy, on_device=True
+            device_context.context, loaded.n_ctx, has_copy=has_copy, on_device=True
         )
         for cached_seq in self.scheduler.kv.cached_sequences:
             # do not store it: another context computed it, with different rounding
-            cached_seq.is_shifted = True
+            cached_seq.is_storable = False
         self.scheduler.on_failed_step = self._fall_back
         self._device_context = device_context
-        cpu = self.cpu.active_context()
+        cpu = self.cpu.llama_context()
         cpu.clear()
         cpu.cells.give_back()
         self.cpu.stop_streaming()
@@ -212,9 +212,9 @@ class GpuOffload:
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, the CPU continues: %s", names, error.message)
         self.prefix_cache.detach()
-        active = self.cpu.active_context()
-        active.adapters = self.lora.detach()
-        self.scheduler.switch_context(active, self.cpu.n_ctx, has_copy=False, on_device=False)
+        context = self.cpu.llama_context()
+        context.adapters = self.lora.detach()
+        self.scheduler.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
         self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
         self._enter(self.cpu)
         return True
@@ -222,7 +222,7 @@ class GpuOffload:
     def _enter(self, loaded: LlamaModel) -> None:
         self.loaded = loaded
         self.on_enter(loaded)
-        loaded.active_context().set_threads(self.cpu.n_threads)
+        loaded.llama_context().set_threads(self.cpu.n_threads)
         self.prefix_cache.attach(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
@@ -268,10 +268,10 @@ class PrefixCacheSwitch:
     """Opens and closes the prefix cache of the context with which `scheduler` decodes."""
 
     def __init__(
-        self, files: ModelFiles, options: LoadOptions, active: ActiveContext, scheduler: Scheduler
+        self, files: ModelFiles, options: LoadOptions, context: LlamaContext, scheduler: Scheduler
     ) -> None:
         self._files, self._options = files, options
-        self._active = active
+        self._context = context
         self._prefixes, self._queue = scheduler.prefixes, scheduler.queue
         self._kv = scheduler.kv
         self._store: BlockStore | None = None
@@ -285,7 +285,7 @@ class PrefixCacheSwitch:
         """Use `store`. `checked` is the earlier result of the round-trip check. Raises OSError."""
         self._store = store
         self._prefixes.prefix_cache = open_prefix_cache(
-            store, self._files, self._options, loaded, self._active, self._kv, checked
+            store, self._files, self._options, loaded, self._context, self._kv, checked
         )
 
     def detach(self) -> None:
@@ -320,7 +320,7 @@ class DeviceContext:
     """A model's second load, with layers on devices. llama.cpp may read `placement` until freed."""
 
     loaded: LlamaModel
-    active: ActiveContext
+    context: LlamaContext
     offload: Offload
     placement: Placement
     backend: str
@@ -330,13 +330,13 @@ class DeviceContext:
 
         Kernels differ by rows: after 64 tokens, a first prompt of 512 took 5 s on an H200 with Vulkan.
         """
-        batch = Batch.of(self.active, max_outputs=1)
+        batch = Batch.of(self.context, max_outputs=1)
         for n in (min(n_tokens, self.loaded.n_batch), 1):
             batch.clear()
             batch.add([i % self.loaded.vocab.n_vocab for i in range(n)], 0, 0, outputs=1)
-            if code := batch.decode(self.active):
+            if code := batch.decode(self.context):
                 raise libllama.decode_error(code, f"{n} tokens")
-            self.active.remove(0)
+            self.context.remove(0)
 
 
 class OffloadRefused(Exception):

@@ -1,4 +1,4 @@
-"""The KV cache in memory: the tokens and cells of each sequence id, eviction, prefix matches, states.
+"""The KV cache in memory: the tokens and cells of each sequence id, eviction, and prefix matches.
 
 llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
 sets one bit per cell. llama.cpp does not report free cells, so this module accounts for them.
@@ -6,59 +6,13 @@ sets one bit per cell. llama.cpp does not report free cells, so this module acco
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
-
-from edgeinfer.runtime.events import Divergence, TokenLogprobs
-from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
+from edgeinfer.runtime.events import TokenLogprobs
+from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
-
-#: Offset of a piece that may begin anywhere in a page.
-ANYWHERE = -1
-
-
-class MappedFile:
-    """A file mapped from its first byte on, at `address`; its descriptor is closed with this object."""
-
-    def __init__(self, descriptor: int, address: int) -> None:
-        self.descriptor, self.address = descriptor, address
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
-class State(msgspec.Struct, frozen=True):
-    """The state of a sequence as bytes: `pieces` that are cells of a tensor, and the metadata between.
-
-    `places` are the best offsets within a page, or ANYWHERE. `file` is the file that the pieces are
-    views of, None for other memory.
-    """
-
-    pieces: tuple[memoryview, ...]
-    places: tuple[int, ...]
-    file: MappedFile | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        sizes = (piece.nbytes for piece in self.pieces)
-        return tuple(zip(sizes, self.places, strict=True))
-
-    def join_pieces(self) -> memoryview:
-        return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))
-
-
-def as_state(state: memoryview) -> State:
-    """Make a state of one piece, which may lie anywhere."""
-    return State((state,), (ANYWHERE,))
-
 
 #: Adapters that a sequence was computed with: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
@@ -72,8 +26,8 @@ _SHORT_IDLE_TOKENS = 192
 _SHORT_IDLE_CELLS = 384
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
-    """Return the length of the longest common prefix of two lists, known to agree before `start`."""
+def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> int:
+    """Return the length of the common prefix of two lists, which are known to agree before `start`."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -104,8 +58,8 @@ class CachedSequence:
     """Tokens and cells of one sequence id (llama-server: a slot); several may share `cells`.
 
     Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation`
-    names its last owner. `is_shifted`: its keys were rotated, or copied from another context, so it is
-    not stored on disk. Its first `n_unchanged` tokens have not changed since the last store; those from
+    names its last owner. It is not `is_storable` (on disk) if its keys were rotated, or copied from
+    another context. Its first `n_unchanged` tokens have not changed since the last store; those from
     `memory_only_from` on are never stored. `is_prefetched`: prefilled for a request that is still
     expected. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
     """
@@ -114,13 +68,13 @@ class CachedSequence:
     adapters: AdapterKey
     salt: str = ""
     conversation: str = ""
-    is_shifted: bool = False
+    is_storable: bool = True
     n_unchanged: int = 0
     memory_only_from: int | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)
     tokens: PromptTokens = field(default_factory=PromptTokens)
     cells: list[int] = field(default_factory=list)
-    active: bool = True
+    in_use: bool = True
     pinned: bool = False
     is_private: bool = False
     is_prefetched: bool = False
@@ -164,11 +118,11 @@ class KvCache:
         self.cached_sequences: list[CachedSequence] = []
 
     def resize(self, n_cells: int) -> None:
-        """Go on in a memory of `n_cells`, at least those in use, which are its first ones."""
+        """Continue in a memory of `n_cells`, whose first ones hold what the used cells held."""
         used = [cell for cell, n in enumerate(self._ref_counts) if n]
-        numbers = {cell: number for number, cell in enumerate(used)}
+        new_cells = {cell: new_cell for new_cell, cell in enumerate(used)}
         for cached_seq in self.cached_sequences:
-            cached_seq.cells = [numbers[cell] for cell in cached_seq.cells]
+            cached_seq.cells = [new_cells[cell] for cell in cached_seq.cells]
         self._ref_counts = [self._ref_counts[cell] for cell in used] + [0] * (n_cells - len(used))
         self._free_cells = list(range(n_cells - 1, len(used) - 1, -1))
         self.n_cells = n_cells
@@ -179,7 +133,7 @@ class KvCache:
 
     @property
     def pinned_cells(self) -> int:
-        """Return the number of cells of pinned prompts, the first cells of the cache."""
+        """Number of cells of pinned prompts, the first cells of the cache."""
         return len({cell for c in self.cached_sequences if c.pinned for cell in c.cells})
 
     @property
@@ -207,14 +161,14 @@ class KvCache:
             if n_top is not None:
                 n_logprobs = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
                 shared = min(n_logprobs, max(0, shared - 1))
-            n = self._usable(cached_seq, tokens.cut(min(shared, limit)))
+            n = self._count_usable(cached_seq, tokens.cut(min(shared, limit)))
             if n > length or (
-                n == length and n and best is not None and best.active and not cached_seq.active
+                n == length and n and best is not None and best.in_use and not cached_seq.in_use
             ):
                 best, length = cached_seq, n
         return best, length
 
-    def _usable(self, cached_seq: CachedSequence, n: int) -> int:
+    def _count_usable(self, cached_seq: CachedSequence, n: int) -> int:
         """Count the usable of `n` tokens: other sequences may own cells that a window has passed."""
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
@@ -222,7 +176,7 @@ class KvCache:
         first = self._memory.first_position(cached_seq.seq_id) if self._window else 0
         return 0 if first > max(0, n - self._window) else n
 
-    def claim(
+    def allocate(
         self,
         tokens: PromptTokens,
         adapters: AdapterKey,
@@ -231,23 +185,23 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> CachedSequence | None:
-        """Return a cached sequence with the longest prefix of `tokens`; None if every id is active."""
+        """Return a cached sequence with the longest prefix of `tokens`; None if every id is in use."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
-        if source is not None and not source.active and not source.pinned and n == len(source.tokens):
-            source.active = True  # the next turn of the same conversation: go on in place
+        if source is not None and not source.in_use and not source.pinned and n == len(source.tokens):
+            source.in_use = True  # the next turn of the same conversation: continue in place
             return source
-        if not self._free_seq_ids and not self._evict_one(keep=source):
-            if source is None or source.active or source.pinned or not self.truncate(source, n):
+        if not self._free_seq_ids and not self._evict_lru(except_for=source):
+            if source is None or source.in_use or source.pinned or not self.truncate(source, n):
                 return None
-            source.active = True
+            source.in_use = True
             return source
         cached_seq = CachedSequence(self._free_seq_ids.pop(), adapters, salt)
         self.cached_sequences.append(cached_seq)
         if source is not None and n:
-            self._share(source, cached_seq, n)
+            self._copy_prefix(source, cached_seq, n)
         return cached_seq
 
-    def _share(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
+    def _copy_prefix(self, source: CachedSequence, target: CachedSequence, n: int) -> None:
         end_position = -1 if n == len(source.tokens) else source.tokens.position(n)
         self._memory.copy(source.seq_id, target.seq_id, end_position)
         if self.checkpoints is not None and n < len(source.tokens):
@@ -256,7 +210,7 @@ class KvCache:
                 self._memory.remove(target.seq_id, -1, -1)
                 return
             self.checkpoints.add(target.checkpoints, checkpoint)
-        target.is_shifted = source.is_shifted
+        target.is_storable = source.is_storable
         if source.memory_only_from is not None and source.memory_only_from < n:
             target.memory_only_from = source.memory_only_from
         target.n_top, target.logprobs = source.n_top, source.logprobs[:n]
@@ -265,7 +219,7 @@ class KvCache:
         for cell in target.cells:
             self._ref_counts[cell] += 1
 
-    def extend(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
+    def record_computed(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
         """Record that `tokens` were computed and stored after the others."""
         for _ in tokens:
             cell = self._free_cells.pop()
@@ -278,10 +232,10 @@ class KvCache:
         if n == len(cached_seq.tokens):
             return True
         position = cached_seq.tokens.position(n)
-        cut = self._restore_checkpoint(cached_seq, n) and self._memory.remove(
+        is_supported = self._restore_checkpoint(cached_seq, n) and self._memory.remove(
             cached_seq.seq_id, position, -1
         )
-        if not cut:
+        if not is_supported:
             self._memory.remove(cached_seq.seq_id, -1, -1)
             n = 0
         self._release_cells(cached_seq.cells[n:])
@@ -293,7 +247,7 @@ class KvCache:
             cached_seq.memory_only_from = min(cached_seq.memory_only_from, n)
         if self.checkpoints is not None:
             self.checkpoints.drop_after(cached_seq.checkpoints, n)
-        return cut
+        return is_supported
 
     def _restore_checkpoint(self, cached_seq: CachedSequence, n: int) -> bool:
         if self.checkpoints is None or not n:
@@ -303,8 +257,8 @@ class KvCache:
             return False
         return self.checkpoints.restore(cached_seq.seq_id, checkpoint)
 
-    def keep_in_memory(self, cached_seq: CachedSequence) -> None:
-        """Exclude tokens that are added from now on from the on-disk cache."""
+    def exclude_from_disk(self, cached_seq: CachedSequence) -> None:
+        """Never store the tokens that are added from now on."""
         if cached_seq.memory_only_from is None:
             cached_seq.memory_only_from = len(cached_seq.tokens)
 
@@ -328,38 +282,38 @@ class KvCache:
             if not self._ref_counts[cell]:
                 self._free_cells.append(cell)
 
-    def shift(self, cached_seq: CachedSequence, keep: int, drop: int) -> bool:
-        """Drop `drop` tokens after the first `keep`; return False if moved cells are shared."""
-        if not self.supports_truncation or any(
-            self._ref_counts[cell] > 1 for cell in cached_seq.cells[keep:]
-        ):
+    def shift(self, cached_seq: CachedSequence, n_keep: int, n_discard: int) -> bool:
+        """Discard tokens after the first `n_keep`; return False if cells that would move are shared."""
+        is_shared = any(self._ref_counts[cell] > 1 for cell in cached_seq.cells[n_keep:])
+        if is_shared or not self.supports_truncation:
             return False
-        if not self._memory.remove(cached_seq.seq_id, keep, keep + drop):
+        discarded = slice(n_keep, n_keep + n_discard)
+        if not self._memory.remove(cached_seq.seq_id, discarded.start, discarded.stop):
             return False
-        self._memory.shift(cached_seq.seq_id, keep + drop, -drop)
-        cached_seq.is_shifted = True
+        self._memory.shift(cached_seq.seq_id, discarded.stop, -n_discard)
+        cached_seq.is_storable = False
         cached_seq.logprobs = []
-        self._release_cells(cached_seq.cells[keep : keep + drop])
-        del cached_seq.tokens[keep : keep + drop], cached_seq.cells[keep : keep + drop]
-        cached_seq.n_unchanged = min(cached_seq.n_unchanged, keep)
+        self._release_cells(cached_seq.cells[discarded])
+        del cached_seq.tokens[discarded], cached_seq.cells[discarded]
+        cached_seq.n_unchanged = min(cached_seq.n_unchanged, n_keep)
         return True
 
     def release(self, cached_seq: CachedSequence, *, keep: bool) -> None:
         """End the use of a sequence; if `keep`, later requests may reuse its tokens."""
         self._clock += 1
-        cached_seq.active, cached_seq.used_at = False, self._clock
+        cached_seq.in_use, cached_seq.used_at = False, self._clock
         cached_seq.logprobs = cached_seq.logprobs[: max(0, len(cached_seq.tokens) - 1)]
         if not keep or not cached_seq.tokens:
             self._remove(cached_seq)
         self._limit_short_idle()
 
     def _limit_short_idle(self) -> None:
-        if sum(c.active for c in self.cached_sequences) < _MANY_RUNNING:
+        if sum(c.in_use for c in self.cached_sequences) < _MANY_RUNNING:
             return
         idle = [
             c
             for c in self.cached_sequences
-            if not (c.active or c.pinned) and len(c.tokens) < _SHORT_IDLE_TOKENS
+            if not (c.in_use or c.pinned) and len(c.tokens) < _SHORT_IDLE_TOKENS
         ]
         cells_left = _SHORT_IDLE_CELLS
         for cached_seq in sorted(idle, key=lambda c: -c.used_at):
@@ -368,7 +322,7 @@ class KvCache:
                 self.drop(cached_seq)
 
     def drop(self, cached_seq: CachedSequence) -> None:
-        """Forget a cached sequence, and free the cells that no other sequence shares."""
+        """Drop a cached sequence, and free the cells that no other sequence shares."""
         self.before_drop(cached_seq)
         self._remove(cached_seq)
 
@@ -378,81 +332,27 @@ class KvCache:
         if self.checkpoints is not None:
             self.checkpoints.drop_after(cached_seq.checkpoints)
         cached_seq.tokens, cached_seq.cells = PromptTokens(), []
-        cached_seq.active = False
+        cached_seq.in_use = False
         self.cached_sequences.remove(cached_seq)
         self._free_seq_ids.append(cached_seq.seq_id)
 
-    def drop_idle(self, *, pinned: bool = False) -> None:
-        """Drop every sequence that no request uses; pinned ones too, if `pinned`."""
+    def drop_idle(self, *, include_pinned: bool = False) -> None:
+        """Drop every sequence that no request uses; pinned ones too, if `include_pinned`."""
         for cached_seq in [
-            c for c in self.cached_sequences if not c.active and (pinned or not c.pinned)
+            c for c in self.cached_sequences if not c.in_use and (include_pinned or not c.pinned)
         ]:
             self.drop(cached_seq)
 
     def make_room(self, n: int) -> bool:
         """Evict (LRU, pinned last) until `n` cells are free; return False if too few can be."""
         while len(self._free_cells) < n:
-            if not self._evict_one():
+            if not self._evict_lru():
                 return False
         return True
 
-    def _evict_one(self, keep: CachedSequence | None = None) -> bool:
-        idle = [c for c in self.cached_sequences if not c.active and c is not keep]
+    def _evict_lru(self, except_for: CachedSequence | None = None) -> bool:
+        idle = [c for c in self.cached_sequences if not c.in_use and c is not except_for]
         if not idle:
             return False
         self.drop(min(idle, key=lambda c: (c.pinned, c.used_at)))
         return True
-
-
-#: Tokens of text shown on each side of a divergence.
-_AROUND = 12
-
-
-@dataclass(frozen=True, slots=True)
-class LongestMatch:
-    """The cached sequence closest to a prompt: `n` tokens agree, then `continuation` follows."""
-
-    n: int = 0
-    continuation: tuple[int, ...] = ()
-
-
-def find_longest_match(
-    cached_sequences: Iterable[CachedSequence], tokens: Sequence[int], adapters: AdapterKey, salt: str
-) -> LongestMatch:
-    """Find the longest match of `tokens` among the sequences that its request may reuse.
-
-    All clients share a pinned prompt, but no cache report shows its text.
-    """
-    best = LongestMatch()
-    for cached_seq in cached_sequences:
-        if not cached_seq.is_reusable_with(adapters, salt):
-            continue
-        n = common_prefix(cached_seq.tokens, tokens)
-        if n > best.n:
-            continuation = () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _AROUND])
-            best = LongestMatch(n, continuation)
-    return best
-
-
-def describe_divergence(
-    prompt: Sequence[int], best: LongestMatch, cached: int, detokenize: Callable[[Sequence[int]], bytes]
-) -> Divergence:
-    """Describe where `prompt`, of which `cached` tokens were cached, diverges."""
-    n_agree = max(best.n, cached)
-    if n_agree >= len(prompt) - 1:
-        return Divergence(n_tokens=len(prompt), cause="none")
-    continuation = best.continuation if n_agree == best.n else ()
-    cause: Literal["text", "end", "nothing"] = "text" if continuation else "end"
-    if not n_agree:
-        cause = "nothing"
-
-    def text(tokens: Sequence[int]) -> str:
-        return detokenize(text_only(tokens)).decode("utf-8", "replace")
-
-    return Divergence(
-        n_tokens=n_agree,
-        cause=cause,
-        before=text(prompt[max(0, n_agree - _AROUND) : n_agree]),
-        here=text(prompt[n_agree : n_agree + _AROUND]),
-        there=text(continuation),
-    )

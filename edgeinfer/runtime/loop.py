@@ -53,12 +53,12 @@ class DecodeLoop:
             if self._n_requests >= self._capacity:
                 raise QueueFullError(f"the queue is full: {self._n_requests} requests run or wait")
             self._n_requests += 1
-            seq.wake = self.wake
+            seq.wake_loop = self.wake
             self._inbox.put(seq)
             self._start()
             self._changed.notify_all()
         if not seq.is_prefill_only:
-            self._scheduler.executor.cancellation.for_incoming_request(len(seq.tokens))
+            self._scheduler.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the loop's thread between two steps; return or raise its result."""
@@ -97,7 +97,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        self._scheduler.executor.low_priority.end()
+        self._scheduler.executor.low_priority.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -147,13 +147,13 @@ class DecodeLoop:
             if not self._queue.is_empty:
                 self._run_guarded(self._scheduler.step)
             elif self._jobs.empty():
-                self._run_guarded(self._scheduler.do_chore)
+                self._run_guarded(self._scheduler.do_idle_work)
 
     def _has_more(self) -> bool:
         """Wait for work; return False if the thread must end. A closed loop cancels its requests."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
-                self._changed.wait(self._scheduler.chore_due_in_s())
+                self._changed.wait(self._scheduler.idle_work_due_in_s())
             if self._closed:
                 self._drain_inbox()
                 for seq in [*self._queue.running, *self._queue.waiting]:
@@ -165,7 +165,7 @@ class DecodeLoop:
 
     def _has_work(self) -> bool:
         is_idle = self._queue.is_empty and self._inbox.empty() and self._jobs.empty()
-        return not is_idle or self._scheduler.chore_due_in_s() == 0.0
+        return not is_idle or self._scheduler.idle_work_due_in_s() == 0.0
 
     def _gather(self) -> None:
         """Wait for the rest of a burst: 8 streams that start one by one lose 2 % of their rate."""

@@ -36,12 +36,6 @@ _AUTO_MAX_TOKENS = 131_072
 #: A quantized cache is slower to attend to: it is chosen only if f16 does not hold this many tokens, or
 #: as many as the model was trained on.
 _AMPLE_TOKENS = 32_768
-#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
-#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
-_DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: Most rows that every kernel multiplies alike; for other types, some larger number switches the
-#: kernel.
-_DOT_ROWS = 3
 #: Cells of the shared KV cache that every sequence can count on when all are busy.
 _CELLS_PER_SEQUENCE = 1024
 
@@ -142,11 +136,6 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
             round_up_cells(fits), f"half of the {free_bytes // _MIB} MiB that are free for it"
         )
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
-
-
-def invariant_rows(n_batch: int, file_type: int) -> int:
-    """Return the tokens of a batch up to which llama.cpp's kernels are batch-invariant."""
-    return n_batch if file_type in _DOT_ONLY else _DOT_ROWS
 
 
 #: Tokens a step may verify for one sequence beyond its next one (speculative decoding).

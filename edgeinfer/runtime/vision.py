@@ -24,7 +24,6 @@ from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.media.pictures import Picture, decode
 from edgeinfer.platform.disk import CacheTable, stamps
 from edgeinfer.platform.process import child_command, lower_thread_priority
-from edgeinfer.runtime.kv_cache import as_state
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
@@ -32,6 +31,7 @@ from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_toke
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prompt_tokens import row_tokens
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sequence_state import as_state
 
 Rows = npt.NDArray[np.float32]
 

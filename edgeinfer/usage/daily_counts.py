@@ -150,9 +150,9 @@ class _AnswerObserver(SequenceObserver):
     def on_event(self, event: Event) -> None:
         self.collected.add(event)
 
-    def on_end(self, end: Finished | EngineError, n_broken_calls: int) -> None:
-        if isinstance(end, Finished):
-            self.collected.add(end)
+    def on_end(self, last_event: Finished | EngineError, n_broken_calls: int) -> None:
+        if isinstance(last_event, Finished):
+            self.collected.add(last_event)
             self._recorder.note(self, n_broken_calls)
 
 

@@ -40,7 +40,7 @@ from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import find_devices
 from edgeinfer.runtime.llama import backend_loading, libllama
 from edgeinfer.runtime.llama.backends import OffloadRequest
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.model import load_model, open_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.memory_plan import make_offload
@@ -140,15 +140,15 @@ def texts(path: str) -> None:
         report("texts", side=name, **offload, equal=n_equal, prompts=len(PROMPTS), messages=messages)
 
 
-def _logits(active: ActiveContext, n_vocab: int, tokens: list[int]) -> npt.NDArray[np.float64]:
+def _logits(context: LlamaContext, n_vocab: int, tokens: list[int]) -> npt.NDArray[np.float64]:
     """Return log-probabilities of every position, the last one computed by itself."""
-    batch = Batch.of(active, max_outputs=len(tokens) - 1)
+    batch = Batch.of(context, max_outputs=len(tokens) - 1)
     rows = []
     for start, stop in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
         batch.clear()
         batch.add(tokens[start:stop], start, 0, outputs=stop - start)
-        assert not batch.decode(active)
-        rows.append(np.array(active.rows(stop - start, n_vocab), np.float64))
+        assert not batch.decode(context)
+        rows.append(np.array(context.rows(stop - start, n_vocab), np.float64))
     logits = np.concatenate(rows)
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -162,11 +162,11 @@ def logits(path: str, kv_type: str = "f16") -> None:
 
     def compute(model: Any) -> npt.NDArray[np.float64]:
         limits = {"n_cells": 1024, "n_batch": 512, "n_seq_max": 2, "n_threads": cpu.n_threads}
-        active = open_context(model, options, n_outputs=len(tokens), **limits)
+        context = open_context(model, options, n_outputs=len(tokens), **limits)
         try:
-            return _logits(active, cpu.vocab.n_vocab, tokens)
+            return _logits(context, cpu.vocab.n_vocab, tokens)
         finally:
-            active.free()
+            context.free()
 
     expected = compute(cpu.model)
     for layers in ("all", (cpu.shape.n_layer + 1) // 2):
@@ -211,7 +211,7 @@ def plan(path: str) -> None:
 
 
 def blocks(path: str) -> None:
-    writer._WORTH_WRITING_S = 0.0  # a device prefills too fast for a file otherwise
+    writer._MIN_PREFILL_S = 0.0  # a device prefills too fast for a file otherwise
     for name in ("none", "all", "half"):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             answers, n_disk = [], 0
@@ -312,7 +312,7 @@ def lose_context() -> None:
 
 
 def lost(when: str, path: str) -> None:
-    writer._WORTH_WRITING_S = 0.0
+    writer._MIN_PREFILL_S = 0.0
     temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with temporary as folder, open_engine(path) as engine:
         expected = answer(engine, PROMPTS[0], 16)

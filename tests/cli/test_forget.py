@@ -6,12 +6,12 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
-from edgeinfer.runtime.kv_cache import as_state
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.block_names import model_key
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
+from edgeinfer.runtime.sequence_state import as_state
 
 
 def keep(model: str) -> None:

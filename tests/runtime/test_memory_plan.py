@@ -17,7 +17,6 @@ from edgeinfer.runtime.memory_plan import (
     choose_threads,
     disk_pace,
     disk_warning,
-    invariant_rows,
     make_exact_plan,
     make_offload,
     make_plan,
@@ -87,12 +86,6 @@ def test_cells_hold_one_context_or_all_sequences() -> None:
     assert choose_cells(2048, 16, 1 << 17, 16 * GIB).value == 16_384
     assert choose_cells(2048, 16, 1 << 17, 2 * GIB).value == 8192
     assert choose_cells(1000, 1, 1 << 20, GIB).value == 1024
-
-
-def test_how_many_tokens_keep_their_bits_depends_on_the_weights_kernels() -> None:
-    q4_1, q4_k_m = 3, 15
-    assert invariant_rows(512, q4_1) == 512
-    assert invariant_rows(512, q4_k_m) == 3
 
 
 #: An 8B of 32 layers in four bits: 4.6 GiB of weights, 128 KiB of cache a token.

@@ -26,7 +26,7 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.kv_cache import common_prefix
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
@@ -133,7 +133,7 @@ def engine(loaded_engine: LlamaEngine) -> LlamaEngine:
 def spans_of(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[int], list[Span]]:
     spans: list[Span] = []
     prompt = engine._chat_format.render(request)
-    return engine._preparer.chat_tokens(request, prompt, spans), spans
+    return engine._preparer.tokenize_chat(request, prompt, spans), spans
 
 
 def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndarray:
@@ -323,8 +323,8 @@ def test_picture_is_restored_from_disk(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_before: int, width: int
 ) -> None:
     """A block's 256 tokens end before it, inside it, and behind it."""
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
-    monkeypatch.setattr(cache, "_LONG_BLOCK", 256)
+    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
+    monkeypatch.setattr(cache, "_LONG_BLOCK_TOKENS", 256)
     asked, other = (
         chat(WORDS * n_before, picture(width=width), WORDS, picture(flip=1), WORDS, question)
         for question in ("What is in it?", "Where was it taken?")
@@ -421,9 +421,9 @@ def test_aborted_step_of_a_picture_is_computed_again(
     batch = engine._scheduler.executor.batch
     decode, n_steps = batch.decode, 0
 
-    def abort(active: ActiveContext) -> int:
+    def abort(context: LlamaContext) -> int:
         nonlocal n_steps
-        code = decode(active)
+        code = decode(context)
         n_steps += batch._pictures is not None
         return 2 if batch._pictures is not None and n_steps in (1, 3) else code
 

@@ -109,18 +109,18 @@ def digest(path: Path, plan: StreamingPlan | None) -> str:
     try:
         if plan is not None:
             stream(loaded, path, plan)
-        active = loaded.active_context()
-        batch = Batch.of(active, max_outputs=2)
+        context = loaded.llama_context()
+        batch = Batch.of(context, max_outputs=2)
         chunks = [(0, 70), *((70 + i, 71 + i) for i in range(6)), (76, 80)]
         for seq_ids in ((0,), (0, 1)):
-            active.clear()
+            context.clear()
             for start, stop in chunks:
                 batch.clear()
                 for seq_id in seq_ids:
                     tokens = [(7 * i + seq_id) % n_vocab for i in range(start, stop)]
                     batch.add(tokens, start, seq_id, outputs=1)
-                assert batch.decode(active) == 0
-                logits.update(active.rows(len(seq_ids), n_vocab).tobytes())
+                assert batch.decode(context) == 0
+                logits.update(context.rows(len(seq_ids), n_vocab).tobytes())
         return logits.hexdigest()
     finally:
         loaded.free()

@@ -28,9 +28,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgeinfer.runtime.kv_cache import MappedFile
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.mappings import DONTNEED, POPULATE_WRITE, Range, advise, areas, map_zeros
+from edgeinfer.runtime.sequence_state import MappedFile
 
 Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)

@@ -18,39 +18,39 @@ from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
-class ActiveContext:
-    """The context that decodes, and the sequences of its KV cache. For one thread.
+class LlamaContext:
+    """A llama_context, and the sequences of its KV cache. For one thread.
 
-    `context` is llama.cpp's pointer; `cells` is the memory of its KV cache; `adapters` maps file stamps
+    `pointer` is llama.cpp's; `cells` is the memory of its KV cache; `adapters` maps file stamps
     to the model's LoRA adapters.
     """
 
-    __slots__ = ("adapters", "cells", "context", "memory")
+    __slots__ = ("adapters", "cells", "memory", "pointer")
 
-    def __init__(self, context: Any, cells: CellMemory = NO_CELLS) -> None:
-        self.context = context
-        self.memory = L.llama_get_memory(context) if context else None
+    def __init__(self, pointer: Any, cells: CellMemory = NO_CELLS) -> None:
+        self.pointer = pointer
+        self.memory = L.llama_get_memory(pointer) if pointer else None
         self.cells = cells
         self.adapters: dict[str, LoadedAdapter] = {}
 
-    def replace(self, other: ActiveContext) -> None:
-        self.context, self.memory = other.context, other.memory
+    def replace(self, other: LlamaContext) -> None:
+        self.pointer, self.memory = other.pointer, other.memory
         self.cells, self.adapters = other.cells, other.adapters
 
     @property
     def n_cells(self) -> int:
-        return int(L.llama_n_ctx(self.context))
+        return int(L.llama_n_ctx(self.pointer))
 
     def set_threads(self, n: int) -> None:
-        L.llama_set_n_threads(self.context, n, n)
+        L.llama_set_n_threads(self.pointer, n, n)
 
     def free(self) -> None:
         """Free the context. Idempotent."""
-        if self.context:
+        if self.pointer:
             self.cells.forget_order()
             with suppress(DecodeError):  # a lost device keeps its memory
-                libllama.call(L.llama_free, self.context)
-            self.context = self.memory = None
+                libllama.call(L.llama_free, self.pointer)
+            self.pointer = self.memory = None
 
     def remove(self, seq_id: int, start: int = -1, stop: int = -1) -> bool:
         return bool(L.llama_memory_seq_rm(self.memory, seq_id, start, stop))
@@ -69,22 +69,22 @@ class ActiveContext:
         if self.memory:
             L.llama_memory_clear(self.memory, zeros)
 
-    def copy_state_to(self, target: ActiveContext) -> bool:
+    def copy_state_to(self, target: LlamaContext) -> bool:
         """Copy the computed state of this context to `target`; return False if it does not fit.
 
         Raises DecodeError if a device fails.
         """
-        state = np.empty(int(L.llama_state_get_size(self.context)), np.uint8)
+        state = np.empty(int(L.llama_state_get_size(self.pointer)), np.uint8)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        n = int(L.llama_state_get_data(self.context, pointer, len(state)))
-        return bool(n and libllama.call(L.llama_state_set_data, target.context, pointer, n) == n)
+        n = int(L.llama_state_get_data(self.pointer, pointer, len(state)))
+        return bool(n and libllama.call(L.llama_state_set_data, target.pointer, pointer, n) == n)
 
     def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """View the logits of the last batch's token `index`, valid until the next decode.
 
         Raises DecodeError if the token has none.
         """
-        pointer = L.llama_get_logits_ith(self.context, index)
+        pointer = L.llama_get_logits_ith(self.pointer, index)
         if not pointer:
             raise DecodeError(f"token {index} of the batch has no logits")
         return _floats(pointer, n_vocab)
@@ -97,11 +97,11 @@ class ActiveContext:
         """
         if not n_outputs:
             return np.empty((0, n_vocab), np.float32)
-        return _floats(L.llama_get_logits(self.context), n_outputs * n_vocab).reshape(-1, n_vocab)
+        return _floats(L.llama_get_logits(self.pointer), n_outputs * n_vocab).reshape(-1, n_vocab)
 
     def embedding(self, seq_id: int, width: int) -> npt.NDArray[np.float64]:
         """Return a copy of the pooled embedding of a sequence. Raises DecodeError without one."""
-        pointer = L.llama_get_embeddings_seq(self.context, seq_id)
+        pointer = L.llama_get_embeddings_seq(self.pointer, seq_id)
         if not pointer:
             raise DecodeError("llama.cpp gave no embedding")
         return _floats(pointer, width).astype(np.float64)
@@ -152,15 +152,15 @@ class Batch:
         self.n_outputs = 0
 
     @classmethod
-    def of(cls, active: ActiveContext, *, max_outputs: int) -> Batch:
+    def of(cls, context: LlamaContext, *, max_outputs: int) -> Batch:
         """Make the largest batch that a context accepts."""
-        model = L.llama_get_model(active.context)
+        model = L.llama_get_model(context.pointer)
         return cls(
-            capacity=L.llama_n_batch(active.context),
+            capacity=L.llama_n_batch(context.pointer),
             max_outputs=max_outputs,
             n_vocab=L.llama_vocab_n_tokens(L.llama_model_get_vocab(model)),
-            n_seq_max=L.llama_n_seq_max(active.context),
-            n_cells=active.n_cells,
+            n_seq_max=L.llama_n_seq_max(context.pointer),
+            n_cells=context.n_cells,
         )
 
     def clear(self) -> None:
@@ -242,31 +242,31 @@ class Batch:
         self._native.pos = positions.ctypes.data_as(_I32)
         self._native.embd = rows.ctypes.data_as(_F32) if rows is not None else None
 
-    def decode(self, active: ActiveContext) -> int:
+    def decode(self, context: LlamaContext) -> int:
         """Run llama_decode and return its code: 0, 1 without free KV cells, 2 if aborted,
         MISSED_ADAPTER; negative is fatal. Raises DecodeError if streamed weights could not be read.
         """
         self._write()
         code = self._adapters.run(
-            lambda: self._run(active.context), active.adapters, self.n_tokens, self.n_outputs
+            lambda: self._run(context.pointer), context.adapters, self.n_tokens, self.n_outputs
         )
         streaming.check()
         return code
 
-    def _run(self, context: Any) -> int:
+    def _run(self, pointer: Any) -> int:
         if self._is_causal:
-            return libllama.decode(context, self._native)
-        L.llama_set_causal_attn(context, False)
+            return libllama.decode(pointer, self._native)
+        L.llama_set_causal_attn(pointer, False)
         try:
-            return libllama.decode(context, self._native)
+            return libllama.decode(pointer, self._native)
         finally:
-            L.llama_set_causal_attn(context, True)
+            L.llama_set_causal_attn(pointer, True)
 
 
 class AbortFlag:
     """Ends a llama_decode early.
 
-    Any thread may call `ask`; only the decode thread calls the other methods.
+    Any thread may call `set`; only the decode thread calls the other methods.
 
     llama.cpp calls back before each node of its graph. A Python callback would take the GIL thousands
     of times per step. libc's `strlen` over our buffer needs no GIL: "" continues, "x" aborts.
@@ -277,13 +277,13 @@ class AbortFlag:
         strlen = ctypes.CDLL(None).strlen
         self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
 
-    def put_on(self, context: Any) -> None:
-        """Make the computations of `context` abortable."""
+    def install(self, pointer: Any) -> None:
+        """Make the computations of a context abortable; `pointer` is llama.cpp's."""
         libllama.lib().llama_set_abort_callback(
-            context, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
+            pointer, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
         )
 
-    def ask(self) -> None:
+    def set(self) -> None:
         """Abort the running llama_decode, or the next one; it returns 2."""
         self._text[0] = b"x"
 

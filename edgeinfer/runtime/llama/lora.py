@@ -16,7 +16,7 @@ from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.platform.disk import stamps
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.row_adapters import LoadedAdapter
 from edgeinfer.runtime.options import MOST_ALPHA, Adapter
@@ -34,14 +34,14 @@ class LoraAdapters:
     the two.
     """
 
-    def __init__(self, model: Any, active: ActiveContext, adapters: Sequence[Adapter]) -> None:
+    def __init__(self, model: Any, context: LlamaContext, adapters: Sequence[Adapter]) -> None:
         """Raises ModelLoadError."""
         self.lock = threading.Lock()
-        self._active = active
+        self._context = context
         self._named: dict[str, tuple[Adapter, str]] = {}
         self._current: AdapterKey = ()
-        self._context = active.context
-        self._homes: list[tuple[Any, Held]] = [(model, active.adapters)]
+        self._pointer = context.pointer
+        self._homes: list[tuple[Any, Held]] = [(model, context.adapters)]
         #: Whether kernels add adapters to single rows. Recurrent models reorder the rows of a batch.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
@@ -72,7 +72,7 @@ class LoraAdapters:
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
         """Return the `adapters` that llama.cpp computes, which all rows of a step must share."""
-        loaded = self._active.adapters
+        loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
@@ -80,22 +80,22 @@ class LoraAdapters:
 
         After a change, llama.cpp reserves its graph again.
         """
-        context = self._active.context
-        if adapters == self._current and context is self._context:
+        pointer = self._context.pointer
+        if adapters == self._current and pointer is self._pointer:
             return
         pointers = (L.llama_adapter_lora_p_ctypes * max(1, len(adapters)))(
-            *(self._active.adapters[stamp].pointer for stamp, _ in adapters)
+            *(self._context.adapters[stamp].pointer for stamp, _ in adapters)
         )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
-        if L.llama_set_adapters_lora(context, pointers, len(adapters), scales):
+        if L.llama_set_adapters_lora(pointer, pointers, len(adapters), scales):
             raise DecodeError("llama.cpp refused the LoRA adapters")
-        self._current, self._context = adapters, context
+        self._current, self._pointer = adapters, pointer
 
     def leave_kernels(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
         _log.warning("the kernels cannot add the LoRA adapters of this model: llama.cpp does")
         self.has_kernels = False
-        for loaded in self._active.adapters.values():
+        for loaded in self._context.adapters.values():
             loaded.leave_kernels()
 
     def change(self, adapters: Sequence[Adapter]) -> None:

@@ -16,7 +16,7 @@ from edgeinfer.errors import ModelLoadError, OutOfMemoryError, UsageError
 from edgeinfer.platform.machine import Machine, read_machine, read_rate
 from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_memory, sparse_buffers
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, free_model, open_model, tensor_sizes
 from edgeinfer.runtime.memory_plan import Plan, StreamingPlan, disk_warning, make_exact_plan
@@ -101,8 +101,8 @@ class LlamaModel:
         text = libllama.L.llama_model_chat_template(self.model, name.encode() if name else None)
         return text.decode("utf-8", "replace") if text else ""
 
-    def active_context(self) -> ActiveContext:
-        return ActiveContext(self.context, self.cells)
+    def llama_context(self) -> LlamaContext:
+        return LlamaContext(self.context, self.cells)
 
     def start_streaming(self, files: ModelFiles, plan: StreamingPlan | None) -> None:
         """Stream the weights that do not fit into memory from the next step on."""
@@ -117,7 +117,7 @@ class LlamaModel:
     def free(self) -> None:
         """Free context and model. Idempotent; no pointer may be used afterwards."""
         self.stop_streaming()
-        self.active_context().free()
+        self.llama_context().free()
         if self.model:
             free_model(self.model)
         self.context = self.model = self.memory = None
@@ -339,7 +339,7 @@ def open_context(
     n_threads: int,
     n_outputs: int = 0,
     pooling: int | None = None,
-) -> ActiveContext:
+) -> LlamaContext:
     """Make another context for a model; with `pooling` (llama.cpp's number) it embeds.
 
     Raises ModelLoadError, OutOfMemoryError.
@@ -351,7 +351,7 @@ def open_context(
         params.embeddings = True
         params.pooling_type = pooling
     context, lines, buffers = make_context(model, params)
-    return ActiveContext(context, _kv_cells(buffers, lines, (), n_cells))
+    return LlamaContext(context, _kv_cells(buffers, lines, (), n_cells))
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:

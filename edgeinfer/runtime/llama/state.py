@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.runtime.kv_cache import ANYWHERE, State, as_state
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, StatePiece
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
+from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
 #: Flag of llama.cpp: only the recurrent part of a state.
 _PARTIAL_ONLY = 1
@@ -36,10 +36,10 @@ class SequenceStates:
     """
 
     def __init__(
-        self, active: ActiveContext, scratch: int, *, supports_truncation: bool = True
+        self, context: LlamaContext, scratch: int, *, supports_truncation: bool = True
     ) -> None:
         self._llama = libllama.lib()
-        self._active = active
+        self._context = context
         self._scratch = scratch
         self._supports_truncation = supports_truncation
 
@@ -57,11 +57,11 @@ class SequenceStates:
         the position after a number of tokens.
         """
         low, high = position(start), position(stop)
-        first = self._llama.llama_memory_seq_pos_min(self._active.memory, seq_id)
+        first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
         if self._supports_truncation and first > low:
             return None  # cells that a sliding window has passed may have been taken for others
         self._clear()
-        self._llama.llama_memory_seq_cp(self._active.memory, seq_id, self._scratch, low, high)
+        self._llama.llama_memory_seq_cp(self._context.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(stop - start, start + shift)
         self._clear()
         return state
@@ -71,7 +71,7 @@ class SequenceStates:
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:
-            self._llama.llama_memory_seq_cp(self._active.memory, self._scratch, seq_id, -1, -1)
+            self._llama.llama_memory_seq_cp(self._context.memory, self._scratch, seq_id, -1, -1)
         self._clear()
         return done
 
@@ -84,14 +84,14 @@ class SequenceStates:
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:
-        self._llama.llama_memory_seq_rm(self._active.memory, self._scratch, -1, -1)
+        self._llama.llama_memory_seq_rm(self._context.memory, self._scratch, -1, -1)
 
     def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
-        cells = self._active.cells
+        cells = self._context.cells
         if cells.copies is None or not cells.is_all:
             state = self._get(self._scratch, 0)
             return None if state is None else as_state(state)
-        size = self._llama.llama_state_seq_get_size_ext(self._active.context, self._scratch, 0)
+        size = self._llama.llama_state_seq_get_size_ext(self._context.pointer, self._scratch, 0)
         buffer = np.empty(size, np.uint8)
         with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
             done = self._fill(buffer, self._scratch, 0)
@@ -103,7 +103,7 @@ class SequenceStates:
         return _cut(memoryview(buffer.data), large, n_tokens, cell)
 
     def _set_pieces(self, state: State) -> bool:
-        cells = self._active.cells
+        cells = self._context.cells
         if cells.copies is None:
             return False
         # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
@@ -127,20 +127,20 @@ class SequenceStates:
         return False
 
     def _get(self, seq_id: int, flags: int) -> memoryview | None:
-        size = self._llama.llama_state_seq_get_size_ext(self._active.context, seq_id, flags)
+        size = self._llama.llama_state_seq_get_size_ext(self._context.pointer, seq_id, flags)
         state = np.empty(size, np.uint8)
         return memoryview(state.data) if self._fill(state, seq_id, flags) else None
 
     def _fill(self, state: npt.NDArray[np.uint8], seq_id: int, flags: int) -> bool:
         pointer, size = state.ctypes.data_as(_BYTES), len(state)
         get = self._llama.llama_state_seq_get_data_ext
-        return bool(libllama.call(get, self._active.context, pointer, size, seq_id, flags) == size)
+        return bool(libllama.call(get, self._context.pointer, pointer, size, seq_id, flags) == size)
 
     def _set(self, seq_id: int, state: memoryview, flags: int) -> bool:
         pointer = np.frombuffer(state, np.uint8).ctypes.data_as(_BYTES)
         size = len(state)
         put = self._llama.llama_state_seq_set_data_ext
-        return bool(libllama.call(put, self._active.context, pointer, size, seq_id, flags) == size)
+        return bool(libllama.call(put, self._context.pointer, pointer, size, seq_id, flags) == size)
 
 
 def _runs(copied: Sequence[Copied]) -> list[Copied]:

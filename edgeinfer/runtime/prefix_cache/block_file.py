@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError
-from edgeinfer.runtime.kv_cache import ANYWHERE, MappedFile, State
 from edgeinfer.runtime.prompt_tokens import PromptTokens
+from edgeinfer.runtime.sequence_state import ANYWHERE, MappedFile, State
 
 MAGIC = b"eiblock3" if mmap.PAGESIZE == 4096 else b"eiblk%03d" % (mmap.PAGESIZE >> 10)
 _HEAD = struct.Struct("<8sQQI")

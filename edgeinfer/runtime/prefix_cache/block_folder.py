@@ -34,20 +34,20 @@ import numpy as np
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_own
-from edgeinfer.runtime.kv_cache import MappedFile
 from edgeinfer.runtime.prefix_cache import block_file, retention
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock
 from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, BlockNames, owner_name, read_secret
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.prefix_cache.writer_thread import WriterThread
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
+from edgeinfer.runtime.sequence_state import MappedFile
 
 #: Threads that read and verify files; each reads about 4 GB/s.
-_READERS = 2
+_N_READERS = 2
 #: Pause (s) of writing after a full disk.
-_FULL_S = 60.0
+_FULL_DISK_PAUSE_S = 60.0
 #: How long (s) clearing waits for pending writes.
-_CLEAR_S = 10.0
+_CLEAR_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -71,11 +71,11 @@ class BlockStore:
     def __init__(
         self,
         root: Path,
-        allowed: CacheLimits | None = None,
+        limits: CacheLimits | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.root = paths.private_dir(root)
-        self._limits = allowed or CacheLimits()
+        self._limits = limits or CacheLimits()
         self._warn = warn
         self.secret = read_secret(root / "secret")
         self._full_until = 0.0
@@ -86,10 +86,10 @@ class BlockStore:
     def model(
         self, model: str, identity: dict[str, str], block_tokens: int = BLOCK_TOKENS
     ) -> BlockFolder:
-        """Open the blocks of one model, computed in one way.
+        """Open the blocks of one model under one identity.
 
-        `model`: its sha256, or another name of the very bytes. `identity`: everything else that decides
-        a bit of a state.
+        `model` is its sha256, or another name of exactly these bytes; `identity` is everything else
+        that decides a bit of a state.
         """
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
         digest = hashlib.blake2b(raw, digest_size=16)
@@ -97,30 +97,33 @@ class BlockStore:
         names = BlockNames(self.secret, digest.digest(), block_tokens)
         return BlockFolder(self, paths.private_dir(folder), names)
 
-    def has_room_for(self, n_bytes: int) -> bool:
-        """Prune if needed, and return whether a file of `n_bytes` may be written. Raises OSError."""
+    def reserve(self, n_bytes: int) -> bool:
+        """Reserve space for a file, evicting blocks if needed; return False if it may not be written.
+
+        Raises OSError.
+        """
         if self.is_full:
             return False
         with self._lock:
-            removed, fits = retention.take_room(self.root, self._limits, n_bytes)
-            self.traffic.pruned += removed
+            n_evicted, fits = retention.reserve(self.root, self._limits, n_bytes)
+            self.traffic.pruned += n_evicted
             if not fits:
                 self.stop_writing("the disk has no room for the prefix cache")
             return fits
 
     @property
     def is_full(self) -> bool:
-        """Return whether the disk was full a moment ago."""
+        """True for a while after the disk was full."""
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
-        """Write nothing for a while, and warn once."""
-        self._full_until = time.monotonic() + _FULL_S
+        """Pause writing for a while, and warn once."""
+        self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
         if not self._is_warned:
             self._is_warned = True
             self._warn(f"{reason}: prompts will be prefilled again after a restart")
 
-    def note_owner(self, conversation: str, names: Sequence[bytes]) -> None:
+    def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         """Add blocks to a conversation's list. Raises OSError, SnapshotUnsafeError."""
         self.make_root()
         paths.private_dir(self.root / "owners")
@@ -184,7 +187,7 @@ class BlockFolder:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark a chain as used: the first of `names`, parent of the rest, as the latest."""
+        """Mark a chain as used now. `names` begin with the root, which counts as used last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:
@@ -196,19 +199,19 @@ class BlockFolder:
         """List the blocks after `parent` in which an agent's shared prefix ends."""
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
-    def begun_with(self, agent: str, salt: str) -> list[bytes]:
-        """List the blocks that sessions of `agent` share, in order, then those after them."""
-        return [bytes.fromhex(name) for name in retention.begun_with(self._folder, agent, salt)]
+    def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
+        """List the blocks that sessions of `agent` share, in order, then blocks after them."""
+        return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
 
-    def read_ahead(
+    def prefetch(
         self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
         """Start to read and verify blocks, in order; a result is None for an unusable one.
 
-        The thread that reads a block first calls `before_read` with its place in `names`.
+        The thread that reads a block first calls `before_read` with its index in `names`.
         """
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(_READERS, "edgeinfer-read")
+            self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
 
         def read(i: int, name: bytes) -> KvBlock | None:
             before_read(i)
@@ -261,14 +264,14 @@ class BlockFolder:
         owned = self._owned.setdefault(conversation, set())
         new = [name for name in names if name not in owned]
         if new:
-            self._store.note_owner(conversation, new)
+            self._store.add_owner(conversation, new)
             owned.update(new)
 
-    def note_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        """Record the blocks of a session of `agent`: shared ones are evicted last."""
+    def record_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
+        """Record the blocks of a session of `agent`: those that its sessions share are evicted last."""
         shared = [name.hex() for name in names]
-        note = partial(retention.note_session, self._folder, agent, shared, salt)
-        self.writer_thread.put(lambda: self._try(note))
+        record = partial(retention.record_session, self._folder, agent, shared, salt)
+        self.writer_thread.put(lambda: self._try(record))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
         """Append an answer to the past answers in which draft tokens are looked up."""
@@ -276,14 +279,14 @@ class BlockFolder:
 
     def _write(self, block: KvBlock) -> None:
         """Write the file, whole or not at all. In the writer's thread."""
-        if self._store.has_room_for(block.n_bytes):
-            path = self.path(block.header.name)
-            n_bytes = _write_file(path, block_file.encode(block), is_durable=True)
+        if self._store.reserve(block.n_bytes):
+            header = block.header
+            n_bytes = _write_file(self.path(header.name), block_file.encode(block), is_durable=True)
             self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
-            if block.header.kind in ("full", "tail"):
-                parent, name = block.header.parent.hex(), block.header.name.hex()
-                retention.note_fork(self._folder, parent, name, is_tail=block.header.kind == "tail")
+            if header.kind in ("full", "tail"):
+                parent, name = header.parent.hex(), header.name.hex()
+                retention.record_fork(self._folder, parent, name, is_tail=header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
         """Write, again after recreating a deleted folder; other failures pause writing."""
@@ -306,7 +309,7 @@ class BlockFolder:
 
     def clear(self) -> None:
         """Delete all blocks of this identity, pending ones too."""
-        self.writer_thread.flush(_CLEAR_S)
+        self.writer_thread.flush(_CLEAR_TIMEOUT_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)
 
@@ -319,7 +322,7 @@ class BlockFolder:
             self._checked = ""
         return self._checked
 
-    def note_check(self, outcome: str) -> None:
+    def save_check(self, outcome: str) -> None:
         """Save the result of the check. A full disk only means another check."""
         self._checked = outcome
         self._try(self._write_check)
@@ -351,15 +354,15 @@ def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable
 
 
 def forget_all(root: Path) -> int:
-    """Delete all but the secret, which running processes use; return the freed bytes.
+    """Delete everything but the secret, which running processes use; return the freed bytes.
 
-    Processes keep what is in their own memory until they end.
+    A process keeps the prefixes in its own memory until it ends.
     """
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
         for folder in [path for path in root.iterdir() if path.is_dir()]:
             shutil.rmtree(folder, ignore_errors=True)
-    retention.forget_sum(root)
+    retention.forget_total(root)
     return freed
 
 
@@ -372,7 +375,7 @@ def forget_model(root: Path, model: str) -> int:
 
 
 def forget_conversations(root: Path, *conversations: str) -> int:
-    """Delete the blocks that only these own, and their answers, in one walk; return the freed bytes."""
+    """Delete the blocks and answers that only these conversations own; return the freed bytes."""
     if not (root / "secret").exists():
         return 0
     paths.private_dir(root)

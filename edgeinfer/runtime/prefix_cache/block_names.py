@@ -57,7 +57,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Name the parent of a first block. Requests with another salt share nothing."""
+        """Name the parent of the first block. Requests with different salts share nothing."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 
@@ -68,9 +68,9 @@ class BlockNames:
         return chain
 
     def extend(self, chain: Chain, tokens: PromptTokens) -> None:
-        """Append the whole blocks of `tokens` that `chain` lacks.
+        """Append the names of the whole blocks of `tokens` that `chain` lacks.
 
-        A block is longer if it would end inside a picture whose rows lie in one place.
+        A block is longer if it would end inside a picture whose rows share a position.
         """
         start = chain.ends[-1]
         while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
@@ -115,6 +115,6 @@ class Chain:
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])
 
-    def at(self, n_tokens: int) -> int:
+    def index_at(self, n_tokens: int) -> int:
         """Return the index of the last block that ends within the first `n_tokens`."""
         return bisect_right(self.ends, n_tokens) - 1

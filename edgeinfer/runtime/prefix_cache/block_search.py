@@ -19,13 +19,13 @@ class BlockSearch:
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
 
-    def begun_with(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
+    def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
         """Return the tokens that sessions of `agent` share, and those after them in the latest one.
 
         Only tokens on disk count.
         """
         following: dict[bytes, Header] = {}
-        for name in self._folder.begun_with(agent, salt):
+        for name in self._folder.agent_blocks(agent, salt):
             header = self._folder.header(name)
             if header is not None:
                 following.setdefault(header.parent, header)

@@ -1,8 +1,8 @@
-"""Find and restore KV blocks: between the KV cache's accounting and the files on disk.
+"""Load KV blocks: between the KV cache's accounting and the files on disk.
 
-`match` finds how much of a prompt is on disk and starts to read it, `read` puts blocks into a sequence;
-`writer` stores the sequences that have ended. The store knows no llama.cpp, and the scheduler no file.
-One thread.
+`start_load` finds how much of a prompt is on disk and starts to read it, `load_block` puts a block into
+a sequence; `writer` stores the sequences that have ended. The files' side knows no llama.cpp, and the
+scheduler no file. One thread.
 
 A block is `block_tokens` long, and shorter than a sliding window: a longer one lacks the cells that the
 window hides at its end, which shows only when a later request is truncated inside it (decision 080).
@@ -19,7 +19,7 @@ import msgspec
 
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -33,12 +33,12 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
 #: Least gain (tokens) for which blocks are read.
-_WORTH_READING = 32
+_MIN_GAIN_TOKENS = 32
 #: Least gain, in multiples of the round-trip check's own tokens, for which a request waits for the
 #: check.
-_WORTH_CHECKING = 2
+_MIN_GAIN_CHECKS = 2
 #: Least time (s) for which a request waits for a block before it prefills instead.
-_PATIENCE_S = 0.05
+_MIN_WAIT_S = 0.05
 
 
 def block_tokens(window: int) -> int:
@@ -50,11 +50,11 @@ def block_tokens(window: int) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCache:
-    """Restore blocks into the context `active`; `check` is this model's, not yet begun."""
+    """Load blocks into `context`. `check` is the round-trip check of this model, not started."""
 
     folder: BlockFolder
     states: SequenceStates
-    active: ActiveContext
+    context: LlamaContext
     kv: KvCache
     check: InitVar[RoundtripCheck]
 
@@ -69,15 +69,21 @@ class PrefixCache:
     def block_tokens(self) -> int:
         return self.folder.names.block_tokens
 
-    def match(
-        self, tokens: PromptTokens, adapters: AdapterKey, salt: str, cached: int, *, is_alone: bool
-    ) -> Restore | None:
-        """Start to read blocks of `tokens` beyond the `cached` ones; return None if not worth it.
+    def start_load(
+        self,
+        tokens: PromptTokens,
+        adapters: AdapterKey,
+        salt: str,
+        n_cached: int,
+        *,
+        is_only_request: bool,
+    ) -> BlockLoad | None:
+        """Start to read blocks of `tokens` beyond the first `n_cached`; return None if not worth it.
 
-        The blocks begin at or before `cached`. An unchecked model is checked now if the gain is large
-        and no other request waits (`is_alone`).
+        The blocks begin at or before `n_cached`. An unchecked model is checked now if the gain is large
+        and no other request waits.
         """
-        if self.verdict.is_refused or len(tokens) - cached <= _WORTH_READING:
+        if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:
             return None
         chain = self.folder.names.chain(tokens, adapters, salt)
         names, ends = chain.names, chain.ends
@@ -94,23 +100,23 @@ class PrefixCache:
                 self.search.find_boundary_block(names[n_full], unmatched),
                 key=lambda match: match[1],
             )
-            first = min(chain.at(cached), n_full)
+            first = min(chain.index_at(n_cached), n_full)
         stop = min(ends[n_full] + n_tail, len(tokens) - 1)
-        gain = stop - cached
-        if gain < _WORTH_READING or not self._is_verified(gain, is_alone=is_alone):
+        gain = stop - n_cached
+        if gain < _MIN_GAIN_TOKENS or not self._passes_check(gain, is_only_request=is_only_request):
             return None
         block_names = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.folder.touch([*names[1 : 1 + n_full], tail])
-        populate = self._populating([*ends[first : 1 + n_full], stop])
-        return Restore(self.folder.read_ahead(block_names, populate), ends[first], stop)
+        populate = self._make_populate([*ends[first : 1 + n_full], stop])
+        return BlockLoad(self.folder.prefetch(block_names, populate), ends[first], stop)
 
-    def _populating(self, ends: list[int]) -> Callable[[int], None]:
-        """Make a callback that populates the memory of each block's cells, unless they are mapped."""
-        shift = self.kv.used_cells - ends[0]
-        cells = self.active.cells
-        if cells.can_be_pages_of(shift - self.kv.pinned_cells):
+    def _make_populate(self, ends: list[int]) -> Callable[[int], None]:
+        """Make a callback that populates the memory of a block's cells, unless they are mapped."""
+        offset = self.kv.used_cells - ends[0]
+        cells = self.context.cells
+        if cells.can_be_pages_of(offset - self.kv.pinned_cells):
             return lambda i: None
-        return lambda i: cells.populate(shift + ends[i], shift + ends[i + 1])
+        return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
         """Find the last checkpoint: whole blocks before it, name, own tokens (0 for none)."""
@@ -122,8 +128,8 @@ class PrefixCache:
                 return i, name, n
         return 0, b"", 0
 
-    def _is_verified(self, gain_tokens: int, *, is_alone: bool) -> bool:
-        if is_alone and gain_tokens >= _WORTH_CHECKING * self.verdict.n_tokens:
+    def _passes_check(self, gain_tokens: int, *, is_only_request: bool) -> bool:
+        if is_only_request and gain_tokens >= _MIN_GAIN_CHECKS * self.verdict.n_tokens:
             while not self.verdict.outcome:
                 self.verdict.step()
         return self.verdict.outcome == "exact"
@@ -135,44 +141,44 @@ class PrefixCache:
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
         """Return whether an idle sequence is on disk, or would be stored at once."""
-        if cached_seq.active or cached_seq.pinned or cached_seq.is_prefetched:
+        if cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched:
             return False
         if len(cached_seq.cells) < self.block_tokens:
             return False
         return self.can_store and self.writer.would_store(cached_seq)
 
-    def note_preamble(
+    def record_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
     ) -> None:
         """Record the blocks of an agent's session, so that the shared ones are evicted last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.folder.names.chain(tokens, adapters, request.cache_salt).names[1:]
-            self.folder.note_session(request.preamble, names, request.cache_salt)
+            self.folder.record_session(request.preamble, names, request.cache_salt)
 
-    def read(self, restore: Restore, cached_seq: CachedSequence, tokens: list[int]) -> bool:
+    def load_block(self, load: BlockLoad, cached_seq: CachedSequence, tokens: list[int]) -> bool:
         """Append the next block, which is ready; return False if the rest must be prefilled."""
-        block = restore.take()
+        block = load.next_block()
         n_before = len(cached_seq.tokens)
         if block is None:
             return False
-        restored = block.tokens
-        n = restored.cut(min(common_prefix(restored, tokens[n_before:]), restore.end - n_before))
-        fits = n > 0 and self.kv.make_room(len(restored))
+        loaded = block.tokens
+        n = loaded.cut(min(common_prefix(loaded, tokens[n_before:]), load.stop - n_before))
+        fits = n > 0 and self.kv.make_room(len(loaded))
         if not fits or not self.states.write(cached_seq.seq_id, block.states[0]):
             return False
-        self.kv.extend(cached_seq, restored)
+        self.kv.record_computed(cached_seq, loaded)
         if self.kv.checkpoints is None:
-            return self.kv.truncate(cached_seq, n_before + n) and n == len(restored)
-        if not restore.is_over:
+            return self.kv.truncate(cached_seq, n_before + n) and n == len(loaded)
+        if not load.is_done:
             return True
-        back = n == len(restored) and self.states.write_checkpoint(
+        is_restored = n == len(loaded) and self.states.write_checkpoint(
             cached_seq.seq_id, block.states[1].join_pieces()
         )
         self.kv.save_checkpoint(cached_seq)
-        return back
+        return is_restored
 
     def drop_unfinished(self, cached_seq: CachedSequence) -> None:
-        """Drop a partly restored sequence whose model does not support truncation."""
+        """Drop a partly loaded sequence whose model does not support truncation."""
         if self.kv.checkpoints is not None:
             self.kv.truncate(cached_seq, 0)
 
@@ -183,51 +189,52 @@ class PrefixCache:
 
 
 @dataclass(slots=True, eq=False)
-class Restore:
-    """Blocks from `start` on, of which the tokens up to `end` are wanted.
+class BlockLoad:
+    """Blocks that are being loaded into a sequence: its tokens from `start` to `stop`.
 
-    `futures` are the blocks, in order; None stands for an unusable one. `cached` tokens were in memory.
+    `futures` are the blocks, in order; None stands for an unusable one. `n_loaded` blocks are in the
+    sequence. `n_in_memory` tokens of the prompt were cached in memory.
     """
 
     futures: Sequence[Future[KvBlock | None]]
     start: int
-    end: int
-    done: int = 0
-    cached: int = 0
-    succeeded: bool = False
+    stop: int
+    n_loaded: int = 0
+    n_in_memory: int = 0
     waits_since: float = field(default_factory=time.monotonic)
 
     @property
-    def is_over(self) -> bool:
-        return self.done == len(self.futures)
+    def is_done(self) -> bool:
+        return self.n_loaded == len(self.futures)
 
     @property
     def is_ready(self) -> bool:
-        return self.futures[self.done].done()
+        """True if the next block was read."""
+        return self.futures[self.n_loaded].done()
 
-    def take(self) -> KvBlock | None:
+    def next_block(self) -> KvBlock | None:
         """Return the next block, which is ready; None if it is unusable."""
-        block = self.futures[self.done].result()
-        self.done += 1
+        block = self.futures[self.n_loaded].result()
+        self.n_loaded += 1
         self.waits_since = time.monotonic()
         return block
 
-    def is_too_slow(self, compute_s: float) -> bool:
-        """Return whether prefilling the next block (`compute_s`) is faster than waiting for it."""
+    def is_too_slow(self, prefill_s: float) -> bool:
+        """Return whether prefilling the next block (`prefill_s`) is faster than waiting for it."""
         if self.is_ready:
             return False  # the block was read in time; this thread was late
-        return time.monotonic() - self.waits_since > max(_PATIENCE_S, compute_s)
+        return time.monotonic() - self.waits_since > max(_MIN_WAIT_S, prefill_s)
 
     def wait(self, timeout_s: float) -> None:
-        wait([self.futures[self.done]], timeout_s)
+        wait([self.futures[self.n_loaded]], timeout_s)
 
     def cancel(self) -> None:
-        for future in self.futures[self.done :]:
+        for future in self.futures[self.n_loaded :]:
             future.cancel()
 
 
 #: Number of tokens in a block of a model with a large recurrent state.
-_LONG_BLOCK = 2048
+_LONG_BLOCK_TOKENS = 2048
 #: Number of tokens that a step of the round-trip check computes.
 _CHECK_BATCH = 32
 
@@ -237,22 +244,22 @@ def open_prefix_cache(
     files: ModelFiles,
     options: LoadOptions,
     loaded: LlamaModel,
-    active: ActiveContext,
+    context: LlamaContext,
     kv: KvCache,
-    checked: str = "",
+    check_outcome: str = "",
 ) -> PrefixCache:
     """Open the blocks of this model, for the decode thread.
 
-    `checked` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
+    `check_outcome` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
     """
-    size = size_of_blocks(loaded)
-    folder = store.model(model_key(files.sha256, files.paths), identity(loaded, size), size)
-    if checked and not folder.read_check():
-        folder.note_check(checked)
+    n_tokens = model_block_tokens(loaded)
+    folder = store.model(model_key(files.sha256, files.paths), identity(loaded, n_tokens), n_tokens)
+    if check_outcome and not folder.read_check():
+        folder.save_check(check_outcome)
     return PrefixCache(
         folder=folder,
-        states=make_states(loaded, active),
-        active=active,
+        states=make_states(loaded, context),
+        context=context,
         kv=kv,
         check=_check(options, loaded),
     )
@@ -270,7 +277,7 @@ def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
     window = loaded.sliding_window
     options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
 
-    def open_small(n_cells: int, n_seq: int) -> ActiveContext:
+    def open_small(n_cells: int, n_seq: int) -> LlamaContext:
         return open_context(
             loaded.model,
             options,
@@ -290,14 +297,14 @@ def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
     )
 
 
-def size_of_blocks(loaded: LlamaModel) -> int:
+def model_block_tokens(loaded: LlamaModel) -> int:
     """Return the tokens of a block: more for recurrent models, whose blocks carry their large state."""
-    is_large = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
-    return _LONG_BLOCK if is_large else block_tokens(loaded.sliding_window)
+    has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
+    return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 
 
-def make_states(loaded: LlamaModel, active: ActiveContext) -> SequenceStates:
-    return SequenceStates(active, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
+def make_states(loaded: LlamaModel, context: LlamaContext) -> SequenceStates:
+    return SequenceStates(context, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
 
 
 def scratch_id(loaded: LlamaModel) -> int:
@@ -305,19 +312,19 @@ def scratch_id(loaded: LlamaModel) -> int:
     return loaded.plan.n_seq_max - 1
 
 
-def identity(loaded: LlamaModel, size: int) -> dict[str, str]:
-    """Describe everything besides the model's file that decides a bit of a block."""
+def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
+    """Describe everything but the model's file that decides a bit of a block of `n_tokens`."""
     build = libllama.build_info()
     names = (name for name in ("kv_type", "gpu_layers", "gpus") if name in loaded.choices)
-    chosen = {name: str(loaded.choices[name].value) for name in names}
+    options = {name: str(loaded.choices[name].value) for name in names}
     arch = loaded.meta.get("general.architecture", "")
     trained = loaded.meta.get(f"{arch}.rope.scaling.original_context_length", "")
-    return chosen | {
+    return options | {
         "llama": f"{build.binding_version} {build.llama_version} {build.ggml_commit}",
         "cpu": build.cpu_variant,
         "kernels": f"{build.kernels} {build.kernels_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
         # models have separate rope factors for long and short contexts
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
-        "block": str(size),
+        "block": str(n_tokens),
     }

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.platform.disk import free_bytes, new_file, open_own
+from edgeinfer.runtime.kv_cache import common_prefix
 
 SUFFIX = ".block"
 _USED = "used"
@@ -63,7 +64,7 @@ class CacheLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFile:
+class ListedBlock:
     """A block's file below the root, as a listing shows it."""
 
     path: Path
@@ -71,7 +72,7 @@ class BlockFile:
     used_ns: int
 
 
-def list_blocks(root: Path) -> list[BlockFile]:
+def list_blocks(root: Path) -> list[ListedBlock]:
     """List every block below `root`, least recently used first. Removes files of killed writers."""
     now_ns = time.time_ns()
     blocks = []
@@ -86,7 +87,7 @@ def list_blocks(root: Path) -> list[BlockFile]:
                 if info.st_mtime_ns > now_ns:
                     _stamp(path, now_ns)
                 used_ns = min(info.st_mtime_ns, now_ns)
-                blocks.append(BlockFile(path, info.st_blocks * 512, used_ns))
+                blocks.append(ListedBlock(path, info.st_blocks * 512, used_ns))
             elif name.endswith(".new") and abs(now_ns - info.st_mtime_ns) > _STALE_S * 1e9:
                 path.unlink(missing_ok=True)
     return sorted(blocks, key=lambda block: block.used_ns)
@@ -97,23 +98,23 @@ def _stamp(path: Path, used_ns: int) -> None:
         os.utime(path, ns=(used_ns, used_ns))
 
 
-def take_room(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
+def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
     """Reserve `n_bytes` for a new block, evicting if needed; return (blocks evicted, whether it fits).
 
     Raises OSError.
     """
     used, written = _read_used(root)
-    allowed, removed = limits.allowed_bytes(root, used), 0
+    allowed, n_evicted = limits.allowed_bytes(root, used), 0
     if written + n_bytes > allowed // _RECOUNT_SHARE or used + n_bytes > allowed:
-        removed, used = prune(root, limits, n_bytes)
+        n_evicted, used = prune(root, limits, n_bytes)
         with new_file(root / _USED, 0o600) as file:
             file.write(struct.pack("q", used))
         if used + n_bytes > limits.allowed_bytes(root, used):
-            return removed, False
+            return n_evicted, False
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(root / _USED, flags), "wb", buffering=0) as file:
         file.write(struct.pack("q", n_bytes))
-    return removed, True
+    return n_evicted, True
 
 
 def _read_used(root: Path) -> tuple[int, int]:
@@ -126,35 +127,36 @@ def _read_used(root: Path) -> tuple[int, int]:
         return 0, sys.maxsize
 
 
-def forget_sum(root: Path) -> None:
+def forget_total(root: Path) -> None:
     """Discard the stored total, so that the next write counts all blocks again."""
     (root / _USED).unlink(missing_ok=True)
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Evict the least recently used blocks until `extra_bytes` fit; return (blocks removed, bytes
-    left).
+    """Evict the least recently used blocks until `extra_bytes` fit; return the number evicted and the
+    bytes of those left.
 
-    Raises OSError."""
+    Raises OSError.
+    """
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
     allowed = limits.allowed_bytes(root, used)
     if used + extra_bytes <= allowed:
         return 0, used
-    removed = 0
+    n_evicted = 0
     retained = retained_names(root)
     for block in sorted(blocks, key=lambda block: block.path.name.removesuffix(SUFFIX) in retained):
         if used + extra_bytes <= allowed * _PRUNE_TO:
             break
         block.path.unlink(missing_ok=True)
         used -= block.n_bytes
-        removed += 1
+        n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
         is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one names blocks still to come
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
-    return removed, used
+    return n_evicted, used
 
 
 def owned_names(owner: Path) -> set[str]:
@@ -174,61 +176,65 @@ _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 #: agent, and recording restarts.
 _SAME_SHARE = 0.5
 #: Number of sessions that prove a shared prefix.
-_SEVERAL = 2
-#: Number of recorded blocks after the shared prefix.
-_BEHIND = 8
+_MIN_SESSIONS = 2
+#: Most recorded blocks after the shared prefix.
+_MAX_FOLLOWING = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    """`shared` names in order; `following` the names of blocks after the last, latest first."""
+class _AgentRecord:
+    """Names of the blocks that an agent's sessions share, in order, and of blocks `following` them.
 
-    sessions: int = 0
+    The latest of `following` is first.
+    """
+
+    n_sessions: int = 0
     shared: tuple[str, ...] = ()
     following: tuple[str, ...] = ()
 
 
-def note_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
+def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
     """Record that a session of `agent` begins with the blocks of these names. Raises OSError."""
     if not names or not _AGENT.fullmatch(agent):
         return
     path = _path(folder, agent, salt)
     before = _read(path)
-    now = _narrow(before, tuple(names))
-    if now != before:
-        _write(path, now)
+    after = _add_session(before, tuple(names))
+    if after != before:
+        _write(path, after)
 
 
-def note_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Record that a block stands after `parent`, if an agent's shared prefix ends there.
+def record_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
+    """Record that a block follows `parent`, if an agent's shared prefix ends there.
 
     A partial block also counts after the last recorded one: a working directory may be named at a
     block's end. Raises OSError.
     """
-    for path, noted in _all(folder):
-        ends = noted.shared[-1:] + (noted.following[:1] if is_tail else ())
-        if noted.sessions >= _SEVERAL and parent in ends and noted.following[:1] != (name,):
-            following = (name, *(other for other in noted.following if other != name))
-            _write(path, _Noted(noted.sessions, noted.shared, following[:_BEHIND]))
+    for path, agent in _read_all(folder):
+        ends = agent.shared[-1:] + (agent.following[:1] if is_tail else ())
+        if agent.n_sessions >= _MIN_SESSIONS and parent in ends and agent.following[:1] != (name,):
+            following = (name, *(other for other in agent.following if other != name))
+            _write(path, _AgentRecord(agent.n_sessions, agent.shared, following[:_MAX_FOLLOWING]))
 
 
 def retained_names(root: Path) -> set[str]:
     """List all blocks below `root` that at least two sessions of an agent share."""
-    noted = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
-    return {name for note in noted if note.sessions >= _SEVERAL for name in note.shared}
+    agents = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
+    return {name for agent in agents if agent.n_sessions >= _MIN_SESSIONS for name in agent.shared}
 
 
-def begun_with(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """List the blocks that sessions of `agent` share, in order, then those after, latest first."""
+def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
+    """List the blocks that sessions of `agent` share, in order, then later ones, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
-    noted = _read(_path(folder, agent, salt))
-    return noted.shared + noted.following
+    record = _read(_path(folder, agent, salt))
+    return record.shared + record.following
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """List the blocks after `parent` in which sessions part, if `parent` is their last shared one."""
-    return next((noted.following for _, noted in _all(folder) if noted.shared[-1:] == (parent,)), ())
+    """List the blocks after `parent` in which sessions diverge, if it is their last shared one."""
+    agents = (agent for _, agent in _read_all(folder))
+    return next((agent.following for agent in agents if agent.shared[-1:] == (parent,)), ())
 
 
 def _path(folder: Path, agent: str, salt: str) -> Path:
@@ -236,7 +242,7 @@ def _path(folder: Path, agent: str, salt: str) -> Path:
     return folder / _FOLDER / (f"{agent}.{digest}" if salt else agent)
 
 
-def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
+def _read_all(folder: Path) -> Iterator[tuple[Path, _AgentRecord]]:
     try:
         files = os.listdir(folder / _FOLDER)
     except OSError:
@@ -247,29 +253,27 @@ def _all(folder: Path) -> Iterator[tuple[Path, _Noted]]:
             yield path, _read(path)
 
 
-def _narrow(before: _Noted, names: tuple[str, ...]) -> _Noted:
-    n = 0
-    while n < min(len(before.shared), len(names)) and before.shared[n] == names[n]:
-        n += 1
-    if not n or n < _SAME_SHARE * len(before.shared):
-        return _Noted(1, names)
-    following = before.following if n == len(before.shared) else before.shared[n : n + 1]
-    return _Noted(_SEVERAL, names[:n], following)
+def _add_session(agent: _AgentRecord, names: tuple[str, ...]) -> _AgentRecord:
+    n = common_prefix(agent.shared, names)
+    if not n or n < _SAME_SHARE * len(agent.shared):
+        return _AgentRecord(1, names)
+    following = agent.following if n == len(agent.shared) else agent.shared[n : n + 1]
+    return _AgentRecord(_MIN_SESSIONS, names[:n], following)
 
 
-def _read(path: Path) -> _Noted:
+def _read(path: Path) -> _AgentRecord:
     try:
         with open(open_own(path), encoding="ascii") as file:
             head, _, following = file.read().partition("\n\n")
         first, *names = head.split("\n")
         bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for what is no name
-        return _Noted(int(first), tuple(names), tuple(following.split()))
+        return _AgentRecord(int(first), tuple(names), tuple(following.split()))
     except (OSError, ValueError):
-        return _Noted()
+        return _AgentRecord()
 
 
-def _write(path: Path, noted: _Noted) -> None:
+def _write(path: Path, agent: _AgentRecord) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    text = "\n".join([str(noted.sessions), *noted.shared]) + "\n\n" + "\n".join(noted.following)
+    text = "\n".join([str(agent.n_sessions), *agent.shared]) + "\n\n" + "\n".join(agent.following)
     with new_file(path, 0o600) as file:
         file.write(text.encode("ascii"))

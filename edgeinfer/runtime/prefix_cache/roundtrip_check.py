@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.kv_cache import State
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
+from edgeinfer.runtime.sequence_state import State
 
 #: Tokens in a step of the check: an incoming request waits for one step.
 _CHUNK = 32
@@ -46,7 +46,7 @@ class RoundtripCheck:
 
     def __init__(
         self,
-        make_context: Callable[[int, int], ActiveContext],
+        make_context: Callable[[int, int], LlamaContext],
         n_vocab: int,
         window: int,
         block_tokens: int,
@@ -58,12 +58,13 @@ class RoundtripCheck:
         self._block_tokens = min(block_tokens, _BLOCK_TOKENS) if not window else block_tokens
         self.n_tokens = text_tokens(window, block_tokens)
         self._tokens: list[int] = []
-        self._cut = self.n_tokens // 2 + 5
+        self._truncate_at = self.n_tokens // 2 + 5
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Do the next part; return None if more parts follow, otherwise "exact" or the failure. One
-        thread.
+        """Do the next part; return None if more parts follow, otherwise "exact" or the failure.
+
+        One thread.
         """
         if self._work is None:
             self._work = self._compare()
@@ -74,12 +75,12 @@ class RoundtripCheck:
         context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
             probe = _Probe(context, self._n_vocab, supports_truncation=self._supports_truncation)
-            yield from probe.compute(self._tokens[: self._cut], 0)
+            yield from probe.prefill(self._tokens[: self._truncate_at], 0)
             checkpoints = [probe.checkpoint()]
-            yield from probe.compute(self._tokens[self._cut :], self._cut)
+            yield from probe.prefill(self._tokens[self._truncate_at :], self._truncate_at)
             checkpoints.append(probe.checkpoint())
             blocks = list(self._read_blocks(probe.states))
-            expected = self._answers(probe, checkpoints)
+            expected = self._next_logits(probe, checkpoints)
             yield None
             context.clear(zeros=True)
             if None in blocks or not all(
@@ -88,7 +89,7 @@ class RoundtripCheck:
                 yield "llama.cpp cannot save or restore parts of this model's state"
                 return
             probe.restore(checkpoints[1], len(self._tokens))
-            restored = self._answers(probe, checkpoints)
+            restored = self._next_logits(probe, checkpoints)
         finally:
             context.free()
         worst = max(float(np.abs(a - b).max()) for a, b in zip(expected, restored, strict=True))
@@ -99,39 +100,39 @@ class RoundtripCheck:
         for start in range(0, n, self._block_tokens):
             yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
 
-    def _answers(
+    def _next_logits(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
         """Return the next logits after the whole text, and after truncating it and another tail."""
-        straight = probe.logits(self._tokens[:1], len(self._tokens))
-        probe.restore(checkpoints[0], self._cut)
-        other = self._tokens[-_TAIL_TOKENS:]
-        return [straight, probe.logits(other, self._cut)]
+        after_text = probe.logits(self._tokens[:1], len(self._tokens))
+        probe.restore(checkpoints[0], self._truncate_at)
+        tail = self._tokens[-_TAIL_TOKENS:]
+        return [after_text, probe.logits(tail, self._truncate_at)]
 
 
 class _Probe:
-    def __init__(self, context: ActiveContext, n_vocab: int, *, supports_truncation: bool) -> None:
+    def __init__(self, context: LlamaContext, n_vocab: int, *, supports_truncation: bool) -> None:
         self._supports_truncation = supports_truncation
-        self._active = context
-        self.states = SequenceStates(self._active, _SCRATCH, supports_truncation=supports_truncation)
+        self._context = context
+        self.states = SequenceStates(self._context, _SCRATCH, supports_truncation=supports_truncation)
         self._batch = Batch.of(context, max_outputs=1)
         self._n_vocab = n_vocab
 
-    def compute(self, tokens: list[int], start: int) -> Iterator[str | None]:
+    def prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Prefill `tokens` from position `start` on, in chunks. The last has logits."""
         for offset in range(0, len(tokens), _CHUNK):
             chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
             self._batch.add(chunk, start + offset, _SEQ_ID, outputs=int(offset + _CHUNK >= len(tokens)))
-            if code := self._batch.decode(self._active):
+            if code := self._batch.decode(self._context):
                 raise decode_error(code, f"{len(chunk)} tokens")
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
         """Return the logits after `tokens`, float32 of the vocabulary's length."""
-        for _ in self.compute(tokens, start):
+        for _ in self.prefill(tokens, start):
             continue
-        return self._active.logits(len(tokens) - 1, self._n_vocab).copy()
+        return self._context.logits(len(tokens) - 1, self._n_vocab).copy()
 
     def checkpoint(self) -> memoryview | None:
         return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
@@ -140,7 +141,7 @@ class _Probe:
         """Truncate to the first `n` positions, and write back the checkpoint that was saved there."""
         if checkpoint is not None:
             self.states.write_checkpoint(_SEQ_ID, checkpoint)
-        self._active.remove(_SEQ_ID, n)
+        self._context.remove(_SEQ_ID, n)
 
 
 class RoundtripVerdict:
@@ -171,6 +172,6 @@ class RoundtripVerdict:
         if outcome is None:
             return
         self.outcome = outcome
-        self._folder.note_check(outcome)
+        self._folder.save_check(outcome)
         if self.is_refused:
             self._folder.clear()

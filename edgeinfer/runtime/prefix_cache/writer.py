@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, as_state
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens, unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
@@ -14,9 +14,10 @@ from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, Chain
 from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prompt_tokens import PromptTokens
+from edgeinfer.runtime.sequence_state import State, as_state
 
 #: Sequences that prefill faster than this (s) are not stored: a file costs as much.
-_WORTH_WRITING_S = 0.05
+_MIN_PREFILL_S = 0.05
 #: Share of the time for storing blocks while streams run.
 _WRITE_SHARE = 0.02
 #: Interval (s) at which a full queue is looked at again.
@@ -28,10 +29,10 @@ _Missing = tuple[Header, int, bytes | None]
 
 @dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """`chain` names a sequence's root and whole blocks; the first `n_seen` are done."""
+    """A sequence to be stored. `chain` names its root and whole blocks; the first `n_done` are done."""
 
     chain: Chain
-    n_seen: int = 0
+    n_done: int = 0
     conversations: set[str] = field(default_factory=set)
 
 
@@ -45,12 +46,12 @@ class BlockWriter:
     search: BlockSearch
     verdict: RoundtripVerdict
     #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
-    is_leaving: bool = False
+    is_exiting: bool = False
 
     def __post_init__(self) -> None:
         self._pending: dict[CachedSequence, _PendingWrite] = {}
         self._queued: set[bytes] = set()
-        self._rest_until = 0.0
+        self._paused_until = 0.0
         self._was_used = False
         self.kv.before_drop = self._before_drop
 
@@ -60,14 +61,14 @@ class BlockWriter:
 
     @property
     def _wants_check(self) -> bool:
-        return self._was_used and not self.verdict.outcome and not self.is_leaving
+        return self._was_used and not self.verdict.outcome and not self.is_exiting
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
         """Store `cached_seq`, if prefilling it again would take long enough."""
         n = len(cached_seq.tokens)
-        if self.verdict.is_refused or cached_seq.is_shifted or n < TAIL_KEY_TOKENS:
+        if self.verdict.is_refused or not cached_seq.is_storable or n < TAIL_KEY_TOKENS:
             return
-        if n * s_per_token < _WORTH_WRITING_S:
+        if n * s_per_token < _MIN_PREFILL_S:
             return
         pending = self._pending.get(cached_seq)
         if pending is None:
@@ -82,20 +83,20 @@ class BlockWriter:
 
     def would_store(self, cached_seq: CachedSequence) -> bool:
         """Return whether dropping `cached_seq` now would store all of its tokens."""
-        if cached_seq.is_shifted or cached_seq.memory_only_from is not None:
+        if not cached_seq.is_storable or cached_seq.memory_only_from is not None:
             return False
         return cached_seq not in self._pending or self.folder.writer_thread.has_room
 
-    def work(self, *, is_idle: bool) -> None:
-        """Do one piece of work: store a block, or continue the round-trip check.
+    def step(self, *, is_idle: bool) -> None:
+        """Store one block, or continue the round-trip check.
 
-        While streams run it takes a small share of the time. The check waits for an idle engine;
-        if it passes, blocks stored before are used, otherwise they are deleted.
+        While streams run, storing takes a small share of the time, and the check waits for an idle
+        engine. If the check passes, blocks stored before are used, otherwise they are deleted.
         """
         if is_idle and self._wants_check:
             self.verdict.step()
             return
-        if not self._pending or (not is_idle and time.monotonic() < self._rest_until):
+        if not self._pending or (not is_idle and time.monotonic() < self._paused_until):
             return
         if not self.folder.writer_thread.has_room:
             if is_idle:
@@ -106,28 +107,28 @@ class BlockWriter:
             return
         began = time.monotonic()
         cached_seq = next(iter(self._pending))
-        if not self._write_one(cached_seq, self._pending[cached_seq]):
+        if not self._write_missing(cached_seq, self._pending[cached_seq]):
             del self._pending[cached_seq]
         took_s = time.monotonic() - began
-        self._rest_until = began + took_s / _WRITE_SHARE
+        self._paused_until = began + took_s / _WRITE_SHARE
 
     def _before_drop(self, cached_seq: CachedSequence) -> None:
         pending = self._pending.pop(cached_seq, None)
         if pending is None:
             return
         while self.folder.can_write and self.folder.writer_thread.has_room:
-            if not self._write_one(cached_seq, pending):
+            if not self._write_missing(cached_seq, pending):
                 break
 
-    def _write_one(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
+    def _write_missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
         """Store the first missing block of `cached_seq`; return False if none is missing."""
-        if self.verdict.is_refused or cached_seq.is_shifted:
+        if self.verdict.is_refused or not cached_seq.is_storable:
             return False
         if cached_seq not in self.kv.cached_sequences:
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:
-            self._note_owners(cached_seq, pending)
+            self._record_owners(cached_seq, pending)
             return False
         header, start, superseded = missing
         self._queued.add(header.name + header.tokens)
@@ -151,30 +152,32 @@ class BlockWriter:
         state = self.states.read(cached_seq.seq_id, start, stop, shift, position)
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
-        c = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
-        return None if c is None else (state, as_state(c.state))
+        checkpoint = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
+        return None if checkpoint is None else (state, as_state(checkpoint.state))
 
     def _missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> Iterator[_Missing]:
         tokens = _writable(cached_seq)
-        self._name(cached_seq, tokens, pending)
+        self._extend_chain(cached_seq, tokens, pending)
         yield from self._missing_whole(tokens, pending)
         if self.kv.checkpoints is not None:
             yield from self._missing_checkpoints(cached_seq, tokens, pending.chain)
-        elif not cached_seq.active:
+        elif not cached_seq.in_use:
             yield from self._missing_tail(tokens, pending.chain)
 
-    def _name(self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite) -> None:
-        """Extend the chain by new tokens, and rename blocks whose tokens have changed."""
-        n_same = pending.chain.at(cached_seq.n_unchanged)
+    def _extend_chain(
+        self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
+    ) -> None:
+        """Name the blocks of new tokens, and those whose tokens have changed."""
+        n_same = pending.chain.index_at(cached_seq.n_unchanged)
         del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
-        pending.n_seen = min(pending.n_seen, n_same)
+        pending.n_done = min(pending.n_done, n_same)
         self.folder.names.extend(pending.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], pending: _PendingWrite) -> Iterator[_Missing]:
         names, ends = pending.chain.names, pending.chain.ends
-        for i in range(pending.n_seen, len(names) - 1):
-            pending.n_seen = i + 1
+        for i in range(pending.n_done, len(names) - 1):
+            pending.n_done = i + 1
             if self.folder.has(names[i + 1]):
                 continue
             block_tokens = tokens[ends[i] : ends[i + 1]]
@@ -195,12 +198,14 @@ class BlockWriter:
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
-        if cached_seq.active:
+        if cached_seq.in_use:
             return
         names = self.folder.names
         headers: dict[bytes, tuple[Header, int]] = {}
-        for n_tokens in sorted(p.n_tokens for p in cached_seq.checkpoints if p.n_tokens <= len(tokens)):
-            i = chain.at(n_tokens - (tokens[n_tokens - 1] < 0))  # its block may end with a picture
+        for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
+            i = chain.index_at(
+                n_tokens - (tokens[n_tokens - 1] < 0)
+            )  # its block may end with a picture
             start, parent = chain.ends[i], chain.names[i]
             partial = tokens[start:n_tokens]
             if len(partial) < TAIL_KEY_TOKENS:
@@ -223,19 +228,19 @@ class BlockWriter:
     def _is_queued(self, header: Header) -> bool:
         return header.name + header.tokens in self._queued
 
-    def _note_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
+    def _record_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
         """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
         names, conversations = pending.chain.names, pending.conversations
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 
-        def note() -> None:  # in the writer's thread: the tail block exists only after its write
+        def record() -> None:  # in the writer's thread: the tail block exists only after its write
             tail, n = self.search.find_tail(names[-1], tail_tokens)
             used_names = [*names[1:], *([tail] if n else [])]
             self.folder.touch(used_names)
             for conversation in conversations:
                 self.folder.add_owner(conversation, used_names)
 
-        self.folder.writer_thread.put(note)
+        self.folder.writer_thread.put(record)
 
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:

@@ -85,7 +85,7 @@ class DraftModel:
         self.n_vocab = min(loaded.vocab.n_vocab, self.vocab.n_vocab)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
         kv_type = loaded.choices["kv_type"].value if self.shape.can_quantize_kv else "f16"
-        self.active = open_context(
+        self.context = open_context(
             self._model,
             msgspec.structs.replace(options, kv_type=kv_type),
             n_cells=loaded.n_cells,
@@ -94,10 +94,10 @@ class DraftModel:
             n_threads=loaded.n_threads,
             n_outputs=n_sequences,
         )
-        self._batch = Batch.of(self.active, max_outputs=1)
+        self._batch = Batch.of(self.context, max_outputs=1)
         window = int(libllama.L.llama_model_n_swa(self._model))
-        n_cells = self.active.n_cells
-        self.kv = KvCache(self.active, n_cells=n_cells, n_seq_max=n_sequences, window=window)
+        n_cells = self.context.n_cells
+        self.kv = KvCache(self.context, n_cells=n_cells, n_seq_max=n_sequences, window=window)
         weights_bytes = loaded.shape.weights_bytes_per_token
         self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
 
@@ -107,10 +107,10 @@ class DraftModel:
             return False
         self._batch.clear()
         self._batch.add(tokens, len(cached_seq.tokens), cached_seq.seq_id, outputs=outputs)
-        if self._batch.decode(self.active):
+        if self._batch.decode(self.context):
             self.kv.remove_unrecorded_cells(cached_seq)
             return False
-        self.kv.extend(cached_seq, tokens)
+        self.kv.record_computed(cached_seq, tokens)
         return True
 
     def note_cost(self, cost: float) -> None:
@@ -120,13 +120,13 @@ class DraftModel:
     def park(self) -> None:
         """Forget every text, and return the memory of the cells. Only while idle."""
         self.kv.drop_idle()
-        self.active.cells.give_back()
+        self.context.cells.give_back()
 
     def free(self) -> None:
         """Free context and weights. Idempotent."""
         if self._model:
-            if hasattr(self, "active"):
-                self.active.free()
+            if hasattr(self, "context"):
+                self.context.free()
             free_model(self._model)
             self._model = None
 
@@ -216,7 +216,7 @@ class RequestDrafter:
             if min(tokens) < 0:  # pictures
                 return []
             salt, reuse = request.cache_salt, request.cache_prompt
-            self._cached = model.kv.claim(PromptTokens(tokens), (), salt, reuse=reuse)
+            self._cached = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
             if self._cached is None:
                 return []
         n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
@@ -263,12 +263,12 @@ class RequestDrafter:
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample as the request will; return the token and its probability at temperature 1."""
         model = self._model
-        logits: npt.NDArray[np.float32] = model.active.rows(1, model.vocab.n_vocab)[0]
+        logits: npt.NDArray[np.float32] = model.context.rows(1, model.vocab.n_vocab)[0]
         if self._banned is not None:
             logits[self._banned] = -np.inf
         if matcher is not None:
             matcher.mask_into(logits)
-        token = sampler.sample(model.active.context, -1, logits)
+        token = sampler.sample(model.context.pointer, -1, logits)
         with np.errstate(over="ignore"):
             return token, float(1.0 / np.exp(logits - logits[token]).sum())
 
@@ -277,7 +277,7 @@ class RequestDrafter:
         drafts, self._drafted = self._drafted, []
         for draft, token, rate in zip(drafts, sampled, self._rates, strict=False):
             for learned in (rate, self._mean, self._model.mean):
-                learned.note(is_right=draft == token)
+                learned.record(is_right=draft == token)
             if draft != token:
                 return
 

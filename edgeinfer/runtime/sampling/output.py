@@ -67,12 +67,12 @@ class Output:
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
         """Return the events that are certain after `token`."""
         if logprobs is not None:
-            self.note(logprobs)
+            self.hold_logprobs(logprobs)
         events = self._parse(self._text.feed(self._vocab.piece(token, special=self._special)))
         self.reasoning_tokens += bool(events) and isinstance(events[0], ReasoningDelta)
         return self._with_logprobs(events)
 
-    def note(self, logprobs: TokenLogprobs) -> None:
+    def hold_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Report a token's log-probabilities with the next text, or at the end."""
         self._logprobs.append(logprobs)
 

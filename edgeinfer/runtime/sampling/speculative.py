@@ -68,7 +68,7 @@ class StepCurve:
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
 
-    def note(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
+    def record(self, n_sequences: int, n_rows: int, seconds: float, n_forced: int = 0) -> None:
         """Record a step; `n_rows` includes drafts and the `n_forced` tokens of constraints."""
         rows, is_plain = n_rows - self._logits_share * n_forced, n_rows == n_sequences
         expected_s = self.seconds(n_sequences, rows)
@@ -199,7 +199,7 @@ class Acceptance:
     def __init__(self, start: float, n_tokens: int = _START_TOKENS) -> None:
         self.rate, self._n = start, n_tokens
 
-    def note(self, *, is_right: bool) -> None:
+    def record(self, *, is_right: bool) -> None:
         self._n += 1
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
@@ -404,7 +404,7 @@ class Drafting:
             self.model.record(sampled)
         for i, (predicted, token) in enumerate(zip(self._predicted, sampled, strict=False)):
             assert self._drafter is not None
-            self._drafter.acceptance(i).note(is_right=predicted == token)
+            self._drafter.acceptance(i).record(is_right=predicted == token)
             if predicted != token:
                 break
 

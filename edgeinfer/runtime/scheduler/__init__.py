@@ -7,8 +7,7 @@ scheduler ── request_queue     waiting and running requests, their admission
           ├─ executor          one llama_decode, aborted early for a short incoming request
           └─ output_processor  sampled tokens, progress, ends
 
-A `sequence` is a request that waits or runs; features that only record it are its `observer`s.
-
-`scheduler` holds them. `idle_cells` returns the memory of the KV cache while idle;
-`batch_invariance` bounds the steps that are bit-identical to unbatched ones.
+`preparation` makes a `sequence` of each request; features that only record it are its `observer`s.
+`idle_cells` gives the memory of the KV cache back while idle, `batch_invariance` bounds the steps that
+are bit-identical to unbatched ones, and `divergence` finds where a prompt leaves the cached prefixes.
 """

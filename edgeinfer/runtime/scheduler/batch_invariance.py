@@ -6,29 +6,33 @@ from dataclasses import dataclass
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 from edgeinfer.runtime.llama.model import LlamaModel
-from edgeinfer.runtime.memory_plan import invariant_rows
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
     """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
 
-    `rows`: tokens in a batch beyond which kernels round differently. `cells`: used cells beyond which
-    a single token's attention rounds differently; None for no such bound. `in_order`: attention sums a
-    sequence's cells in the order of its positions, wherever free ones were filled.
+    Kernels round differently in a batch of more than `max_tokens`, and a single token's attention with
+    more than `max_cells` used cells (None: no such bound). `sums_in_order`: attention sums a sequence's
+    cells in the order of its positions, whichever free cells were filled.
     """
 
-    rows: int
-    cells: int | None
-    in_order: bool = True
+    max_tokens: int
+    max_cells: int | None
+    sums_in_order: bool = True
 
 
 #: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
 #: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
-#: 256, and 192 cells with 60 rows stay within the first.
-_LLAMA_INVARIANCE = BatchInvariance(rows=60, cells=192)
+#: 256, and 192 cells with a batch of 60 tokens stay within the first.
+_LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
 #: Largest head (elements) that native/attention.cpp accepts, and the step its length is a multiple of.
 _MOST_HEAD, _HEAD_STEP = 256, 16
+#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
+#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
+_DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
+#: Most tokens that every kernel multiplies alike; for other types, a larger number switches the kernel.
+_DOT_TOKENS = 3
 
 
 def _is_left_to_llama(loaded: LlamaModel) -> bool:
@@ -36,15 +40,22 @@ def _is_left_to_llama(loaded: LlamaModel) -> bool:
     return any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
 
 
+def max_invariant_tokens(n_batch: int, file_type: int) -> int:
+    """Return the tokens of a batch up to which llama.cpp's kernels are batch-invariant."""
+    return n_batch if file_type in _DOT_ONLY else _DOT_TOKENS
+
+
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     """Return the bounds for the kernels, the attention and the KV cache in use."""
     kernels = libllama.build_info().kernels
-    rows = loaded.n_batch if kernels else invariant_rows(loaded.n_batch, loaded.shape.file_type)
+    n_batch = loaded.n_batch
+    max_tokens = n_batch if kernels else max_invariant_tokens(n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
     is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded)
     if kv_type != "f16" or is_ours:
-        return BatchInvariance(rows, cells=None, in_order=is_ours)
-    return BatchInvariance(min(rows, _LLAMA_INVARIANCE.rows), _LLAMA_INVARIANCE.cells, in_order=False)
+        return BatchInvariance(max_tokens, max_cells=None, sums_in_order=is_ours)
+    max_tokens = min(max_tokens, _LLAMA_INVARIANCE.max_tokens)
+    return BatchInvariance(max_tokens, _LLAMA_INVARIANCE.max_cells, sums_in_order=False)
 
 
 def why_irreproducible(loaded: LlamaModel) -> str:
@@ -54,7 +65,7 @@ def why_irreproducible(loaded: LlamaModel) -> str:
         return "llama.cpp's own kernels serve here, whose bits depend on the batch and the processor"
     if not loaded.supports_truncation:
         return "the model is recurrent: it computes a prompt differently from single tokens"
-    if invariance.cells is not None or not invariance.in_order:
+    if invariance.max_cells is not None or not invariance.sums_in_order:
         return "llama.cpp's own attention serves this model, whose bits depend on the batch"
     operation = libedgeinfer.dependent_operation()
     if operation:

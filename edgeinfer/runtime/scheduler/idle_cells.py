@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
-from edgeinfer.runtime.llama.context import ActiveContext
+from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache
@@ -14,29 +14,29 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 #: Idle time (s) after which cells are emptied.
 _IDLE_S = 300.0
 #: Interval (s) at which pending writes are checked.
-_WRITING_S = 0.5
-#: Least number of idle tokens for which pages are given back.
-_WORTH_TOKENS = 512
+_WRITE_CHECK_S = 0.5
+#: Least number of idle cells for which pages are given back.
+_MIN_IDLE_CELLS = 512
 
 
 class IdleCells:
-    """Give the pages of `kv`, the active context's cells, back to the OS after minutes of idleness.
+    """Give the pages of `kv`, the context context's cells, back to the OS after minutes of idleness.
 
     Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
     all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
     """
 
     def __init__(
-        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, active: ActiveContext
+        self, kv: KvCache, prefixes: Prefixes, states: SequenceStates | None, context: LlamaContext
     ) -> None:
         self._kv, self._prefixes = kv, prefixes
         self._states = states
-        self._active = active
+        self._context = context
         self._ranges: list[Range] = []
         self._used_at = time.monotonic()
 
-    def note_use(self) -> None:
-        """Stop giving pages back: a step is about to use cells."""
+    def record_use(self) -> None:
+        """Record that a step is about to use cells, and stop giving pages back."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 
@@ -45,32 +45,32 @@ class IdleCells:
         if self._ranges:
             return 0.0
         cache = self._prefixes.prefix_cache
-        if not self._active.cells.buffers or cache is None or not self._is_on_disk(cache):
+        if not self._context.cells.buffers or cache is None or not self._is_on_disk(cache):
             return None
-        least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITING_S
+        least_s = 0.0 if cache.folder.writer_thread.is_idle else _WRITE_CHECK_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
     def _is_on_disk(self, cache: PrefixCache) -> bool:
         if not cache.can_store:
             return False
         idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
-        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _WORTH_TOKENS:
+        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _MIN_IDLE_CELLS:
             return False
-        return all(not c.active and cache.writer.would_store(c) for c in idle)
+        return all(not c.in_use and cache.writer.would_store(c) for c in idle)
 
-    def work(self) -> None:
-        """Empty the cells, then return one piece of their memory. Only while idle."""
+    def release_some(self) -> None:
+        """Empty the cells, then give back one piece of their memory. Only while idle."""
         if self._ranges:
-            self._active.cells.give_back([self._ranges.pop()])
+            self._context.cells.give_back([self._ranges.pop()])
             return
         self._kv.drop_idle()
         pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
         if pinned:
-            self._give_back_around(pinned)
+            self._give_back_except(pinned)
         else:
-            self._ranges = list(self._active.cells.pages())
+            self._ranges = list(self._context.cells.pages())
 
-    def _give_back_around(self, pinned: list[CachedSequence]) -> None:
+    def _give_back_except(self, pinned: list[CachedSequence]) -> None:
         assert self._states is not None
         states = []
         for cached_seq in pinned:
@@ -80,10 +80,10 @@ class IdleCells:
             states.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:
             self._kv.clear_cells(cached_seq)
-        self._active.cells.give_back()
+        self._context.cells.give_back()
         for cached_seq, state, checkpoint in states:
-            is_back = state is not None and self._states.write(cached_seq.seq_id, state)
-            if is_back and checkpoint is not None:
-                is_back = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
-            if not is_back:
+            is_restored = state is not None and self._states.write(cached_seq.seq_id, state)
+            if is_restored and checkpoint is not None:
+                is_restored = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
+            if not is_restored:
                 self._kv.drop(cached_seq)

@@ -1,4 +1,4 @@
-"""Observers of requests: features that record what the decode loop does, and change nothing of it."""
+"""Observers of requests: features that record what the decode loop does, and never change it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 
 class SequenceObserver:
-    """One request, seen on the decode thread before its client sees it. A method must not raise."""
+    """Observe one request, on the decode thread, before its client sees it. A method must not raise."""
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         """Read the logits of the next token, before a constraint changes them."""
 
     def on_token(self, token: int) -> None:
-        """Take note of a token that was sampled, or forced by a constraint."""
+        """Record a token that was sampled, or forced by a constraint."""
 
     def on_event(self, event: Event) -> None:
-        """Take note of a piece of the answer: text, reasoning, or a part of a tool call."""
+        """Record a piece of the answer: text, reasoning, or a part of a tool call."""
 
-    def on_end(self, end: Finished | EngineError, n_broken_calls: int) -> None:
-        """Take note of the end; `n_broken_calls` of the answer's tool calls could not be parsed."""
+    def on_end(self, last_event: Finished | EngineError, n_broken_calls: int) -> None:
+        """Record the end; `n_broken_calls` of the answer's tool calls could not be parsed."""
 
 
 class RequestObserver(Protocol):

@@ -17,33 +17,32 @@ _CHUNK_MIN = 32
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
-#: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
-_SHARE = 0.1
-_AHEAD_S = 1.0
+#: Share of a long prefill's time for decode-only steps, and how much of it (s) is granted in advance.
+_DECODE_SHARE = 0.1
+_MAX_ADVANCE_S = 1.0
 
 
 class ChunkSizer:
     """Learn the cost of prefill, `s_per_token` (s) at first, and size the next chunk."""
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
-        self._invariant_rows = batch_invariance.rows
+        self._max_invariant_tokens = batch_invariance.max_tokens
         #: Length (tokens) of a long prompt's chunks while no sequence decodes.
         self.idle_chunk_tokens = IDLE_CHUNK_TOKENS
         #: Least length (tokens) of a chunk while other sequences decode.
         self.least_tokens = _CHUNK_MIN
         #: Recent cost (s) of a token of prefill.
         self.s_per_token = s_per_token
-        #: Recent cost (s) per token of long prompts (their attention scans more cells), or None.
-        self._long_s: float | None = None
+        #: The same for long prompts, whose attention scans more cells; None before one was measured.
+        self._long_s_per_token: float | None = None
         self._is_measured = False
 
-    def measured_s(self, n_tokens: int) -> float:
-        """Return about how long (s) a prefill of `n_tokens` takes; 0 before the first was measured."""
-        return n_tokens * (self._long_s or self.s_per_token) if self._is_measured else 0.0
+    def estimate_prefill_s(self, n_tokens: int) -> float:
+        """Estimate how long (s) a prefill of `n_tokens` takes; 0 before the first was measured."""
+        return n_tokens * (self._long_s_per_token or self.s_per_token) if self._is_measured else 0.0
 
-    def budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return how many prompt tokens a batch may take that has `room` left after `n_decoding`
-        tokens.
+    def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
+        """Return how many prompt tokens fit into a batch with `room` after its `n_decoding` tokens.
 
         `pending` are the prompts' lengths. Short prompts stay together while they are bit-identical to
         unbatched ones.
@@ -51,35 +50,33 @@ class ChunkSizer:
         longest = max(pending, default=0)
         budget = room
         if n_decoding:
-            within = int(_CHUNK_S / (self._long_s or self.s_per_token))
-            budget = min(room, max(self.least_tokens, within))
+            in_time = int(_CHUNK_S / (self._long_s_per_token or self.s_per_token))
+            budget = min(room, max(self.least_tokens, in_time))
         elif longest > SHORT_TOKENS:
             budget = min(room, self.idle_chunk_tokens)
-        invariant = self._invariant_rows - n_decoding
+        invariant = self._max_invariant_tokens - n_decoding
         return min(budget, invariant) if longest <= invariant else budget
 
-    def note(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
-        """Record `n_tokens` of prefill in `seconds`. Small batches do not predict large ones, and are
-        ignored.
-        """
+    def record(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
+        """Record a prefill of `n_tokens`, unless it is too small to predict large ones."""
         if n_tokens < _CHUNK_MIN:
             return
-        took_s = seconds / n_tokens
+        s_per_token = seconds / n_tokens
         self._is_measured = True
-        self.s_per_token = _moving_average(took_s, self.s_per_token)
+        self.s_per_token = _moving_average(s_per_token, self.s_per_token)
         if is_long:
-            self._long_s = _moving_average(took_s, self._long_s)
+            self._long_s_per_token = _moving_average(s_per_token, self._long_s_per_token)
 
 
 def _moving_average(measured: float, average: float | None) -> float:
     return measured if average is None else average + 0.3 * (measured - average)
 
 
-def decode_budget_s(elapsed_s: float, rest_s: float) -> float:
+def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
     """Return how long (s) decode-only steps may delay this prefill: 10 % of the time spent on it, plus
     up to 1 s borrowed from the rest.
     """
-    return _SHARE * elapsed_s + min(_SHARE * rest_s, _AHEAD_S)
+    return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 
 
 class DecodeBudget:
@@ -88,22 +85,22 @@ class DecodeBudget:
     A short answer then ends within a few steps, instead of one token for each chunk of the long prompt.
     """
 
-    def __init__(self, chunks: ChunkSizer) -> None:
-        self._chunks = chunks
+    def __init__(self, chunk_sizer: ChunkSizer) -> None:
+        self._chunk_sizer = chunk_sizer
         self._delayed: Sequence | None = None
-        self._began = 0.0
+        self._delayed_since = 0.0
 
-    def record(self) -> None:
+    def charge_last_step(self) -> None:
         """Charge the last step to the prompt that it delayed, if it was decode-only."""
         if self._delayed is not None:
-            self._delayed.delayed_s += time.monotonic() - self._began
+            self._delayed.delayed_s += time.monotonic() - self._delayed_since
             self._delayed = None
 
-    def grant(self, seq: Sequence) -> bool:
-        """Return whether the next step leaves out the long prompt of `seq`."""
+    def grant_step(self, seq: Sequence) -> bool:
+        """Return whether the next step is decode-only, and delays the long prompt of `seq`."""
         now = time.monotonic()
-        rest_s = seq.n_pending * self._chunks.s_per_token
-        if seq.delayed_s >= decode_budget_s(now - seq.clock.started, rest_s):
+        remaining_s = seq.n_pending * self._chunk_sizer.s_per_token
+        if seq.delayed_s >= decode_budget_s(now - seq.clock.prefill_start, remaining_s):
             return False
-        self._delayed, self._began = seq, now
+        self._delayed, self._delayed_since = seq, now
         return True

@@ -39,7 +39,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 class Preparer:
     """Turn requests into sequences of one loaded model, without their adapters. Any thread.
 
-    `entropy`: bytes of the last resume, mixed into every seed. `no_vision` says why a model with a
+    `entropy`: bytes of the last resume, mixed into every seed. `vision_error` says why a model with a
     projector cannot read pictures.
     """
 
@@ -53,15 +53,15 @@ class Preparer:
     n_ctx_train: int = 0
     entropy: bytes = b""
     vision: Vision | None = None
-    no_vision: str = ""
+    vision_error: str = ""
     draft_model: DraftModel | None = None
 
-    def sequence(self, request: GenerateRequest) -> Sequence:
-        """Make a sequence ready to be queued. Raises InvalidRequestError and its kin."""
-        with preparing():
-            return self._sequence(request)
+    @preparing()
+    def make_sequence(self, request: GenerateRequest) -> Sequence:
+        """Make a sequence ready to be queued.
 
-    def _sequence(self, request: GenerateRequest) -> Sequence:
+        Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError.
+        """
         check_request(request, self.vocab.n_vocab)
         if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
@@ -72,12 +72,12 @@ class Preparer:
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
         prepared = self.chat_format.prepare(request) if request.messages else None
         spans: list[Span] = []
-        tokens = self._fit(request, self._tokens(request, prepared, spans))
+        tokens = self._fit_context(request, self._tokenize(request, prepared, spans))
         matcher = self._matcher(request, prepared)
         output = self._output(request, prepared)
         s = request.sampling
-        fresh = int.from_bytes(random_bytes(4, self.entropy), "little")
-        seed = fresh if s.seed is None else s.seed
+        random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
+        seed = random_seed if s.seed is None else s.seed
         seq = Sequence(
             request=request,
             tokens=PromptTokens(tokens),
@@ -85,45 +85,45 @@ class Preparer:
             output=output,
             drafting=self._drafting(request, len(tokens)),
             max_tokens=self._max_tokens(request, len(tokens)),
-            keep_tokens=lambda: self._keep_tokens(request, tokens),
+            n_keep=lambda: self._n_keep(request, tokens),
             matcher=matcher,
-            budget=self._budget(request, prepared, output),
-            banned=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
+            reasoning_budget=self._reasoning_budget(request, prepared, output),
+            banned_tokens=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
         is_drafted = request.speculative == "auto" and request.replay is None
         if self.draft_model is not None and is_drafted:
             seq.drafting.model = RequestDrafter(
-                self.draft_model, request, seq.sampler, matcher=matcher, banned=seq.banned
+                self.draft_model, request, seq.sampler, matcher=matcher, banned=seq.banned_tokens
             )
         return seq
 
-    def _tokens(
+    def _tokenize(
         self, request: GenerateRequest, prepared: Prepared | None, spans: list[Span]
     ) -> list[int]:
         if prepared is not None:
-            return self.chat_tokens(request, prepared.prompt, spans)
+            return self.tokenize_chat(request, prepared.prompt, spans)
         if isinstance(request.prompt, str):
-            return self._text_tokens(request.prompt, request, spans)
+            return self._tokenize_text(request.prompt, request, spans)
         if request.infill is not None:
-            return infill_tokens(request.infill, self.vocab, self._room_before(request))
+            return infill_tokens(request.infill, self.vocab, self._max_infill_tokens(request))
         return list(request.prompt or ())
 
-    def chat_tokens(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
+    def tokenize_chat(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
         """Tokenize the rendered prompt of `request`, and append its pictures to `spans`."""
         if not request.n_pictures:
             return self.chat_format.tokenize(prompt)
         vision = self._checked_vision(request, "messages")
         tokens: list[int] = []
-        for piece in self.chat_format.split(prompt, request):
-            if isinstance(piece, str):
-                tokens += self.chat_format.tokenize(piece) if piece else []
+        for text_or_file in self.chat_format.split(prompt, request):
+            if isinstance(text_or_file, str):
+                tokens += self.chat_format.tokenize(text_or_file) if text_or_file else []
             else:
-                vision.append(tokens, spans, piece, request)
+                vision.append(tokens, spans, text_or_file, request)
         return tokens
 
-    def _text_tokens(self, prompt: str, request: GenerateRequest, spans: list[Span]) -> list[int]:
+    def _tokenize_text(self, prompt: str, request: GenerateRequest, spans: list[Span]) -> list[int]:
         texts = prompt.split(PICTURE_MARK) if request.pictures else [prompt]
         tokens = self.vocab.tokenize(texts[0], add_special=True, parse_special=True)
         for text, file in zip(texts[1:], request.pictures, strict=True):
@@ -134,7 +134,7 @@ class Preparer:
     def _checked_vision(self, request: GenerateRequest, param: str) -> Vision:
         if self.vision is None:
             raise InvalidRequestError(
-                f"{self.files.name} cannot read pictures{self.no_vision}",
+                f"{self.files.name} cannot read pictures{self.vision_error}",
                 hint=f"`edgeinfer warm {self.files.name}` with the projector, or another model: "
                 "`edgeinfer list pictures`"
                 if self.files.projector
@@ -145,12 +145,13 @@ class Preparer:
             raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param=param)
         return self.vision
 
-    def _room_before(self, request: GenerateRequest) -> int:
-        """Return how many tokens prefix and suffix of an infill may have next to the answer."""
+    def _max_infill_tokens(self, request: GenerateRequest) -> int:
+        """Return how many tokens the prompt of an infill may have next to the answer."""
         answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
-    def _fit(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
+    def _fit_context(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
+        """Return the tokens of a prompt that fits; a shifting request drops some after `n_keep`."""
         if not tokens and self.vocab.bos >= 0:
             tokens = [self.vocab.bos]
         if not tokens:
@@ -167,11 +168,11 @@ class Preparer:
                 n_tokens=len(tokens),
                 n_ctx=self.n_ctx,
             )
-        keep = min(self._keep_tokens(request, tokens), self.n_ctx // 2)
-        tail = self.n_ctx - keep - self.n_ctx // 4
-        return tokens[:keep] + tokens[-tail:]
+        n_keep = min(self._n_keep(request, tokens), self.n_ctx // 2)
+        n_tail = self.n_ctx - n_keep - self.n_ctx // 4
+        return tokens[:n_keep] + tokens[-n_tail:]
 
-    def _keep_tokens(self, request: GenerateRequest, tokens: list[int]) -> int:
+    def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
         """Count the tokens at the front that survive a context shift: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
@@ -180,13 +181,13 @@ class Preparer:
     def system_prefix(self, system: str) -> list[int]:
         """Return the tokens that every conversation with this system prompt starts with."""
 
-        def begin(user: str) -> list[int]:
+        def tokenize_with(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (
                 Message(role="user", content=user),
             )
             return self.chat_format.tokenize(self.chat_format.render(GenerateRequest(messages=turns)))
 
-        a, b = begin("A"), begin("7 B")
+        a, b = tokenize_with("A"), tokenize_with("7 B")
         return a[: common_prefix(a, b)]
 
     def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> TokenMatcher | None:
@@ -201,7 +202,7 @@ class Preparer:
         stops = (*request.stop, *self.files.stop, *(prepared.stop if prepared else ()))
         return Output(self.vocab, stops, prepared.parser if prepared else None)
 
-    def _budget(
+    def _reasoning_budget(
         self, request: GenerateRequest, prepared: Prepared | None, output: Output
     ) -> ReasoningBudget | None:
         n_tokens = request.reasoning_budget
@@ -228,8 +229,8 @@ _FILE = "file\n"
 _RULE = "\n\n--- {name} ---\n\n"
 
 
-def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
-    """Return a prompt of at most `room` tokens. Raises InvalidRequestError.
+def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
+    """Return a prompt of at most `max_tokens` tokens. Raises InvalidRequestError.
 
     Whole files are dropped first, then the text furthest from the cursor.
     """
@@ -240,31 +241,29 @@ def infill_tokens(gap: Infill, vocab: Vocab, room: int) -> list[int]:
             param="infill",
         )
     start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []
-    room_left = max(0, room - len(start) - 3)
-    prefix, suffix = vocab.tokenize(gap.prefix), vocab.tokenize(gap.suffix)
-    suffix = suffix[: max(room_left // 4, room_left - len(prefix))]
-    prefix = prefix[max(0, len(prefix) - (room_left - len(suffix))) :]
-    files = _files(gap.files, vocab, fim, room_left - len(prefix) - len(suffix))
+    n_left = max(0, max_tokens - len(start) - 3)
+    prefix, suffix = vocab.tokenize(infill.prefix), vocab.tokenize(infill.suffix)
+    suffix = suffix[: max(n_left // 4, n_left - len(prefix))]
+    prefix = prefix[max(0, len(prefix) - (n_left - len(suffix))) :]
+    files = _file_tokens(infill.files, vocab, fim, n_left - len(prefix) - len(suffix))
     return [*start, *files, fim.prefix, *prefix, fim.suffix, *suffix, fim.middle]
 
 
-def _files(files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, room: int) -> list[int]:
+def _file_tokens(
+    files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, max_tokens: int
+) -> list[int]:
+    """Return the tokens of the last files that fit, whole."""
     head = [fim.repo, *vocab.tokenize(_REPO)] if fim.repo >= 0 else []
     tail = [fim.file, *vocab.tokenize(_FILE)] if fim.file >= 0 else []
-    room -= len(head) + len(tail)
-    chosen: list[list[int]] = []
+    n_left = max_tokens - len(head) - len(tail)
+    fitting: list[int] = []
     for file in reversed(files):
-        tokens = _file(file, vocab, fim)
-        if len(tokens) > room:
+        if fim.file < 0:
+            tokens = vocab.tokenize(_RULE.format(name=file.name) + file.text)
+        else:
+            tokens = [fim.file, *vocab.tokenize(f"{file.name}\n{file.text}")]
+        if len(tokens) > n_left:
             break
-        room -= len(tokens)
-        chosen.append(tokens)
-    if not chosen:
-        return []
-    return [*head, *(token for tokens in reversed(chosen) for token in tokens), *tail]
-
-
-def _file(file: InfillFile, vocab: Vocab, fim: FimTokens) -> list[int]:
-    if fim.file < 0:
-        return vocab.tokenize(_RULE.format(name=file.name) + file.text)
-    return [fim.file, *vocab.tokenize(f"{file.name}\n{file.text}")]
+        n_left -= len(tokens)
+        fitting = tokens + fitting
+    return [*head, *fitting, *tail] if fitting else []

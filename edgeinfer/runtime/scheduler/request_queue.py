@@ -14,14 +14,14 @@ from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Least number of tokens saved for which a request waits for another's prefix.
-_WORTH_WAITING = 32
+#: Least number of tokens saved for which a request waits until another has prefilled a shared prefix.
+_MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """Requests `waiting`, and up to `n_parallel` `running`, some still without cells.
+    """Requests `waiting`, and up to `n_parallel` `running`, some of them not started: without cells.
 
-    `on_end` is called with each that leaves.
+    `on_end` is called with each request that has ended.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
@@ -44,7 +44,7 @@ class RequestQueue:
             seq.observers += tuple(observer.on_admit(seq.request) for observer in self.observers)
         self.waiting.append(seq)
 
-    def end_cancelled_and_late(self) -> None:
+    def end_cancelled_and_expired(self) -> None:
         now = time.monotonic()
         for seq in [*self.running, *self.waiting]:
             if seq.cancelled:
@@ -54,28 +54,25 @@ class RequestQueue:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._leave(seq, lambda s: s.finish(reason), keep=seq.request.cache_prompt)
+        self._remove(seq, lambda: seq.finish(reason), keep=seq.request.cache_prompt)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
-        self._leave(seq, lambda s: s.fail(error), keep=False)
+        self._remove(seq, lambda: seq.fail(error), keep=False)
 
-    def _leave(self, seq: Sequence, send_last_event: Callable[[Sequence], None], *, keep: bool) -> None:
+    def _remove(self, seq: Sequence, send_last_event: Callable[[], None], *, keep: bool) -> None:
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         self.prefixes.release(seq, keep=keep)
-        self._count_request(seq)
-        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
-        send_last_event(seq)
-
-    def _count_request(self, seq: Sequence) -> None:
-        seq.saved_s = self.prefixes.saved_s(seq)
+        seq.saved_s = self.prefixes.estimate_saved_s(seq)
         c = self._counters
         c.completion_tokens_total += seq.n_generated
         c.constraint_seconds_total += seq.constraint_s
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
+        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
+        send_last_event()
 
     def admit(self) -> None:
         """Admit waiting requests, prefill-only ones last."""
@@ -90,43 +87,44 @@ class RequestQueue:
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
         """Requeue a running prefill-only request for `seq`; its prefix stays cached."""
-        early = [s for s in self.running if s.is_prefill_only]
-        if seq.is_prefill_only or not early:
+        prefill_only = [s for s in self.running if s.is_prefill_only]
+        if seq.is_prefill_only or not prefill_only:
             return False
-        self.prefixes.preempt(early[-1], keep=True)
-        self.running.remove(early[-1])
-        self.waiting.append(early[-1])
+        youngest = prefill_only[-1]
+        self.prefixes.preempt(youngest, keep=True)
+        self.running.remove(youngest)
+        self.waiting.append(youngest)
         return True
 
     def _start_admitted(self) -> None:
-        """Start sequences while cells last.
+        """Start running sequences that have not started, while cells last.
 
         A sequence that waits for a shared prefix lets later ones pass; one that waits for cells does
         not, or it would starve.
         """
         running = self.running
-        for seq in [s for s in running if s.cached_seq is None]:
-            cached = self.prefixes.n_cached_in_memory(seq)
-            active = [s for s in running if s.cached_seq is not None]
-            if self._soon_cached(seq, active) >= cached + _WORTH_WAITING:
+        for seq in [s for s in running if not s.is_started]:
+            n_cached = self.prefixes.count_cached_in_memory(seq)
+            started = [s for s in running if s.is_started]
+            if self._count_soon_cached(seq, started) >= n_cached + _MIN_SAVED_TOKENS:
                 continue
-            if active and not self._fits(seq, cached, active):
+            if started and not self._fits(seq, n_cached, started):
                 return
-            self.prefixes.acquire(seq, is_alone=len(running) == 1)
+            self.prefixes.acquire(seq, is_only_request=len(running) == 1)
 
-    def _fits(self, seq: Sequence, cached: int, active: list[Sequence]) -> bool:
+    def _fits(self, seq: Sequence, n_cached: int, started: list[Sequence]) -> bool:
         """Return whether cells are left for `seq` besides those used or promised to other prompts."""
-        in_use = len(set().union(*(s.cached_seq.cells for s in active if s.cached_seq)))
-        promised = sum(s.n_pending for s in active)
-        return in_use + promised + len(seq.tokens) - cached <= self._kv.n_cells
+        in_use = len(set().union(*(s.cached_seq.cells for s in started)))
+        promised = sum(s.n_pending for s in started)
+        return in_use + promised + len(seq.tokens) - n_cached <= self._kv.n_cells
 
-    def _soon_cached(self, seq: Sequence, active: list[Sequence]) -> int:
+    def _count_soon_cached(self, seq: Sequence, started: list[Sequence]) -> int:
         """Count the tokens of the longest prefix of `seq` that a running prefill is about to cache."""
         if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [
             s
-            for s in active
+            for s in started
             if s.n_pending > 1
             and s.adapters == seq.adapters
             and s.request.cache_prompt

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.kv_cache import AdapterKey, KvCache
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.options import Counters
@@ -36,57 +36,58 @@ _PICTURE_WAIT_S = 0.02
 #: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
 #: that of a 4B in Q4_0 on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Share of a step's time that reading streamed weights of a dense model takes, whatever its rows.
+#: Share of a step's time for reading streamed weights of a dense model, however many tokens it has.
 _STREAMED_SHARE = 0.9
 
 
 class Scheduler:
-    """Owns `active`, the context that decodes, while it runs."""
+    """Own `context`, which decodes, while it runs."""
 
-    def __init__(self, loaded: LlamaModel, active: ActiveContext, adapters: LoraAdapters) -> None:
-        vocab, batch = loaded.vocab, Batch.of(active, max_outputs=loaded.plan.n_outputs)
-        states = make_states(loaded, active) if loaded.memory else None
+    def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
+        vocab, batch = loaded.vocab, Batch.of(context, max_outputs=loaded.plan.n_outputs)
+        states = make_states(loaded, context) if loaded.memory else None
         checkpoints = None if loaded.supports_truncation or states is None else Checkpoints(states)
         self.kv = kv = KvCache(
-            active,
+            context,
             n_cells=loaded.n_cells,
             n_seq_max=scratch_id(loaded),
             checkpoints=checkpoints,
             window=loaded.sliding_window,
         )
-        self._active = active
+        self._context = context
         self._batch_invariance = batch_invariance(loaded)
         #: Called if llama.cpp fails a step; returns True if another context takes over.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         shape = loaded.shape
-        share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
+        logits_share = min(1.0, shape.embedding_bytes / max(1, shape.weights_bytes_per_token))
         streaming = loaded.plan.streaming
         is_streamed = streaming is not None and streaming.streamed_bytes > 0
-        costs = StepCurve(logits_share=share, shared_share=_STREAMED_SHARE if is_streamed else 0.0)
+        shared_share = _STREAMED_SHARE if is_streamed else 0.0
+        step_costs = StepCurve(logits_share=logits_share, shared_share=shared_share)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
-        chunks = ChunkSizer(self._batch_invariance, s_per_token)
-        if streaming is not None:  # each step reads the same weights, however many rows share them
-            chunks.idle_chunk_tokens, chunks.least_tokens = batch.capacity, IDLE_CHUNK_TOKENS
-        self.prefixes = Prefixes(kv, chunks, self.counters, vocab)
+        chunk_sizer = ChunkSizer(self._batch_invariance, s_per_token)
+        if streaming is not None:  # each step reads the same weights, however many tokens it has
+            chunk_sizer.idle_chunk_tokens, chunk_sizer.least_tokens = batch.capacity, IDLE_CHUNK_TOKENS
+        self.prefixes = Prefixes(kv, chunk_sizer, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
         self.executor = Executor(
-            active=active,
+            context=context,
             batch=batch,
             adapters=adapters,
             kv=kv,
-            chunks=chunks,
-            costs=costs,
+            chunk_sizer=chunk_sizer,
+            step_costs=step_costs,
             counters=self.counters,
         )
         self._planner = BatchPlanner(
             self.executor, self.queue, batch_invariance=self._batch_invariance, n_ctx=loaded.n_ctx
         )
         self._output_processor = OutputProcessor(self.executor, self.queue, vocab)
-        self._idle_cells = IdleCells(kv, self.prefixes, states, active)
+        self._idle_cells = IdleCells(kv, self.prefixes, states, context)
 
     def step(self) -> None:
-        """End cancelled and late requests, admit others, decode one batch, process its output."""
+        """End cancelled and expired requests, admit others, decode one batch, process its output."""
         self._with_cpu_fallback(self._step)
 
     def _with_cpu_fallback(self, work: Callable[[], None]) -> None:
@@ -99,11 +100,11 @@ class Scheduler:
 
     def _step(self) -> None:
         began = time.perf_counter()
-        self._idle_cells.note_use()
+        self._idle_cells.record_use()
         running = self.queue.running
-        self.queue.end_cancelled_and_late()
+        self.queue.end_cancelled_and_expired()
         self.queue.admit()
-        self.prefixes.restore(running)
+        self.prefixes.load_blocks(running)
         self._fail_unencoded(running)
         entries = self._planner.plan()
         if not entries:
@@ -122,7 +123,7 @@ class Scheduler:
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:
         """End the requests with a picture that could not be encoded."""
-        for seq in [s for s in running if s.cached_seq is not None and not s.is_fetching]:
+        for seq in [s for s in running if s.is_started and not s.is_loading_blocks]:
             span = seq.picture
             error = seq.pictures.failure(span) if span is not None else None
             if error is not None:
@@ -136,83 +137,83 @@ class Scheduler:
                 seq.pictures.wait(span, _PICTURE_WAIT_S)
                 return
 
-    def chore_due_in_s(self) -> float | None:
+    def idle_work_due_in_s(self) -> float | None:
         """Return the seconds until idle work is due; None without any."""
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
-    def do_chore(self) -> None:
+    def do_idle_work(self) -> None:
         """Store one pending block, or give some pages back to the OS. Only while idle."""
         if self.prefixes.has_writes:
             self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
-            self._idle_cells.work()
+            self._idle_cells.release_some()
 
     def fail_all(self, error: EngineError) -> None:
         """End every request with `error` and drop the cache."""
         for seq in [*self.queue.running, *self.queue.waiting]:
             self.queue.fail(seq, error)
-        self.kv.drop_idle(pinned=True)
+        self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
         """Evict idle sequences until `n_cells` suffice; return False if a request is too long."""
         requests = [*self.queue.running, *self.queue.waiting]
-        is_short = all(len(seq.tokens) < n_ctx for seq in requests)
-        return is_short and self.kv.make_room(self.kv.n_cells - n_cells)
+        are_short = all(len(seq.tokens) < n_ctx for seq in requests)
+        return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
 
     def switch_context(
-        self, active: ActiveContext, n_ctx: int, *, has_copy: bool, on_device: bool
+        self, context: LlamaContext, n_ctx: int, *, has_copy: bool, on_device: bool
     ) -> None:
         """Continue in another context, which has a copy of this one's cells (`has_copy`) or is empty.
 
         Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
         is not batch-invariant, so there are no automatic drafts on one.
         """
-        self.executor.chunks.idle_chunk_tokens = (
+        self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
         )
         if not has_copy:
             for seq in self.queue.running:
                 self.prefixes.preempt(seq, keep=False)
-            self.kv.drop_idle(pinned=True)
-        self.kv.resize(active.n_cells)
+            self.kv.drop_idle(include_pinned=True)
+        self.kv.resize(context.n_cells)
         self._planner.n_ctx = n_ctx
         self._planner.batch_invariance = (
-            BatchInvariance(rows=1, cells=None) if on_device else self._batch_invariance
+            BatchInvariance(max_tokens=1, max_cells=None) if on_device else self._batch_invariance
         )
-        self._active.replace(active)
-        self.executor.use_abort()
+        self._context.replace(context)
+        self.executor.install_abort_callback()
 
-    def forget_adapters(self, stamps: Collection[str]) -> bool:
+    def drop_sequences_with(self, stamps: Collection[str]) -> bool:
         """Drop sequences computed with these adapters; return False while requests use them."""
 
-        def has(key: AdapterKey) -> bool:
-            return any(stamp in stamps for stamp, _ in key)
+        def is_affected(adapters: AdapterKey) -> bool:
+            return any(stamp in stamps for stamp, _ in adapters)
 
-        if any(has(seq.adapters) for seq in [*self.queue.running, *self.queue.waiting]):
+        if any(is_affected(seq.adapters) for seq in [*self.queue.running, *self.queue.waiting]):
             return False
-        for cached_seq in [c for c in self.kv.cached_sequences if has(c.adapters)]:
+        for cached_seq in [c for c in self.kv.cached_sequences if is_affected(c.adapters)]:
             self.kv.drop(cached_seq)
         return True
 
-    def measure_steps(self, token: int) -> None:
-        """Measure the cost of draft tokens. Only while idle. Raises DecodeError."""
+    def profile_steps(self, token: int) -> None:
+        """Measure what steps cost by their number of tokens. Only while idle. Raises DecodeError."""
         if not self.kv.supports_truncation:
             return
-        cached_seq = self.kv.claim(PromptTokens([token]), (), reuse=False)
+        cached_seq = self.kv.allocate(PromptTokens([token]), (), reuse=False)
         if cached_seq is not None:
             self.executor.adapters.use(())
-            self.executor.measure_steps(cached_seq, token)
+            self.executor.profile_steps(cached_seq, token)
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Prefill and keep a prefix that many requests share; return its tokens. Only while idle."""
-        self._idle_cells.note_use()
+        """Prefill and pin a prefix that many requests share; return its tokens. Only while idle."""
+        self._idle_cells.record_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)
-        cached_seq = self.kv.claim(PromptTokens(tokens), adapters, reuse=False)
+        cached_seq = self.kv.allocate(PromptTokens(tokens), adapters, reuse=False)
         if cached_seq is None or not self.kv.make_room(len(tokens)):
             return 0
-        self.executor.compute(cached_seq, tokens)
+        self.executor.prefill(cached_seq, tokens)
         self.kv.release(cached_seq, keep=True)
         cached_seq.pinned = True
         return len(tokens)

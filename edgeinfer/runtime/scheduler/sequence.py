@@ -23,15 +23,16 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, LongestMatch
+from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.prefix_cache.cache import Restore
+from edgeinfer.runtime.prefix_cache.cache import BlockLoad
 from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
+from edgeinfer.runtime.scheduler.divergence import LongestMatch
 from edgeinfer.runtime.scheduler.observer import SequenceObserver, TokenRecorder
 from edgeinfer.runtime.vision import PromptPictures, Span
 
@@ -43,18 +44,18 @@ class RequestClock:
     """Monotonic seconds of a request's stages; 0.0 before each."""
 
     submitted: float = field(default_factory=time.monotonic)
-    started: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
+    prefill_start: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """A request. `tokens` are the prompt and the sampled tokens; `n_past` of them are in the KV cache.
 
-    `keep_tokens` returns how many tokens at the front survive a context shift; `delayed_s` is how long
-    decode-only steps have delayed its prefill. While `restore` is set, blocks are read from disk, and
-    the planner skips the sequence.
+    `n_keep` returns how many tokens at the front survive a context shift; `delayed_s` is how long
+    decode-only steps have delayed its prefill. While `block_load` is set, blocks are loaded from disk,
+    and the planner skips the sequence.
     """
 
     request: GenerateRequest
@@ -63,21 +64,21 @@ class Sequence:
     output: Output
     drafting: Drafting
     max_tokens: int
-    keep_tokens: Callable[[], int]
+    n_keep: Callable[[], int]
     adapters: AdapterKey = ()
     matcher: TokenMatcher | None = None
-    budget: ReasoningBudget | None = None
-    banned: npt.NDArray[np.int64] | None = None
+    reasoning_budget: ReasoningBudget | None = None
+    banned_tokens: npt.NDArray[np.int64] | None = None
     deadline: float | None = None
     stream: EventStream = field(init=False)
     clock: RequestClock = field(default_factory=RequestClock)
-    cached_seq: CachedSequence | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cached_disk_tokens: int = 0
-    closest: LongestMatch = field(default_factory=LongestMatch)
+    _cached_seq: CachedSequence | None = field(init=False, default=None)
+    n_prompt_tokens: int = field(init=False)
+    n_cached_tokens: int = 0
+    n_cached_disk_tokens: int = 0
+    longest_match: LongestMatch = field(default_factory=LongestMatch)
     divergence: Divergence = field(default_factory=Divergence)
-    restore: Restore | None = None
+    block_load: BlockLoad | None = None
     pictures: PromptPictures = field(default_factory=PromptPictures)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     observers: tuple[SequenceObserver, ...] = ()
@@ -87,10 +88,10 @@ class Sequence:
     constraint_s: float = 0.0
     saved_s: float = 0.0
     cancelled: bool = False
-    wake: Callable[[], None] = lambda: None
+    wake_loop: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.tokens)
+        self.n_prompt_tokens = len(self.tokens)
         self.stream = EventStream(self.cancel)
         replay = self.request.replay
         if self.request.record_tokens or replay is not None:
@@ -102,17 +103,31 @@ class Sequence:
     def cancel(self) -> None:
         """Request the end; the loop sees it at its next step. Any thread."""
         self.cancelled = True
-        self.wake()
+        self.wake_loop()
 
     @property
-    def cached(self) -> CachedSequence:
-        """The cached sequence, which every sequence has while it is computed."""
-        assert self.cached_seq is not None
-        return self.cached_seq
+    def is_started(self) -> bool:
+        """True while it has a sequence id of the KV cache."""
+        return self._cached_seq is not None
+
+    @property
+    def cached_seq(self) -> CachedSequence:
+        """The tokens and cells of its sequence id. Only while started."""
+        assert self._cached_seq is not None
+        return self._cached_seq
+
+    def start(self, cached_seq: CachedSequence) -> None:
+        self._cached_seq = cached_seq
+
+    def stop(self) -> CachedSequence:
+        """Give up the sequence id, and return its tokens and cells. `start` continues later."""
+        cached_seq, self._cached_seq = self.cached_seq, None
+        return cached_seq
 
     @property
     def n_past(self) -> int:
-        return len(self.cached_seq.tokens) if self.cached_seq else 0
+        """Number of tokens in the KV cache."""
+        return len(self._cached_seq.tokens) if self._cached_seq else 0
 
     @property
     def n_past_uncut(self) -> int:
@@ -121,7 +136,7 @@ class Sequence:
 
     @property
     def n_pending(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.n_past
 
     @property
@@ -130,8 +145,8 @@ class Sequence:
         return self.tokens.position(self.n_past)
 
     @property
-    def is_fetching(self) -> bool:
-        return self.restore is not None
+    def is_loading_blocks(self) -> bool:
+        return self.block_load is not None
 
     @property
     def picture(self) -> Span | None:
@@ -141,7 +156,7 @@ class Sequence:
     @property
     def encoding(self) -> Span | None:
         """The picture that comes next if it is not encoded yet."""
-        span = self.picture if self.cached_seq is not None and not self.is_fetching else None
+        span = self.picture if self.is_started and not self.is_loading_blocks else None
         return span if span is not None and self.pictures.is_encoding(span) else None
 
     @property
@@ -159,33 +174,35 @@ class Sequence:
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
-        self, vocab: Vocab, context: Any, row: int, logits: npt.NDArray[np.float32]
+        self, vocab: Vocab, context: Any, output_index: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
-        """Sample from a row of logits and emit events; return the finish reason, if it ended."""
-        top = self.request.logprobs
-        report = None if top is None else token_logprobs(logits, top)
+        """Sample a token and emit events; return the finish reason, if it ended.
+
+        `logits` are those of `output_index` in `context`, llama.cpp's pointer.
+        """
+        n_top = self.request.logprobs
+        logprobs = None if n_top is None else token_logprobs(logits, n_top)
         for observer in self.observers:
             observer.on_logits(logits)
-        if self.banned is not None:
-            logits[self.banned] = _MINUS_INFINITY
+        if self.banned_tokens is not None:
+            logits[self.banned_tokens] = _MINUS_INFINITY
         if self.matcher is not None:
-            self._mask(logits)
-        token = self.sampler.sample(context, row, logits)
-        reason = self._take(vocab, token, chosen_logprobs(vocab, token, *report) if report else None)
-        if reason is None and self.budget is not None and self.budget.is_spent(self.output):
-            reason = self._close_reasoning(vocab, self.budget.close)
-        if reason is None and self.matcher is not None and top is None:
-            reason = self._take_all(vocab, self.matcher.forced_tokens())
+            started = time.perf_counter()
+            self.matcher.mask_into(logits)
+            self.constraint_s += time.perf_counter() - started
+        token = self.sampler.sample(context, output_index, logits)
+        chosen = chosen_logprobs(vocab, token, *logprobs) if logprobs else None
+        reason = self._append(vocab, token, chosen)
+        budget = self.reasoning_budget
+        if reason is None and budget is not None and budget.is_spent(self.output):
+            reason = self._close_reasoning(vocab, budget.close)
+        if reason is None and self.matcher is not None and n_top is None:
+            reason = self._append_forced(vocab, self.matcher.forced_tokens())
         return reason
 
-    def _mask(self, logits: npt.NDArray[np.float32]) -> None:
-        assert self.matcher is not None
-        started = time.perf_counter()
-        self.matcher.mask_into(logits)
-        self.constraint_s += time.perf_counter() - started
-
-    def _take(self, vocab: Vocab, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
-        self._note_time()
+    def _append(self, vocab: Vocab, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
+        self.clock.last_token = time.monotonic()
+        self.clock.first_token = self.clock.first_token or self.clock.last_token
         self.tokens.append(token)
         self.n_generated += 1
         for observer in self.observers:
@@ -194,49 +211,43 @@ class Sequence:
             return "stop"
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
-                self.output.note(logprobs)  # evaluators drop the last entry as the generated token's
+                self.output.hold_logprobs(
+                    logprobs
+                )  # evaluators drop the last entry as the generated token's
             return "stop"
         for event in self.output.feed(token, logprobs):
             self._emit(event)
         if self.output.stopped_by is not None:
             return "stop"
-        if self.matcher is not None and self._accept(token):
-            return "stop"
+        if self.matcher is not None:
+            started = time.perf_counter()
+            self.matcher.accept(token)
+            is_done = self.matcher.is_done
+            self.constraint_s += time.perf_counter() - started
+            if is_done:
+                return "stop"
         return "length" if self.n_generated >= self.max_tokens else None
-
-    def _accept(self, token: int) -> bool:
-        assert self.matcher is not None
-        started = time.perf_counter()
-        self.matcher.accept(token)
-        done = self.matcher.is_done
-        self.constraint_s += time.perf_counter() - started
-        return done
 
     def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
         """End the reasoning span, unless a constraint needs another token before."""
         if self.matcher is not None and self.matcher.valid(close) < len(close):
             return None
-        return self._take_all(vocab, close)
+        return self._append_forced(vocab, close)
 
-    def _take_all(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
+    def _append_forced(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
         for token in tokens:
             self.sampler.accept((token,))
-            reason = self._take(vocab, token, None)
+            reason = self._append(vocab, token, None)
             if reason is not None:
                 return reason
         return None
 
-    def _note_time(self) -> None:
-        now = time.monotonic()
-        self.clock.first = self.clock.first or now
-        self.clock.last = now
-
-    def progress(self) -> None:
-        done = min(self.n_past, self.prompt_tokens)
-        self.stream.put(Progress(done, self.prompt_tokens, queued=self.cached_seq is None))
+    def report_progress(self) -> None:
+        n_done = min(self.n_past, self.n_prompt_tokens)
+        self.stream.put(Progress(n_done, self.n_prompt_tokens, queued=not self.is_started))
 
     def finish(self, reason: FinishReason) -> None:
-        """Emit the held text and, once it is counted, the end. Frees the sampler."""
+        """Emit the text that is still held back, then the last event. Frees the sampler."""
         for event in self.output.finish(cut=reason != "stop"):
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
@@ -261,32 +272,32 @@ class Sequence:
         """End with an error, raised from the consumer's iteration."""
         self._end(error)
 
-    def _end(self, last: Finished | EngineError) -> None:
+    def _end(self, last_event: Finished | EngineError) -> None:
         for observer in self.observers:  # before the event, at which `run` ends the process
-            observer.on_end(last, self.output.n_broken_calls)
-        self.drafting.close()  # before the event, too: the next request goes on with its text
-        self.stream.put(last)
+            observer.on_end(last_event, self.output.n_broken_calls)
+        self.drafting.close()  # before the event, too: the next request may continue its text
+        self.stream.put(last_event)
         self.sampler.close()
         self.pictures.close()
 
     def usage(self) -> Usage:
         return Usage(
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            cached_disk_tokens=self.cached_disk_tokens,
+            prompt_tokens=self.n_prompt_tokens,
+            cached_tokens=self.n_cached_tokens,
+            cached_disk_tokens=self.n_cached_disk_tokens,
             completion_tokens=self.n_generated,
             reasoning_tokens=self.output.reasoning_tokens,
         )
 
     def timings(self) -> Timings:
         c = self.clock
-        started = c.started or time.monotonic()
-        read = time.monotonic() if self.max_tokens == 0 and c.started else c.first
+        queue_end = c.prefill_start or time.monotonic()
+        prefill_end = time.monotonic() if self.max_tokens == 0 and c.prefill_start else c.first_token
         return Timings(
-            queue_ms=(started - c.submitted) * 1000.0,
-            prefill_ms=(read - c.started) * 1000.0 if read else 0.0,
-            ttft_ms=(c.first - c.submitted) * 1000.0 if c.first else 0.0,
-            decode_ms=(c.last - c.first) * 1000.0,
+            queue_ms=(queue_end - c.submitted) * 1000.0,
+            prefill_ms=(prefill_end - c.prefill_start) * 1000.0 if prefill_end else 0.0,
+            ttft_ms=(c.first_token - c.submitted) * 1000.0 if c.first_token else 0.0,
+            decode_ms=(c.last_token - c.first_token) * 1000.0,
             constraint_ms=self.constraint_s * 1000.0,
             draft_tokens=self.drafting.drafted,
             draft_accepted_tokens=self.drafting.accepted,
@@ -298,11 +309,11 @@ class Sequence:
 class BatchEntry:
     """A sequence's share of a batch: its tokens with draft tokens.
 
-    `row`: the first of its rows to sample from, among the batch's rows with logits.
+    `first_output` is its first output to sample from; outputs are the batch's tokens with logits.
     """
 
     seq: Sequence
-    row: int
+    first_output: int
     tokens: list[int]
     drafts: list[int] = field(default_factory=list)
     has_output: bool = True

@@ -136,7 +136,7 @@ def failing(how: str, layers: int | str) -> dict[str, object]:
 def store_and_restore(layers: int) -> dict[str, object]:
     """Two engines, one after the other, with some layers on the device and blocks on the disk."""
     answers = []
-    writer._WORTH_WRITING_S = 0.0  # a tiny model prefills too fast to be stored otherwise
+    writer._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             with engine() as opened:
@@ -154,7 +154,7 @@ def lost_after(n: int) -> dict[str, object]:
     """A device lost after `n` submits: in load, warm-up, switch, prompt, answer, a block that is written
     or read, or at the end. Texts, where the layers were before and after them.
     """
-    writer._WORTH_WRITING_S = 0.0  # a tiny model prefills too fast to be stored otherwise
+    writer._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         with engine() as opened:
             opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
@@ -182,7 +182,7 @@ def lost_in_blocks() -> dict[str, object]:
         assert opened.settle_devices(_PATIENCE_S)
         texts = [text(ask(opened))]
         before = place(opened)
-        states = make_states(opened._gpu.loaded, opened._active)
+        states = make_states(opened._gpu.loaded, opened._context)
         (cached_seq,) = opened._scheduler.kv.cached_sequences
         state = opened.between_steps(lambda: states.read(cached_seq.seq_id, 0, 4))
         fail("submit 0")

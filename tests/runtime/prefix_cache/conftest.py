@@ -50,13 +50,13 @@ def store_and_drop(engine: LlamaEngine) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may read slower than it computes: what is tested here is what comes back."""
-    monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
+    monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
 
 
 @pytest.fixture
 def writes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write to the disk however fast a small model computes."""
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_pinned_prompt_of_a_recurrent_model_is_written_back(smollm2: Path, tmp_p
         pinned = tuple(engine.tokenize(text(200)))
         engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))
         alone, _ = heard(engine, ask(pinned + pinned[:9], cache_prompt=False))
-        engine._loop.call(engine._scheduler._idle_cells.work)
+        engine._loop.call(engine._scheduler._idle_cells.release_some)
         logprobs, usage = heard(engine, ask(pinned + pinned[:9]))
         assert usage.cached_tokens == len(pinned)
         assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]

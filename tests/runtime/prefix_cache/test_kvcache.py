@@ -10,15 +10,10 @@ import pytest
 from made_decoders import make_lfm2
 
 from edgeinfer.runtime.engine import LlamaEngine
-from edgeinfer.runtime.kv_cache import (
-    CachedSequence,
-    KvCache,
-    LongestMatch,
-    common_prefix,
-    find_longest_match,
-)
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints, tokens_to_next_checkpoint
+from edgeinfer.runtime.scheduler.divergence import LongestMatch, find_longest_match
 
 from .conftest import ask, heard, load, text
 
@@ -87,13 +82,13 @@ def make(
 def fill(kv: KvCache, memory: CountingMemory, cached_seq: CachedSequence, tokens: list[int]) -> None:
     new = tokens[len(cached_seq.tokens) :]
     memory.store(cached_seq.seq_id, len(cached_seq.tokens), len(new))
-    kv.extend(cached_seq, new)
+    kv.record_computed(cached_seq, new)
 
 
 def claim(
     kv: KvCache, memory: CountingMemory, tokens: list[int], adapters: tuple[tuple[str, float], ...] = ()
 ) -> CachedSequence:
-    cached_seq = kv.claim(PromptTokens(tokens), adapters)
+    cached_seq = kv.allocate(PromptTokens(tokens), adapters)
     kv.truncate(cached_seq, common_prefix(cached_seq.tokens, tokens[:-1]))
     fill(kv, memory, cached_seq, tokens)
     return cached_seq
@@ -111,7 +106,7 @@ def test_next_turn_continues_in_place() -> None:
     kv, memory = make()
     first = claim(kv, memory, [1, 2, 3])
     kv.release(first, keep=True)
-    again = kv.claim(PromptTokens([1, 2, 3, 4, 5]), ())
+    again = kv.allocate(PromptTokens([1, 2, 3, 4, 5]), ())
     assert again is first
     assert again.tokens == [1, 2, 3]
     assert kv.used_cells == memory.cells == 3
@@ -120,7 +115,7 @@ def test_next_turn_continues_in_place() -> None:
 def test_a_running_sequence_shares_its_prefix_for_free() -> None:
     kv, memory = make()
     leader = claim(kv, memory, list(range(20)))
-    follower = kv.claim(PromptTokens([*range(10), 99, 98]), ())
+    follower = kv.allocate(PromptTokens([*range(10), 99, 98]), ())
     assert follower is not leader
     assert follower.tokens == list(range(10))
     assert kv.used_cells == memory.cells == 20
@@ -162,7 +157,7 @@ def test_other_adapters_share_nothing() -> None:
     kv, memory = make()
     kv.release(claim(kv, memory, [1, 2, 3, 4]), keep=True)
     assert kv.match(PromptTokens([1, 2, 3, 4, 5]), (("a", 1.0),)) == (None, 0)
-    other = kv.claim(PromptTokens([1, 2, 3, 4, 5]), (("a", 1.0),))
+    other = kv.allocate(PromptTokens([1, 2, 3, 4, 5]), (("a", 1.0),))
     assert other.tokens == []
 
 
@@ -194,7 +189,7 @@ def test_sequence_without_truncation_is_reused_whole_or_not() -> None:
     assert kv.match(PromptTokens([1, 2, 9, 9]), ()) == (None, 0)
     source, n = kv.match(PromptTokens([1, 2, 3, 4]), ())
     assert n == 3
-    source.active = True
+    source.in_use = True
     assert not kv.truncate(source, 2)
     assert source.tokens == []
     assert kv.used_cells == memory.cells == 0
@@ -232,7 +227,7 @@ class Histories:
             for row in range(len(tokens)):
                 held[start + row % n_own, row] = object()
             self.held[seq.seq_id].append(piece)
-            self.kv.extend(seq, tokens)
+            self.kv.record_computed(seq, tokens)
 
     def claim(self) -> None:
         prompt = [*self.some(9), self.rng.randrange(2)]
@@ -241,7 +236,7 @@ class Histories:
         shared = max((common_prefix(other, prompt[:-1]) for other in usable), default=0)
         n_shared = sum(len(self.pieces[piece]) for piece in prompt[:shared])
         assert self.kv.match(tokens, ())[1] == n_shared
-        seq = self.kv.claim(tokens, ())
+        seq = self.kv.allocate(tokens, ())
         if seq is None:
             assert len(self.active) == 6
             return
@@ -317,14 +312,14 @@ def test_random_histories_keep_accounting_and_pictures_whole(seed: int, kind: st
         histories.check()
     for seq in histories.active:
         histories.kv.release(seq, keep=False)
-    histories.kv.drop_idle(pinned=True)
+    histories.kv.drop_idle(include_pinned=True)
     assert histories.kv.used_cells == histories.memory.cells == 0
     assert histories.kv.cached_sequences == []
 
 
 def test_a_private_sequence_is_neither_shared_nor_shown() -> None:
     kv, memory = make()
-    private = kv.claim(PromptTokens([1, 2, 3]), (), reuse=False)
+    private = kv.allocate(PromptTokens([1, 2, 3]), (), reuse=False)
     private.is_private = True
     fill(kv, memory, private, [1, 2, 3])
     assert kv.match(PromptTokens([1, 2, 3, 4]), ()) == (None, 0)

@@ -17,9 +17,9 @@ from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.prefix_cache.block_file import KvBlock
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
 from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS
-from edgeinfer.runtime.prefix_cache.cache import Restore
+from edgeinfer.runtime.prefix_cache.cache import BlockLoad
 from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names
-from edgeinfer.runtime.scheduler.prefixes import restoring
+from edgeinfer.runtime.scheduler.prefixes import loading_sequences
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 from .conftest import ask, heard, load, store_and_drop, text
@@ -52,7 +52,7 @@ def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, 
         assert (usage.cached_tokens, usage.cached_disk_tokens) == (n, n)
         # llama.cpp's attention over an f16 cache splits a lone token's among threads by the cells that
         # are used, and the engine that has never stopped uses more of them from its second request on
-        exact = len(answer) if engine._scheduler._batch_invariance.cells is None or n == 899 else 1
+        exact = len(answer) if engine._scheduler._batch_invariance.max_cells is None or n == 899 else 1
         assert logprobs[:exact] == answer[:exact]
         engine.close()
 
@@ -88,7 +88,7 @@ def test_disk_patience_scales_with_the_model(smollm2: Path, gemma3: Path) -> Non
     waits = []
     for model in (smollm2, gemma3):
         engine = load(model, None)
-        waits.append(engine._scheduler.prefixes._chunks.s_per_token / model.stat().st_size)
+        waits.append(engine._scheduler.prefixes._chunk_sizer.s_per_token / model.stat().st_size)
         engine.close()
     assert waits == pytest.approx([1e-11, 1e-11], rel=0.1)
 
@@ -97,8 +97,8 @@ def test_ready_block_is_never_too_slow() -> None:
     ready, missing = Future[KvBlock | None](), Future[KvBlock | None]()
     ready.set_result(None)
     for future, is_too_slow in ((ready, False), (missing, True)):
-        restore = Restore([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
-        assert restore.is_too_slow(1.0) is is_too_slow
+        block_load = BlockLoad([future], 0, BLOCK_TOKENS, waits_since=time.monotonic() - 1000)
+        assert block_load.is_too_slow(1.0) is is_too_slow
 
 
 def test_new_session_finds_the_shared_prefix(engine: LlamaEngine, store: BlockStore) -> None:
@@ -128,26 +128,26 @@ def test_begun_with_returns_the_last_session(engine: LlamaEngine, store: BlockSt
 
 
 class _Running(NamedTuple):
-    """What of a sequence decides whose blocks are put back."""
+    """What decides whether a sequence's blocks are loaded."""
 
-    restore: object
+    is_loading_blocks: bool = False
     is_prefill_only: bool = False
     is_decoding: bool = False
-    cached_seq: object = True
+    is_started: bool = True
 
 
-def test_prefill_only_restores_yield_the_disk() -> None:
-    early = _Running(restore=True, is_prefill_only=True)
-    asked = _Running(restore=True)
-    for beside, expected in (
+def test_prefill_only_loads_yield_the_disk() -> None:
+    early = _Running(is_loading_blocks=True, is_prefill_only=True)
+    awaited = _Running(is_loading_blocks=True)
+    for others, expected in (
         ([], [early]),
-        ([asked], [asked]),
-        ([_Running(restore=None)], []),  # it is being computed
-        ([_Running(restore=None, is_decoding=True)], [early]),
-        ([_Running(restore=None, cached_seq=None)], [early]),  # it waits for these cells
+        ([awaited], [awaited]),
+        ([_Running()], []),  # it is being computed
+        ([_Running(is_decoding=True)], [early]),
+        ([_Running(is_started=False)], [early]),  # it waits for these cells
     ):
-        running = cast(list[Sequence], [early, *beside])
-        assert restoring(running) == expected
+        running = cast(list[Sequence], [early, *others])
+        assert loading_sequences(running) == expected
 
 
 def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:

@@ -21,70 +21,70 @@ def folder(tmp_path):
 
 
 def test_shared_prefix_is_retained_from_two_sessions_on(tmp_path, folder):
-    retention.note_session(folder, "codex", _names("a", "b", "c", "person"))
+    retention.record_session(folder, "codex", _names("a", "b", "c", "person"))
     assert retention.retained_names(tmp_path) == set()
-    retention.note_session(folder, "codex", _names("a", "b", "c", "another", "more"))
+    retention.record_session(folder, "codex", _names("a", "b", "c", "another", "more"))
     assert retention.retained_names(tmp_path) == set(_names("a", "b", "c"))
-    retention.note_session(folder, "codex", _names("a", "b", "third"))
+    retention.record_session(folder, "codex", _names("a", "b", "third"))
     assert retention.retained_names(tmp_path) == set(_names("a", "b"))
 
 
 def test_boundary_blocks_follow_the_shared_prefix(folder):
-    retention.note_session(folder, "codex", _names("a", "b", "person"))
-    retention.note_session(folder, "codex", _names("a", "b", "another"))
+    retention.record_session(folder, "codex", _names("a", "b", "person"))
+    retention.record_session(folder, "codex", _names("a", "b", "another"))
     assert retention.boundary_blocks(folder, *_names("b")) == tuple(_names("person"))
     assert retention.boundary_blocks(folder, *_names("a")) == ()
 
 
 def test_boundary_blocks_are_the_latest_eight(folder):
     for names in (_names("a", "b"), _names("a", "b")):
-        retention.note_session(folder, "codex", names)
+        retention.record_session(folder, "codex", names)
     for number in range(10):
-        retention.note_fork(folder, *_names("b", f"folder {number}"))
-    retention.note_fork(folder, *_names("b", "folder 5"))
-    retention.note_fork(folder, *_names("a", "elsewhere"))
+        retention.record_fork(folder, *_names("b", f"folder {number}"))
+    retention.record_fork(folder, *_names("b", "folder 5"))
+    retention.record_fork(folder, *_names("a", "elsewhere"))
     assert retention.boundary_blocks(folder, *_names("b")) == tuple(
         _names(*(f"folder {number}" for number in (5, 9, 8, 7, 6, 4, 3, 2)))
     )
-    retention.note_session(folder, "codex", _names("a", "b", "more"))
+    retention.record_session(folder, "codex", _names("a", "b", "more"))
     assert len(retention.boundary_blocks(folder, *_names("b"))) == 8
 
 
 def test_partial_block_behind_a_boundary_block_is_recorded(folder):
     for names in (_names("a", "b"), _names("a", "b")):
-        retention.note_session(folder, "codex", names)
-    retention.note_fork(folder, *_names("b", "folder"))
-    retention.note_fork(folder, *_names("folder", "whole"))
-    retention.note_fork(folder, *_names("folder", "words"), is_tail=True)
-    assert retention.begun_with(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
-    assert retention.begun_with(folder, "../codex") == ()
+        retention.record_session(folder, "codex", names)
+    retention.record_fork(folder, *_names("b", "folder"))
+    retention.record_fork(folder, *_names("folder", "whole"))
+    retention.record_fork(folder, *_names("folder", "words"), is_tail=True)
+    assert retention.agent_blocks(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
+    assert retention.agent_blocks(folder, "../codex") == ()
 
 
 def test_changed_agent_starts_anew(tmp_path, folder):
     for names in (_names("a", "b", "c"), _names("a", "b", "c"), _names("new", "b", "c")):
-        retention.note_session(folder, "codex", names)
+        retention.record_session(folder, "codex", names)
     assert retention.retained_names(tmp_path) == set()
-    retention.note_session(folder, "codex", _names("new", "b", "c"))
+    retention.record_session(folder, "codex", _names("new", "b", "c"))
     assert retention.retained_names(tmp_path) == set(_names("new", "b", "c"))
 
 
 def test_invalid_agent_names_and_files_are_ignored(tmp_path, folder):
-    retention.note_session(folder, "../outside", _names("a"))
+    retention.record_session(folder, "../outside", _names("a"))
     assert list(tmp_path.rglob("outside")) == []
-    retention.note_session(folder, "codex", _names("a"))
+    retention.record_session(folder, "codex", _names("a"))
     for damaged in ("", "two\nabc", "2\nnothex\n\n", "2\nabc\n\nxyz", "\xff"):
         (folder / "kept/codex").write_text(damaged, "utf-8")
         assert retention.retained_names(tmp_path) == set()
         assert retention.boundary_blocks(folder, "abc") == ()
-    retention.note_session(folder, "codex", _names("a"))
+    retention.record_session(folder, "codex", _names("a"))
 
 
 def test_sessions_of_two_keys_do_not_disturb_each_other(tmp_path, folder):
     for salt in ("mine", "theirs", "mine", "theirs", ""):
-        retention.note_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
+        retention.record_session(folder, "codex", _names(f"{salt} a", f"{salt} b"), salt)
     assert retention.retained_names(tmp_path) == set(_names("mine a", "mine b", "theirs a", "theirs b"))
-    assert retention.begun_with(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
-    assert retention.begun_with(folder, "codex", "another") == ()
+    assert retention.agent_blocks(folder, "codex", "mine") == tuple(_names("mine a", "mine b"))
+    assert retention.agent_blocks(folder, "codex", "another") == ()
 
 
 def test_shared_prefixes_are_evicted_last(tmp_path, folder):
@@ -94,7 +94,7 @@ def test_shared_prefixes_are_evicted_last(tmp_path, folder):
         path.write_bytes(bytes(1 << 20))
         os.utime(path, ns=(age + 1, age + 1))
     for _ in range(2):
-        retention.note_session(folder, "codex", names[:1])
+        retention.record_session(folder, "codex", names[:1])
     removed, _ = retention.prune(tmp_path, CacheLimits(max_bytes=2 << 20, margin_bytes=0))
     assert removed >= 1
     assert (folder / f"{names[0]}{retention.SUFFIX}").exists()

@@ -14,13 +14,13 @@ import pytest
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
-from edgeinfer.runtime.kv_cache import ANYWHERE, State, as_state
 from edgeinfer.runtime.prefix_cache import block_folder as folders
 from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, decode, encode, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
 from edgeinfer.runtime.prefix_cache.block_names import owner_name
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
+from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
 TOKENS = list(range(256))
 ROOMY = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
@@ -91,7 +91,7 @@ def test_block_is_found_by_another_process_without_an_index(
     name = put(blocks, make_block(blocks, TOKENS))
     other = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
     assert other.names.full(other.names.root(), TOKENS) == name
-    assert [future.result() is not None for future in other.read_ahead([name])] == [True]
+    assert [future.result() is not None for future in other.prefetch([name])] == [True]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: BlockF
     path = blocks.path(name)
     outside = store.root.parent / "outside.block"
     path.rename(outside)
-    store.note_owner("talk", [])
+    store.add_owner("talk", [])
     store._owner_list("talk").write_text("../../../outside\n")
     folders.forget_conversations(store.root, "talk")
     assert outside.exists()
@@ -379,15 +379,15 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    n_past_uncut, n_unfinished = whole_and_unfinished(root)
-    assert n_past_uncut >= 10
+    n_whole, n_unfinished = whole_and_unfinished(root)
+    assert n_whole >= 10
     assert n_unfinished <= 1
     long_ago = time.time() - 1e5
     for folder, _, files in os.walk(root):
         for name in files:
             os.utime(Path(folder, name), (long_ago, long_ago))
     retention.list_blocks(root)
-    assert whole_and_unfinished(root) == (n_past_uncut, 0)
+    assert whole_and_unfinished(root) == (n_whole, 0)
 
 
 def test_writer_survives_any_failure(blocks: BlockFolder) -> None:
@@ -421,7 +421,7 @@ def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: Bloc
 @pytest.mark.parametrize("path", ["secret", "owners/talk"])
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, path: str) -> None:
     store = BlockStore(tmp_path / "blocks", ROOMY)
-    store.note_owner("talk", [b"name"])
+    store.add_owner("talk", [b"name"])
     fifo = store.root / path
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo, 0o600)
@@ -465,7 +465,7 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
     blocks = store.model("sha", {"kv": "f16"})
-    blocks.note_check("exact")
+    blocks.save_check("exact")
     first = put(blocks, make_block(blocks, TOKENS))
     blocks.add_owner("talk", [first])
     assert blocks.writer_thread.flush(30)

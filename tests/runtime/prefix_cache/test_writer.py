@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import OutOfMemoryError
-from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, State, as_state
+from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.prefix_cache.block_file import unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
 from edgeinfer.runtime.prefix_cache.block_names import BlockNames
@@ -14,6 +14,7 @@ from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
+from edgeinfer.runtime.sequence_state import State, as_state
 
 from .test_kvcache import CountingMemory, claim, fill, make
 
@@ -58,7 +59,7 @@ class Side:
 
     def write_all(self) -> None:
         while self.writing.has_work:
-            self.writing.work(is_idle=True)
+            self.writing.step(is_idle=True)
         assert self.blocks.writer_thread.flush(60)
 
     def there(self, tokens: list[int]) -> int:
@@ -113,10 +114,10 @@ def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pyte
 def test_blocks_written_beside_streams_are_checked_once_idle(side: Side) -> None:
     """Otherwise a later process would not trust them, and prefill short prompts again."""
     side.end(claim(side.kv, side.memory, list(range(2 * SIZE))))
-    side.writing.work(is_idle=False)
+    side.writing.step(is_idle=False)
     while side.writing._pending:
-        side.writing._rest_until = 0.0
-        side.writing.work(is_idle=False)
+        side.writing._paused_until = 0.0
+        side.writing.step(is_idle=False)
     assert side.blocks.read_check() == ""
     side.write_all()
     assert side.blocks.read_check() == "exact"
@@ -128,8 +129,8 @@ def test_writer_notices_a_truncation(side: Side) -> None:
     cached_seq = claim(side.kv, side.memory, first)
     side.end(cached_seq)
     for _ in range(8):  # the check's step, and seven blocks
-        side.writing.work(is_idle=True)
-    cached_seq.active = True
+        side.writing.step(is_idle=True)
+    cached_seq.in_use = True
     assert side.kv.truncate(cached_seq, 3 * SIZE + 10)
     other = first[: 3 * SIZE + 10] + list(range(50_000, 50_000 + 5 * SIZE))
     fill(side.kv, side.memory, cached_seq, other)
@@ -144,8 +145,8 @@ def test_writer_stops_at_a_context_shift(side: Side) -> None:
     """Keys that were turned are not what was computed."""
     cached_seq = claim(side.kv, side.memory, list(range(10 * SIZE)))
     side.end(cached_seq)
-    side.writing.work(is_idle=True)
-    cached_seq.active = True
+    side.writing.step(is_idle=True)
+    cached_seq.in_use = True
     assert side.kv.shift(cached_seq, SIZE, 4 * SIZE)
     side.write_all()
     assert side.there(cached_seq.tokens) <= SIZE
@@ -155,7 +156,7 @@ def test_conversations_sharing_a_sequence_both_own_it(side: Side) -> None:
     cached_seq = claim(side.kv, side.memory, list(range(4 * SIZE)))
     for conversation in ("one", "two"):
         cached_seq.conversation = conversation
-        cached_seq.active = True
+        cached_seq.in_use = True
         side.end(cached_seq)
     side.write_all()
     assert len(list((side.store.root / "owners").iterdir())) == 2
@@ -167,8 +168,8 @@ def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
     typed = said + list(range(50_000, 50_000 + 2 * SIZE))
     cached_seq = claim(side.kv, side.memory, said)
     side.end(cached_seq)
-    cached_seq.active = True
-    side.kv.keep_in_memory(cached_seq)
+    cached_seq.in_use = True
+    side.kv.exclude_from_disk(cached_seq)
     fill(side.kv, side.memory, cached_seq, typed)
     side.kv.release(cached_seq, keep=True)
     side.write_all()
@@ -183,10 +184,10 @@ def test_prefetched_tokens_are_stored_once_sent(side: Side) -> None:
 
 
 def test_sequence_sharing_prefetched_tokens_stays_in_memory(side: Side) -> None:
-    early = side.kv.claim(PromptTokens(list(range(50))), ())
-    side.kv.keep_in_memory(early)
+    early = side.kv.allocate(PromptTokens(list(range(50))), ())
+    side.kv.exclude_from_disk(early)
     fill(side.kv, side.memory, early, list(range(50)))
-    later = side.kv.claim(PromptTokens([*range(40), 99]), ())
+    later = side.kv.allocate(PromptTokens([*range(40), 99]), ())
     assert (len(later.tokens), later.memory_only_from) == (40, 0)
     fill(side.kv, side.memory, later, list(range(60)))
     later.memory_only_from = 55
@@ -204,7 +205,7 @@ def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     cached_seq.conversation = "talk"
     side.end(cached_seq)
     while not list_blocks(side.store.root):
-        side.writing.work(is_idle=True)
+        side.writing.step(is_idle=True)
         assert side.blocks.writer_thread.flush(60)
     assert side.writing.has_work  # killed here
     assert forget_conversations(side.store.root, "talk") > 0
@@ -215,7 +216,7 @@ def test_continued_conversation_can_be_forgotten_again(side: Side) -> None:
     cached_seq = claim(side.kv, side.memory, list(range(2 * SIZE)))
     for n in (2, 3):
         said = list(range(n * SIZE))
-        cached_seq.active, cached_seq.conversation = True, "talk"
+        cached_seq.in_use, cached_seq.conversation = True, "talk"
         fill(side.kv, side.memory, cached_seq, said)
         side.end(cached_seq)
         side.write_all()

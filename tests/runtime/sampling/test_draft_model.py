@@ -44,11 +44,11 @@ def load(path: Path, draft: Path, *, draft_option: str = "small", **options: obj
 
 def pin_costs(engine: LlamaEngine, row_s: Callable[[int], float], draft_s: float) -> None:
     """Have the engine draft as if steps of so many rows, and draft tokens, took these times."""
-    costs = engine._scheduler.executor.costs
+    costs = engine._scheduler.executor.step_costs
     costs.measure(row_s)
     for n in range(2, 9):
-        costs.note(n, n, row_s(n))
-    costs.note = lambda *args: None  # type: ignore[method-assign]
+        costs.record(n, n, row_s(n))
+    costs.record = lambda *args: None  # type: ignore[method-assign]
     assert engine._draft is not None
     engine._draft.cost = engine._draft.least_cost = draft_s / row_s(1)
     engine._draft.note_cost = lambda cost: None  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def test_cancelled_request_leaves_the_draft_model_free(engine: LlamaEngine) -> N
             n_texts += isinstance(event, TextDelta)
             if n_texts == 12:
                 stream.cancel()
-    assert not any(c.active for c in engine._draft.kv.cached_sequences)
+    assert not any(c.in_use for c in engine._draft.kv.cached_sequences)
     drafted, _ = draft_tokens(engine, ask(STORY, max_tokens=30))
     assert drafted > 0
 
@@ -266,7 +266,7 @@ def test_the_draft_model_has_the_text_before_the_request_ends(
     assert model is not None
 
     def watch(stream: EventStream, event: Event | EngineError) -> None:
-        is_drafting.append(any(c.active for c in model.kv.cached_sequences))
+        is_drafting.append(any(c.in_use for c in model.kv.cached_sequences))
         put(stream, event)
 
     monkeypatch.setattr(EventStream, "put", watch)

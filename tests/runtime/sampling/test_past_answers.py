@@ -214,7 +214,7 @@ def open_answers() -> int:
 def test_parked_engine_opens_no_answers_and_keeps_its_curve(engine: LlamaEngine) -> None:
     answer(engine, ask("Tea and salt:", max_tokens=16, ignore_eos=False))
     engine.flush_blocks()
-    costs = engine._scheduler.executor.costs
+    costs = engine._scheduler.executor.step_costs
     before = open_answers()
     assert before
     engine.park()

@@ -30,7 +30,7 @@ def curve(costs: Callable[[int], float]) -> StepCurve:
     step_curve = StepCurve()
     step_curve.measure(costs)
     for n in range(2, 33):
-        step_curve.note(n, n, costs(n))
+        step_curve.record(n, n, costs(n))
     return step_curve
 
 
@@ -162,13 +162,13 @@ def test_a_named_drafter_drafts_at_any_price() -> None:
 
 def test_curve_follows_steps_with_drafts_and_the_depth_of_the_cache() -> None:
     costs = StepCurve()
-    costs.note(1, 1, 0.010)
+    costs.record(1, 1, 0.010)
     for _ in range(100):
-        costs.note(1, 1, 0.010)
-        costs.note(1, 4, 0.040)
+        costs.record(1, 1, 0.010)
+        costs.record(1, 4, 0.040)
     assert costs.seconds(1, 4) == pytest.approx(0.040, rel=0.05)
     for _ in range(200):  # every step drafts, and takes twice as long
-        costs.note(1, 4, 0.080)
+        costs.record(1, 4, 0.080)
     assert costs.seconds(1, 4) == pytest.approx(0.080, rel=0.05)
     assert costs.seconds(1, 1) > 0.012  # type: ignore[operator]
 
@@ -184,7 +184,7 @@ def test_measured_steps_have_other_tokens_in_each_row(
 
     monkeypatch.setattr(Batch, "add", record)
     with closing(load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())) as engine:
-        engine._loop.call(lambda: engine._scheduler.measure_steps(1))
+        engine._loop.call(lambda: engine._scheduler.profile_steps(1))
     measured = [tokens for tokens in steps if len(tokens) <= 16]
     assert len(measured) >= 5
     assert all(len({*tokens}) == len(tokens) for tokens in measured)
@@ -196,8 +196,8 @@ def test_drafts_are_cheap_from_the_first_step_on_if_weights_are_streamed() -> No
     for rows in (2, 4, 8, 16, 32):
         assert streamed.cost(rows) - 1.0 == pytest.approx(0.1 * (plain.cost(rows) - 1.0))
     for _ in range(100):  # what steps take counts more than the assumption
-        streamed.note(1, 1, 0.010)
-        streamed.note(1, 4, 0.040)
+        streamed.record(1, 1, 0.010)
+        streamed.record(1, 4, 0.040)
     assert streamed.seconds(1, 4) == pytest.approx(0.040, rel=0.05)
 
 
@@ -209,19 +209,19 @@ def test_curve_is_linear_between_its_points_and_beyond_them() -> None:
 
 def test_one_disturbed_step_does_not_end_long_drafts() -> None:
     costs = curve(lambda rows: 0.010 + 0.002 * rows)
-    costs.note(8, 32, 1.0)
+    costs.record(8, 32, 1.0)
     assert costs.seconds(8, 32) > 0.1  # type: ignore[operator]
     for _ in range(300):
-        costs.note(8, 8, 0.026)
+        costs.record(8, 8, 0.026)
     assert costs.seconds(8, 32) == pytest.approx(0.074, rel=0.05)
 
 
 def test_long_drafts_that_cost_more_than_a_line_stay_known() -> None:
     costs = curve(lambda rows: 0.010 + 0.002 * rows)
     for _ in range(100):
-        costs.note(8, 32, 0.148)
+        costs.record(8, 32, 0.148)
         for _ in range(5):
-            costs.note(8, 8, 0.026)
+            costs.record(8, 8, 0.026)
     assert costs.seconds(8, 32) == pytest.approx(0.148, rel=0.15)
 
 
@@ -229,7 +229,7 @@ def test_forced_tokens_cost_a_row_without_its_logits() -> None:
     costs = StepCurve(logits_share=0.75)
     costs.measure(lambda rows: 0.010 + 0.002 * rows)
     for _ in range(100):
-        costs.note(1, 9, 0.010 + 0.002 * 3, n_forced=8)
+        costs.record(1, 9, 0.010 + 0.002 * 3, n_forced=8)
     assert costs.seconds(1, 3) == pytest.approx(0.016)
     assert costs.seconds(1, 9) == pytest.approx(0.028)
 
@@ -239,10 +239,10 @@ def test_steps_say_how_many_of_their_rows_are_forced(
 ) -> None:
     noted: list[tuple[int, int, int]] = []
 
-    def note(n: int, rows: int, seconds: float, n_forced: int) -> None:
+    def record(n: int, rows: int, seconds: float, n_forced: int) -> None:
         noted.append((n, rows, n_forced))
 
-    monkeypatch.setattr(smol._scheduler.executor.costs, "note", note)
+    monkeypatch.setattr(smol._scheduler.executor.step_costs, "record", record)
     parts = {"why": {"type": "string", "maxLength": 30}, "answer": {"enum": ["yes, of course", "no"]}}
     schema = {"type": "object", "properties": parts, "required": [*parts]}
     told = ask("Is it so?", constraint=JsonSchema(schema), speculative="off", max_tokens=40)
@@ -325,7 +325,7 @@ def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts
             proposed = [d.propose(tokens, 96 - len(tokens), budget) for _, d, tokens in running]
             n_drafts = sum(map(len, proposed))
             seconds = step_s(len(running) + n_drafts) * noise.uniform(0.85, 1.15)
-            costs.note(len(running), len(running) + n_drafts, seconds)
+            costs.record(len(running), len(running) + n_drafts, seconds)
             took_s += seconds
             for (text, drafting, tokens), row_drafts in zip(running, proposed, strict=True):
                 continuation, right = text.answer[len(tokens) :], 0

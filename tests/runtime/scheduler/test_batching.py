@@ -122,10 +122,10 @@ def test_attention_in_use_decides_batch_invariance(
     loaded, build = engine._loaded, libllama.build_info()
     long = msgspec.structs.replace(loaded.shape, head_lengths=(*loaded.shape.head_lengths, 512))
     latent = replace(loaded, shape=long)
-    unbounded = BatchInvariance(rows=loaded.n_batch, cells=None)
+    unbounded = BatchInvariance(max_tokens=loaded.n_batch, max_cells=None)
     is_f16 = loaded.choices["kv_type"].value == "f16"
     bounds = (60, 192) if is_f16 else (loaded.n_batch, None)
-    llamas = BatchInvariance(*bounds, in_order=False)
+    llamas = BatchInvariance(*bounds, sums_in_order=False)
     for attention, model, expected in (
         ("v3", loaded, unbounded),
         ("v3", latent, llamas),
@@ -263,9 +263,9 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
             list(
                 engine.submit(request_about("", prompt="word " * 220, max_tokens=1, cache_prompt=True))
             )
-        end = answer(engine, request).finish
-        assert end.reason == "length"
-        assert end.usage.completion_tokens == 150
+        last_event = answer(engine, request).finish
+        assert last_event.reason == "length"
+        assert last_event.usage.completion_tokens == 150
         over = request_about("", prompt="word " * 400, max_tokens=5, overflow="shift")
         assert answer(engine, over).finish.usage.completion_tokens == 5
         assert_nothing_left(engine)
@@ -279,8 +279,8 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
             messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
         )
         list(engine.submit(request))
-        kept = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
-        assert b"marmalade" in engine.detokenize(kept)
+        longest = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
+        assert b"marmalade" in engine.detokenize(longest)
 
 
 def test_short_cache_preempts_and_finishes_every_request(
@@ -307,7 +307,7 @@ def test_large_prompt_waiting_for_cells_is_not_overtaken(
         small = engine.submit(request_about("tea", max_tokens=2))
         apart_ms = 1000 * (time.monotonic() - began)  # each waits from its own arrival
         ends = [collect(stream).finish for stream in (first, large, small)]
-        waited_ms = [end.timings.queue_ms for end in ends]
+        waited_ms = [last_event.timings.queue_ms for last_event in ends]
         assert waited_ms[0] < waited_ms[1] <= waited_ms[2] + apart_ms
 
 

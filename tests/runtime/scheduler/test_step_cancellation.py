@@ -14,7 +14,7 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.scheduler.executor import StepCancellation
 
@@ -40,24 +40,24 @@ def test_short_prompts_overtake_a_long_one_bit_identically(engine: LlamaEngine) 
     long = tuple(engine.tokenize(text(1500)))
     alone, _ = heard(engine, ask(long, cache_prompt=False))
     stream = engine.submit(ask(long, cache_prompt=False))
-    rest = rest_after(stream, 128)
+    events = rest_after(stream, 128)
     for n in range(3):
         answer = list(engine.submit(ask(f"Newcomer {n} asks", max_tokens=1 + 4 * n, logprobs=None)))
         assert isinstance(answer[-1], Finished)
     assert not stream.has_ended
-    logprobs = [t for e in rest if isinstance(e, TextDelta) for t in e.logprobs]
+    logprobs = [t for e in events if isinstance(e, TextDelta) for t in e.logprobs]
     assert logprobs == alone
 
 
 def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEngine) -> None:
     tokens = tuple(engine.tokenize(text(1500, 3000)))
     early = engine.submit(ask(tokens, max_tokens=0))
-    rest = rest_after(early, 128)
+    events = rest_after(early, 128)
     answer = list(engine.submit(ask("A client asks", max_tokens=2)))
     assert isinstance(answer[-1], Finished)
     assert not early.has_ended
     early.cancel()
-    assert list(rest)[-1].reason == "cancelled"
+    assert list(events)[-1].reason == "cancelled"
     _, usage = heard(engine, ask(tokens, max_tokens=1))
     assert usage.cached_tokens >= 128
 
@@ -68,9 +68,9 @@ def test_background_prefill_yields_to_other_processes(
 ) -> None:
     nice: list[int] = []
 
-    def decode(batch: Batch, active: ActiveContext) -> int:
+    def decode(batch: Batch, context: LlamaContext) -> int:
         nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return decode_itself(batch, active)
+        return decode_itself(batch, context)
 
     decode_itself = Batch.decode
     monkeypatch.setattr(Batch, "decode", decode)
@@ -98,50 +98,52 @@ def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
         request = ask(tuple(engine.tokenize(text(40))), max_tokens=4, cache_prompt=False)
         expected, _ = heard(engine, request)
         batch = engine._scheduler.executor.batch
-        decode, left = batch.decode, list(codes)
-        monkeypatch.setattr(batch, "decode", lambda active: left.pop(0) if left else decode(active))
+        decode, codes_left = batch.decode, list(codes)
+        monkeypatch.setattr(
+            batch, "decode", lambda context: codes_left.pop(0) if codes_left else decode(context)
+        )
         if codes == (1, 1):  # there is no room even so
             with pytest.raises(DecodeError):
                 heard(engine, request)
         else:
             assert heard(engine, request)[0] == expected
-        assert left == []
+        assert codes_left == []
         assert heard(engine, request)[0] == expected
 
 
 def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
     with closing(load(smollm2, None, n_parallel=1)) as engine:
         early = engine.submit(ask(tuple(engine.tokenize(text(1200))), max_tokens=0))
-        rest = rest_after(early, 128)
+        events = rest_after(early, 128)
         assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
         assert not early.has_ended
-        assert list(rest)[-1].reason == "length"
+        assert list(events)[-1].reason == "length"
 
 
 def test_step_cancellation_loses_little_work() -> None:
     asked = threading.Event()
     cancellation = StepCancellation(asked.set)
-    cancellation.for_incoming_request(10)
+    cancellation.abort_for_incoming_request(10)
     assert not asked.is_set()
     cancellation.begin(is_prefill_only=False, expected_s=600.0)
-    cancellation.for_incoming_request(5000)
+    cancellation.abort_for_incoming_request(5000)
     assert not asked.is_set()
-    cancellation.for_incoming_request(10)
+    cancellation.abort_for_incoming_request(10)
     assert asked.is_set()
     cancellation.end(lost=True)
     asked.clear()
-    cancellation._allowed_s = 0.0
+    cancellation._allowed_loss_s = 0.0
     cancellation.begin(is_prefill_only=False, expected_s=600.0)
-    cancellation.for_incoming_request(10)
+    cancellation.abort_for_incoming_request(10)
     assert not asked.is_set()
-    cancellation._allowed_s = 600.0
+    cancellation._allowed_loss_s = 600.0
     cancellation.end(lost=False)
     for expected_s in (0.0, 0.1):
         cancellation.begin(is_prefill_only=False, expected_s=expected_s)
         cancellation._began = time.monotonic() - 0.6 * expected_s
-        cancellation.for_incoming_request(10)
+        cancellation.abort_for_incoming_request(10)
         assert not asked.is_set()
-    cancellation.for_cancel([True, False])
+    cancellation.abort_if_all_cancelled([True, False])
     assert not asked.is_set()
-    cancellation.for_cancel([True, True])
+    cancellation.abort_if_all_cancelled([True, True])
     assert asked.is_set()

@@ -36,8 +36,8 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
-    monkeypatch.setattr(cache, "_PATIENCE_S", 600.0)
-    monkeypatch.setattr(writer, "_WORTH_WRITING_S", 0.0)
+    monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
+    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
 
 
 @pytest.fixture(scope="module")

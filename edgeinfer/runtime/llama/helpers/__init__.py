@@ -12,7 +12,7 @@ import msgspec
 from edgeinfer.errors import DecodeError, EdgeInferError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 
 
 def say(code: int = 0, /, **fields: Any) -> int:
@@ -40,9 +40,9 @@ def scoring_params(n_tokens: int, n_batch: int) -> Any:
     return params
 
 
-def decode(active: ActiveContext, batch: Batch, tokens: list[int], position: int) -> None:
+def decode(context: LlamaContext, batch: Batch, tokens: list[int], position: int) -> None:
     """Decode `tokens`, each with logits, beginning at `position`. Raises DecodeError."""
     batch.clear()
     batch.add(tokens, position, 0, outputs=len(tokens))
-    if batch.decode(active):
+    if batch.decode(context):
         raise DecodeError("llama_decode failed on the text")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.llama.context import ActiveContext, Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import make_context
@@ -44,7 +44,7 @@ def measure(argv: list[str]) -> dict[str, float]:
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
         raise UsageError("the two files have different vocabularies")
     params = scoring_params(len(tokens), _BATCH_TOKENS)
-    contexts = [ActiveContext(make_context(model, params)[0]) for model in models]
+    contexts = [LlamaContext(make_context(model, params)[0]) for model in models]
     sums = _sums(contexts, tokens, vocab.n_vocab)
     figures = {"perplexity": math.exp(min(700.0, sums[0] / scored)), "n_tokens": scored}
     if len(models) > 1:
@@ -54,7 +54,7 @@ def measure(argv: list[str]) -> dict[str, float]:
     return figures
 
 
-def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> list[float]:
+def _sums(contexts: list[LlamaContext], tokens: list[int], n_vocab: int) -> list[float]:
     """Sum negative log-likelihoods in nats; for two contexts also their divergence and agreement."""
     sums = [0.0, 0.0, 0.0, 0.0]
     batch = Batch.of(contexts[0], max_outputs=_BATCH_TOKENS)
@@ -63,10 +63,10 @@ def _sums(contexts: list[ActiveContext], tokens: list[int], n_vocab: int) -> lis
         following = np.array(tokens[start + 1 : start + 1 + len(piece)])
         skip = max(0, SKIPPED_TOKENS - start)
         log_probs = []
-        for number, active in enumerate(contexts):
-            decode(active, batch, piece, start)
+        for number, context in enumerate(contexts):
+            decode(context, batch, piece, start)
             logits = np.ctypeslib.as_array(
-                L.llama_get_logits(active.context), shape=(len(piece), n_vocab)
+                L.llama_get_logits(context.pointer), shape=(len(piece), n_vocab)
             )
             log_probs.append(_log_probabilities(logits[skip:]))
             rows = np.arange(len(log_probs[-1]))
