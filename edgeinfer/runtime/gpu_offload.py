@@ -28,7 +28,7 @@ from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.memory_plan import Offload, Room, make_offload
+from edgeinfer.runtime.offload_plan import DeviceMemory, Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
@@ -122,8 +122,8 @@ class GpuOffload:
         raise DecodeError(reason)
 
     def _use(self, devices: tuple[Device, ...], request: OffloadRequest) -> None:
-        rooms = tuple(map(request.room, devices))
-        offload = make_offload(self.cpu.shape, self.cpu.plan, rooms, request.layers)
+        memories = tuple(map(request.usable_memory, devices))
+        offload = make_offload(self.cpu.shape, self.cpu.plan, memories, request.layers)
         if not offload.n_layers:
             raise OffloadRefused(offload.reason)
         try:
@@ -131,7 +131,9 @@ class GpuOffload:
         except EngineError as error:
             if not _is_short_of_memory(error):
                 raise
-            less = tuple(Room(name=r.name, free_bytes=int(_SMALLER * r.free_bytes)) for r in rooms)
+            less = tuple(
+                DeviceMemory(name=m.name, free_bytes=int(_SMALLER * m.free_bytes)) for m in memories
+            )
             smaller = make_offload(self.cpu.shape, self.cpu.plan, less, request.layers)
             if not smaller.n_layers or smaller.total_bytes >= offload.total_bytes:
                 raise

@@ -1,18 +1,15 @@
-"""Plan what a load will allocate before it does: shape, options and machine to `Plan` and `Offload`.
+"""Plan what a load will allocate, before it does: from shape, options and machine to a `Plan`.
 
 Pure arithmetic over facts that are passed in; each automatic choice carries its reason. Memory is in
 bytes, context in tokens. `show` calls it with the header's facts, the loader with the model's, and both
-get the same.
+get the same. `offload_plan` divides a planned model among devices.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect, bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 
 import msgspec
 
@@ -150,6 +147,8 @@ _OUTPUTS_PER_REQUEST = 8
 #: pass through.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
+#: Fewest cells to which an automatic context is shortened for the sake of layers on devices.
+_MIN_DEVICE_CELLS = 8192
 #: Context (tokens) with which a model is judged when none fits.
 _FALLBACK_CTX = 4096
 #: Smallest useful KV cache (bytes) when the context size is automatic; less only if the whole planned
@@ -294,7 +293,7 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shap
         n_outputs=n_outputs,
         buffers=buffers,
         least_kv_bytes=buffers.kv_bytes if options.n_ctx else min(buffers.kv_bytes, _USEFUL_KV_BYTES),
-        least_cells=n_cells.value if options.n_ctx else min(n_cells.value, _LEAST_DEVICE_CELLS),
+        least_cells=n_cells.value if options.n_ctx else min(n_cells.value, _MIN_DEVICE_CELLS),
         from_disk=from_disk,
         streaming=streaming,
         refusal=refusal,
@@ -397,184 +396,3 @@ def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: f
         f" {format_bytes(machine.memory.available_bytes)} of memory that are free: {places}. Expect"
         f" about {pace}: {format_bytes(n_bytes)} a token at {format_bytes(rate)}/s ({source})"
     )
-
-
-#: Fewest cells to which an automatic context is shortened for the sake of layers on devices.
-_LEAST_DEVICE_CELLS = 8192
-#: Memory left free on each device for llama.cpp's backends, the small context of the round-trip check
-#: (40 MiB of an 8B) and other programs: at least this, and this share of the free memory.
-_MARGIN_BYTES = 256 << 20
-_MARGIN_SHARE = 16
-
-
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's name in llama.cpp, and the memory that may be used of it."""
-
-    name: str
-    free_bytes: int
-
-
-class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a model: `n_layers` of the `n_all` are on `devices`, the output among them.
-
-    The first `n_without_experts` of the model's layers leave their experts with the CPU. `reason`
-    explains the choice. `split` are the layers of each device; bytes are those of all together. The
-    devices' context has `n_cells`, which may be fewer than the CPU's.
-    """
-
-    n_layers: int
-    n_all: int
-    reason: str
-    n_without_experts: int = 0
-    devices: tuple[str, ...] = ()
-    split: tuple[int, ...] = ()
-    n_cells: int = 0
-    weights_bytes: int = 0
-    kv_bytes: int = 0
-    compute_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes
-
-    def __str__(self) -> str:
-        if not self.n_layers:
-            return f"none: {self.reason}"
-        experts = f", experts of {self.n_without_experts} on the CPU" if self.n_without_experts else ""
-        return f"{self.n_layers} of {self.n_all} on {' and '.join(self.devices)}{experts}"
-
-
-class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one layer without its experts, of them, of its KV cache, the output, and computing."""
-
-    layer: int
-    experts: int
-    kv: int
-    output: int
-    compute: int
-
-
-def make_offload(shape: Shape, plan: Plan, rooms: tuple[Room, ...], layers: int | str) -> Offload:
-    """Put a model of `shape`, to be loaded by `plan`, on devices.
-
-    `layers` is "none", "all", a number of layers, or "auto": all layers, if need be without their
-    experts, else as many as fit, else none if that is less than half of them. They fit if each device
-    holds its part, with a context of at least `plan.least_cells`; it gets the longest one that fits.
-    llama.cpp counts the output as the last layer, puts the last layers on devices, in the devices'
-    order, with the KV cache of each, and leaves the token table to the CPU.
-    """
-    n_all = shape.n_layer + 1
-    if layers == "none" or not rooms or layers == 0:
-        reason = "as asked" if layers in ("none", 0) else "there is no device"
-        return Offload(n_layers=0, n_all=n_all, reason=reason)
-    for n_layers, n_without, reason in _tries(shape, n_all, layers):
-        distribute = partial(_distribute, shape, plan, rooms, n_layers, n_without)
-        n_cells = _most_cells(plan, distribute)
-        if not n_cells and layers == "auto":
-            continue  # with a number that was asked for, loading will show if it fits
-        n_cells = n_cells or plan.least_cells
-        if n_cells < plan.n_cells.value:
-            reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"
-        offload = distribute(n_cells).offload
-        return msgspec.structs.replace(offload, reason=reason)
-    free = ", ".join(f"{format_bytes(room.free_bytes)} of {room.name}" for room in rooms)
-    reason = f"{free} that are free, with a margin, do not hold half of the layers"
-    return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
-
-
-def _most_cells(plan: Plan, distribute: Callable[[int], _Distribution]) -> int:
-    """Return the most cells, from `plan.least_cells` on, whose distribution fits; 0 for none."""
-    if distribute(plan.n_cells.value).fits:
-        return int(plan.n_cells.value)
-    steps = range(plan.least_cells // CELL_STEP, plan.n_cells.value // CELL_STEP)
-    n_fitting = bisect_left(steps, True, key=lambda step: not distribute(step * CELL_STEP).fits)
-    return steps[n_fitting - 1] * CELL_STEP if n_fitting else 0
-
-
-class _Distribution(msgspec.Struct, frozen=True):
-    """An offload, and whether each device holds its part."""
-
-    offload: Offload
-    fits: bool
-
-
-def _distribute(
-    shape: Shape, plan: Plan, rooms: tuple[Room, ...], n_layers: int, n_without: int, n_cells: int
-) -> _Distribution:
-    sizes, n_all = _sizes(shape, plan, n_cells), shape.n_layer + 1
-    usable = [_usable(room, sizes) for room in rooms]
-    memory = usable if any(usable) else [room.free_bytes for room in rooms]
-    needs = _needs(sizes, n_layers, n_all, n_without)
-    shares = _split(memory, needs)
-    used = [(room.name, len(share)) for room, share in zip(rooms, shares, strict=True) if share]
-    kv_bytes = (n_layers - 1) * sizes.kv
-    offload = Offload(
-        n_layers=n_layers,
-        n_all=n_all,
-        reason="",
-        n_without_experts=n_without,
-        devices=tuple(name for name, _ in used),
-        split=tuple(n for _, n in used),
-        n_cells=n_cells,
-        weights_bytes=sum(needs) - kv_bytes,
-        kv_bytes=kv_bytes,
-        compute_bytes=len(used) * sizes.compute,
-    )
-    fits = all(sum(share) <= held for share, held in zip(shares, usable, strict=True))
-    return _Distribution(offload, fits)
-
-
-def _tries(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
-    """List layers on devices, layers without experts there and the reason, the best first."""
-    if layers != "auto":
-        return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
-    most = n_all - 1 if shape.expert_bytes else 0
-    whole = (n_all, 0, "all of it fits")
-    bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
-    return [whole, *bare] + [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
-
-
-def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
-    """Estimate the sizes; an output that may share the token table counts once more.
-
-    For a quantized KV cache CUDA's attention makes copies in f16 of one layer's K and V.
-    """
-    n = max(1, shape.n_layer)
-    buffers = make_buffers(
-        shape,
-        n_cells,
-        plan.kv_type.value,
-        n_seq_max=plan.n_seq_max,
-        n_ubatch=plan.n_batch,
-        n_outputs=plan.n_outputs,
-    )
-    copies = 0 if plan.kv_type.value == "f16" else 4 * n_cells * max(shape.kv_rows, default=0)
-    dense = shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes
-    return _Sizes(
-        layer=max(0, dense) // n,
-        experts=shape.expert_bytes // n,
-        kv=buffers.kv_bytes // n,
-        output=shape.embedding_bytes,
-        compute=buffers.compute_bytes + copies,
-    )
-
-
-def _usable(room: Room, sizes: _Sizes) -> int:
-    """Return how much of a device's memory (bytes) layers may use."""
-    margin = max(_MARGIN_BYTES, room.free_bytes // _MARGIN_SHARE)
-    return max(0, room.free_bytes - margin - sizes.compute)
-
-
-def _needs(sizes: _Sizes, n_layers: int, n_all: int, n_without: int) -> list[int]:
-    """Return the bytes of each layer on devices; the last is the output, which has no cache."""
-    bare = sizes.layer + sizes.kv
-    numbers = range(n_all - n_layers, n_all - 1)
-    return [bare + sizes.experts * (number >= n_without) for number in numbers] + [sizes.output]
-
-
-def _split(memory: list[int], needs: list[int]) -> list[list[int]]:
-    """Return what each device gets of `needs`: its share of the bytes, in whole layers."""
-    total, all_bytes = sum(memory) or 1, sum(needs)
-    middles = [stop - need / 2 for stop, need in zip(accumulate(needs), needs, strict=True)]
-    ends = [bisect(middles, all_bytes * held / total) for held in accumulate(memory[:-1])]
-    return [needs[begin:stop] for begin, stop in zip([0, *ends], [*ends, None], strict=True)]

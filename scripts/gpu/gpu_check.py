@@ -43,7 +43,7 @@ from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.model import load_model, open_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.memory_plan import make_offload
+from edgeinfer.runtime.offload_plan import make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -170,8 +170,8 @@ def logits(path: str, kv_type: str = "f16") -> None:
 
     expected = compute(cpu.model)
     for layers in ("all", (cpu.shape.n_layer + 1) // 2):
-        rooms = tuple(map(make_request(layers).room, devices))
-        offload = make_offload(cpu.shape, cpu.plan, rooms, layers)
+        memories = tuple(map(make_request(layers).usable_memory, devices))
+        offload = make_offload(cpu.shape, cpu.plan, memories, layers)
         pointers = {device.name: device.pointer for device in devices}
         placement = Placement([pointers[name] for name in offload.devices], offload)
         model = open_model((path,), placement=placement)

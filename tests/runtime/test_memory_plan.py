@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.memory_plan import (
-    Offload,
     Plan,
-    Room,
     StreamingPlan,
     choose_cells,
     choose_context,
@@ -18,11 +16,11 @@ from edgeinfer.runtime.memory_plan import (
     disk_pace,
     disk_warning,
     make_exact_plan,
-    make_offload,
     make_plan,
     plan_streaming,
 )
 from edgeinfer.runtime.model_shape import Shape, make_shape, with_tensors
+from edgeinfer.runtime.offload_plan import DeviceMemory, Offload, make_offload
 from edgeinfer.runtime.options import LoadOptions
 
 from .conftest import machine
@@ -126,8 +124,10 @@ def plan_of(shape: Shape) -> Plan:
     return make_plan(shape, LoadOptions(n_ctx=4096, n_parallel=4), machine(64 * GIB))
 
 
-def devices_with(*free_gib: float) -> tuple[Room, ...]:
-    return tuple(Room(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib))
+def devices_with(*free_gib: float) -> tuple[DeviceMemory, ...]:
+    return tuple(
+        DeviceMemory(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib)
+    )
 
 
 def spread(shape: Shape, *free_gib: float, n_layers: int | str = "auto") -> Offload:

@@ -26,8 +26,9 @@ from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
 from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, OffloadRequest, survey
-from edgeinfer.runtime.memory_plan import Offload, Plan, disk_warning, make_offload
+from edgeinfer.runtime.memory_plan import Plan, disk_warning
 from edgeinfer.runtime.model_shape import Buffers, Shape
+from edgeinfer.runtime.offload_plan import Offload, make_offload
 from edgeinfer.runtime.requests import Sampling, default_sampling
 from edgeinfer.units import format_bytes, format_parameters
 
@@ -57,7 +58,7 @@ def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuCon
     loaded = (answer for answer in answers if isinstance(answer, LoadedBackend))
     devices = next((chosen for answer in loaded if (chosen := request.choose(answer.devices))), ())
     if devices:
-        return make_offload(shape, plan, tuple(map(request.room, devices)), layers)
+        return make_offload(shape, plan, tuple(map(request.usable_memory, devices)), layers)
     reasons = [f"{a.name}: {a.reason}" for a in answers if isinstance(a, MissingBackend)]
     if not reasons:
         return None

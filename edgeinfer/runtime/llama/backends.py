@@ -23,7 +23,7 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import machine, paths
 from edgeinfer.platform.process import child_command
-from edgeinfer.runtime.memory_plan import Room
+from edgeinfer.runtime.offload_plan import DeviceMemory
 from edgeinfer.units import format_bytes
 
 #: Every backend in order of preference: a vendor's own before Vulkan, which shows the same devices.
@@ -232,10 +232,9 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
                 return chosen
         return tuple(devices) if self.is_explicit else ()
 
-    def room(self, device: Device) -> Room:
+    def usable_memory(self, device: Device) -> DeviceMemory:
         """Return how much of a device's memory may be used."""
-        free = device.free_bytes
-        return Room(name=device.name, free_bytes=free)
+        return DeviceMemory(name=device.name, free_bytes=device.free_bytes)
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"

@@ -12,7 +12,7 @@ from edgeinfer.errors import DecodeError, ModelLoadError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
-from edgeinfer.runtime.memory_plan import Offload
+from edgeinfer.runtime.offload_plan import Offload
 
 Progress = Callable[[str, float | None], None]
 

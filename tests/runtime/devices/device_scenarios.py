@@ -21,7 +21,7 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import DeviceContext
 from edgeinfer.runtime.llama.backends import Device, OffloadRequest
-from edgeinfer.runtime.memory_plan import Room, make_offload
+from edgeinfer.runtime.offload_plan import DeviceMemory, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -30,7 +30,7 @@ from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 
 PROMPT = "The three primary colours are"
-_REAL_ROOM = OffloadRequest.room
+_REAL_ROOM = OffloadRequest.usable_memory
 _PATIENCE_S = 240.0
 said: list[str] = []
 
@@ -93,11 +93,11 @@ def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
 
 def with_room(n_bytes: int) -> dict[str, object]:
     """`with_layers` on a device of which other programs leave `n_bytes` free."""
-    OffloadRequest.room = lambda _, device: Room(name=device.name, free_bytes=n_bytes)  # type: ignore[assignment, method-assign]
+    OffloadRequest.usable_memory = lambda _, device: DeviceMemory(name=device.name, free_bytes=n_bytes)  # type: ignore[assignment, method-assign]
     try:
         return with_layers("auto", devices=("Vulkan0",))
     finally:
-        OffloadRequest.room = _REAL_ROOM  # type: ignore[method-assign]
+        OffloadRequest.usable_memory = _REAL_ROOM  # type: ignore[method-assign]
 
 
 def while_answering(layers: int) -> dict[str, object]:
@@ -218,7 +218,9 @@ def least_room(opened: LlamaEngine) -> int:
     return next(
         n
         for n in range(256 << 20, 1 << 30, 4096)
-        if make_offload(loaded.shape, loaded.plan, (Room(name="d", free_bytes=n),), "auto").n_layers
+        if make_offload(
+            loaded.shape, loaded.plan, (DeviceMemory(name="d", free_bytes=n),), "auto"
+        ).n_layers
         > loaded.shape.n_layer
     )
 
@@ -251,16 +253,16 @@ def next_backend() -> dict[str, object]:
 
 def shorter() -> dict[str, object]:
     """A device that holds all layers with a shorter context only, while a longer request runs."""
-    memory_plan._LEAST_DEVICE_CELLS = 256
+    memory_plan._MIN_DEVICE_CELLS = 256
     with engine(n_ctx=0) as opened:
         loaded = opened._loaded
-        rooms = (Room(name="Vulkan0", free_bytes=n) for n in range(256 << 20, 1 << 30, 4096))
+        memories = (DeviceMemory(name="Vulkan0", free_bytes=n) for n in range(256 << 20, 1 << 30, 4096))
         room = next(
             room
-            for room in rooms
+            for room in memories
             if make_offload(loaded.shape, loaded.plan, (room,), "auto").n_cells == 256
         )
-        OffloadRequest.room = lambda _, device: room  # type: ignore[assignment, method-assign]
+        OffloadRequest.usable_memory = lambda _, device: room  # type: ignore[assignment, method-assign]
         n_ctx = [opened.info.n_ctx]
         texts = [text(ask(opened, 64, PROMPT * 12))]
         stream = iter(ask(opened, 64, PROMPT * 12))

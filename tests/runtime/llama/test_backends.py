@@ -10,7 +10,7 @@ from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
-from edgeinfer.runtime.memory_plan import Offload, make_offload
+from edgeinfer.runtime.offload_plan import Offload, make_offload
 
 from ..test_memory_plan import DENSE, plan_of
 
@@ -128,8 +128,8 @@ def test_software_devices_are_used_only_for_requested_layers() -> None:
 
 def test_no_layer_of_a_laptop_with_a_card_goes_to_the_integrated_device() -> None:
     request = OffloadRequest()
-    rooms = tuple(map(request.room, request.choose((RTX, IRIS))))
-    offload = make_offload(DENSE, plan_of(DENSE), rooms, "auto")
+    memories = tuple(map(request.usable_memory, request.choose((RTX, IRIS))))
+    offload = make_offload(DENSE, plan_of(DENSE), memories, "auto")
     assert offload.n_layers > 0
     assert offload.devices == ("Vulkan0",)
 

@@ -1,0 +1,198 @@
+"""Divide a planned model among devices: which layers go to which, and how long their context is.
+
+Pure arithmetic, in bytes, over facts that are passed in, like `memory_plan`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, bisect_left
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import msgspec
+
+from edgeinfer.runtime.memory_plan import Plan
+from edgeinfer.runtime.model_shape import CELL_STEP, Shape, make_buffers
+from edgeinfer.units import format_bytes
+
+#: Memory left free on each device for llama.cpp's backends, the small context of the round-trip check
+#: (40 MiB of an 8B) and other programs: at least these bytes, and at least 1/16 of the free memory.
+_MARGIN_BYTES, _MARGIN_SHARE = 256 << 20, 16
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """A device's name in llama.cpp, and how much of its memory may be used."""
+
+    name: str
+    free_bytes: int
+
+
+class Offload(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of a model: `n_layers` of the `n_all` are on `devices`, the output among them.
+
+    The first `n_without_experts` of the model's layers leave their experts with the CPU. `reason`
+    explains the choice. `split` are the layers of each device; bytes are those of all together. The
+    devices' context has `n_cells`, which may be fewer than the CPU's.
+    """
+
+    n_layers: int
+    n_all: int
+    reason: str
+    n_without_experts: int = 0
+    devices: tuple[str, ...] = ()
+    split: tuple[int, ...] = ()
+    n_cells: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    compute_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+    def __str__(self) -> str:
+        if not self.n_layers:
+            return f"none: {self.reason}"
+        experts = f", experts of {self.n_without_experts} on the CPU" if self.n_without_experts else ""
+        return f"{self.n_layers} of {self.n_all} on {' and '.join(self.devices)}{experts}"
+
+
+def make_offload(
+    shape: Shape, plan: Plan, memories: tuple[DeviceMemory, ...], layers: int | str
+) -> Offload:
+    """Put a model of `shape`, to be loaded by `plan`, on devices.
+
+    `layers` is "none", "all", a number of layers, or "auto": all layers, if need be without their
+    experts, else as many as fit, else none if that is less than half of them. They fit if each device
+    holds its share, with a context of at least `plan.least_cells`; it gets the longest one that fits.
+    llama.cpp counts the output as the last layer, puts the last layers on devices, in the devices'
+    order, with the KV cache of each, and leaves the token table to the CPU.
+    """
+    n_all = shape.n_layer + 1
+    if layers == "none" or not memories or layers == 0:
+        reason = "as asked" if layers in ("none", 0) else "there is no device"
+        return Offload(n_layers=0, n_all=n_all, reason=reason)
+    for n_layers, n_without_experts, reason in _candidates(shape, n_all, layers):
+        distribute = partial(_distribute, shape, plan, memories, n_layers, n_without_experts)
+        n_cells = _max_cells(plan, distribute)
+        if not n_cells and layers == "auto":
+            continue  # with a number that was asked for, loading will show if it fits
+        n_cells = n_cells or plan.least_cells
+        if n_cells < plan.n_cells.value:
+            reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"
+        offload, _ = distribute(n_cells)
+        return msgspec.structs.replace(offload, reason=reason)
+    free = ", ".join(f"{format_bytes(memory.free_bytes)} of {memory.name}" for memory in memories)
+    reason = f"{free} that are free, with a margin, do not hold half of the layers"
+    return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
+
+
+def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
+    """List layers on devices, layers without experts there and the reason, the best first."""
+    if layers != "auto":
+        return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
+    most = n_all - 1 if shape.expert_bytes else 0
+    whole = (n_all, 0, "all of it fits")
+    bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
+    return [whole, *bare] + [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
+
+
+def _max_cells(plan: Plan, distribute: Callable[[int], tuple[Offload, bool]]) -> int:
+    """Return the most cells, from `plan.least_cells` on, whose distribution fits; 0 for none."""
+
+    def fits(n_cells: int) -> bool:
+        return distribute(n_cells)[1]
+
+    if fits(plan.n_cells.value):
+        return int(plan.n_cells.value)
+    steps = range(plan.least_cells // CELL_STEP, plan.n_cells.value // CELL_STEP)
+    n_fitting = bisect_left(steps, True, key=lambda step: not fits(step * CELL_STEP))
+    return steps[n_fitting - 1] * CELL_STEP if n_fitting else 0
+
+
+def _distribute(
+    shape: Shape,
+    plan: Plan,
+    memories: tuple[DeviceMemory, ...],
+    n_layers: int,
+    n_without_experts: int,
+    n_cells: int,
+) -> tuple[Offload, bool]:
+    """Return an offload, and whether each device holds its share."""
+    sizes, n_all = _sizes(shape, plan, n_cells), shape.n_layer + 1
+    usable = [_usable_bytes(memory, sizes) for memory in memories]
+    weights = usable if any(usable) else [memory.free_bytes for memory in memories]
+    layer_bytes = _layer_bytes(sizes, n_layers, n_all, n_without_experts)
+    shares = _split(weights, layer_bytes)
+    used = [(memory.name, len(share)) for memory, share in zip(memories, shares, strict=True) if share]
+    kv_bytes = (n_layers - 1) * sizes.kv
+    offload = Offload(
+        n_layers=n_layers,
+        n_all=n_all,
+        reason="",
+        n_without_experts=n_without_experts,
+        devices=tuple(name for name, _ in used),
+        split=tuple(n for _, n in used),
+        n_cells=n_cells,
+        weights_bytes=sum(layer_bytes) - kv_bytes,
+        kv_bytes=kv_bytes,
+        compute_bytes=len(used) * sizes.compute,
+    )
+    return offload, all(sum(share) <= limit for share, limit in zip(shares, usable, strict=True))
+
+
+class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one layer without its experts, of them, of its KV cache, the output, and computing."""
+
+    layer: int
+    experts: int
+    kv: int
+    output: int
+    compute: int
+
+
+def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
+    """Estimate the sizes; an output that may share the token table counts once more.
+
+    For a quantized KV cache CUDA's attention makes copies in f16 of one layer's K and V.
+    """
+    n = max(1, shape.n_layer)
+    buffers = make_buffers(
+        shape,
+        n_cells,
+        plan.kv_type.value,
+        n_seq_max=plan.n_seq_max,
+        n_ubatch=plan.n_batch,
+        n_outputs=plan.n_outputs,
+    )
+    copies = 0 if plan.kv_type.value == "f16" else 4 * n_cells * max(shape.kv_rows, default=0)
+    dense = shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes
+    return _Sizes(
+        layer=max(0, dense) // n,
+        experts=shape.expert_bytes // n,
+        kv=buffers.kv_bytes // n,
+        output=shape.embedding_bytes,
+        compute=buffers.compute_bytes + copies,
+    )
+
+
+def _usable_bytes(memory: DeviceMemory, sizes: _Sizes) -> int:
+    """Return how much of a device's memory (bytes) layers may use."""
+    margin = max(_MARGIN_BYTES, memory.free_bytes // _MARGIN_SHARE)
+    return max(0, memory.free_bytes - margin - sizes.compute)
+
+
+def _layer_bytes(sizes: _Sizes, n_layers: int, n_all: int, n_without_experts: int) -> list[int]:
+    """Return the bytes of each layer on devices; the last is the output, which has no cache."""
+    bare = sizes.layer + sizes.kv
+    indices = range(n_all - n_layers, n_all - 1)
+    return [bare + sizes.experts * (i >= n_without_experts) for i in indices] + [sizes.output]
+
+
+def _split(weights: list[int], layer_bytes: list[int]) -> list[list[int]]:
+    """Split `layer_bytes` among devices by their `weights`, in whole layers."""
+    total, all_bytes = sum(weights) or 1, sum(layer_bytes)
+    middles = [stop - n / 2 for stop, n in zip(accumulate(layer_bytes), layer_bytes, strict=True)]
+    ends = [bisect(middles, all_bytes * weight / total) for weight in accumulate(weights[:-1])]
+    return [layer_bytes[begin:stop] for begin, stop in zip([0, *ends], [*ends, None], strict=True)]
