@@ -328,7 +328,7 @@ def main() -> None:
             engine = load_engine(files, LoadOptions(n_ctx=n_ctx, n_parallel=n_streams))
             with tempfile.TemporaryDirectory() as folder:
                 engine.warm_up()
-                engine.use_blocks(BlockStore(Path(folder) / "blocks"))
+                engine.open_prefix_cache(BlockStore(Path(folder) / "blocks"))
                 prime(engine, options.tokens)
                 measured_rows, answers = measure(
                     engine, name, n_streams, options.rounds, options.tokens

@@ -110,7 +110,7 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
         ways = list(WAYS)
         for group in (ways[:-1], ways[-1:]):
             with closing(load_engine(files, options)) as engine:
-                engine.use_blocks(BlockStore(Path(folder), limits))
+                engine.open_prefix_cache(BlockStore(Path(folder), limits))
                 for way in group:
                     outcome = compute(engine, way, texts, n_tokens)
                     first = first or outcome

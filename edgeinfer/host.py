@@ -165,7 +165,9 @@ class Host:
         """Have `engine` attach this launch's devices in the background, while the CPU computes."""
         from edgeinfer.runtime.llama.backends import OffloadRequest  # imported with the engine
 
-        engine.use_devices(OffloadRequest(layers=options.gpu_layers, devices=self.config.gpu.devices))
+        engine.attach_devices(
+            OffloadRequest(layers=options.gpu_layers, devices=self.config.gpu.devices)
+        )
 
     def keep_blocks(self, engine: LlamaEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
@@ -179,7 +181,7 @@ class Host:
 
         limits = CacheLimits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
         try:
-            engine.use_blocks(BlockStore(paths.blocks_dir(), limits, _log.warning))
+            engine.open_prefix_cache(BlockStore(paths.blocks_dir(), limits, _log.warning))
         except (OSError, SnapshotUnsafeError) as error:
             _log.warning("the on-disk prefix cache is off: %s", error)
             return

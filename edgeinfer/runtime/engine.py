@@ -108,13 +108,13 @@ class LlamaEngine:
             self._scheduler,
             self._loop.call,
             self._prefix_cache,
-            self._enter,
+            self._enter_model,
         )
         self._files, self._options = files, options
-        self._first_choices = self._info.choices
+        self._choices_at_load = self._info.choices
         #: Callback with the adapters after each change; set by the engine's owner.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
-        self._checked = ""
+        self._check_outcome = ""
         self._closed = False
 
     @property
@@ -128,7 +128,7 @@ class LlamaEngine:
     def info(self) -> EngineInfo:
         loaded = self._gpu.loaded
         if loaded.choices["gpu_layers"] is not self._info.choices["gpu_layers"]:
-            choices = self._first_choices | loaded.choices
+            choices = self._choices_at_load | loaded.choices
             self._info = msgspec.structs.replace(self._info, choices=choices, n_ctx=loaded.n_ctx)
         if self._lora.named_adapters != self._info.lora:
             self._info = msgspec.structs.replace(self._info, lora=self._lora.named_adapters)
@@ -209,14 +209,14 @@ class LlamaEngine:
                 f"{self._info.model} is an embedding model; it takes no adapters", param="lora"
             )
         self._loop.call(lambda: self._lora.change(adapters))
-        while not self._loop.call(self._leave_adapters):
+        while not self._loop.call(self._unload_removed_adapters):
             continue  # checked once per step
         self.on_new_adapters(self._lora.named_adapters)
         return self._lora.named_adapters
 
-    def _leave_adapters(self) -> bool:
-        unloaded = self._lora.removed_stamps()
-        if unloaded and not self._scheduler.drop_sequences_with(unloaded):
+    def _unload_removed_adapters(self) -> bool:
+        removed = self._lora.removed_stamps()
+        if removed and not self._scheduler.drop_sequences_with(removed):
             return False
         self._lora.release()
         return True
@@ -245,24 +245,24 @@ class LlamaEngine:
     def _cache(self) -> PrefixCache | None:
         return self._prefix_cache.cache
 
-    def use_blocks(self, store: BlockStore) -> None:
+    def open_prefix_cache(self, store: BlockStore) -> None:
         """Store prefixes in `store` and look them up there; not for encoders. Raises OSError."""
         if self._loaded.can_generate and self._cache is None:
-            self._prefix_cache.open(store, self._gpu.loaded, self._checked)
+            self._prefix_cache.open(store, self._gpu.loaded, self._check_outcome)
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Let `observer` see the requests from now on; it is closed with the engine."""
         self._scheduler.queue.observers += (observer,)
 
-    def use_devices(self, request: OffloadRequest) -> None:
+    def attach_devices(self, request: OffloadRequest) -> None:
         """Attach devices in the background while the CPU decodes; once per engine."""
         if self._loaded.can_generate:
             self._gpu.begin(request)
 
-    def _enter(self, loaded: LlamaModel) -> None:
+    def _enter_model(self, loaded: LlamaModel) -> None:
         self._preparer.n_ctx = loaded.n_ctx
 
-    def settle_devices(self, timeout_s: float | None = None) -> bool:
+    def wait_for_devices(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached or have failed; return False after the timeout."""
         return self._gpu.wait(timeout_s)
 
@@ -293,7 +293,7 @@ class LlamaEngine:
             libllama.build_info()  # caches it for the prefix cache
             # on the decode thread, because OpenMP creates a team of threads for each thread that
             # computes
-            self._checked = self._loop.call(lambda: run_check(self._options, self._loaded))
+            self._check_outcome = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._scheduler.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
@@ -373,7 +373,7 @@ def make_info(
     files: ModelFiles,
     loaded: LlamaModel,
     lora: LoraAdapters,
-    conversations: ChatFormat,
+    chat_format: ChatFormat,
     embedder: Embedder,
 ) -> EngineInfo:
     meta = loaded.meta
@@ -400,13 +400,13 @@ def make_info(
         can_embed=embedder.can_embed,
         can_rerank=embedder.can_rerank,
         can_infill=loaded.can_generate and loaded.vocab.fim is not None,
-        can_think=conversations.can_think,
+        can_think=chat_format.can_think,
         can_shift=loaded.can_shift,
-        tool_format=conversations.tool_format,
+        tool_format=chat_format.tool_format,
         system_prompt=files.system_prompt,
         sampling=default_sampling(loaded.n_params) if files.sampling == Sampling() else files.sampling,
         lora=lora.named_adapters,
-        choices={**loaded.choices, **conversations.choices, "pooling": embedder.pooling},
+        choices={**loaded.choices, **chat_format.choices, "pooling": embedder.pooling},
         load_ms=loaded.load_ms,
         warnings=loaded.warnings,
     )

@@ -20,9 +20,9 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests to an idle engine within this time (s) of each other, up to `_BURST`, start in one batch.
+#: Requests to an idle engine within this time (s) of each other start in one batch, up to `_MAX_BURST`.
 _BURST_S = 0.0005
-_BURST = 64
+_MAX_BURST = 64
 
 
 class DecodeLoop:
@@ -103,9 +103,9 @@ class DecodeLoop:
         if self._closed:
             raise EngineClosedError("the engine is closed")
         if self.failure:
-            raise self._dead()
+            raise self._failure_error()
 
-    def _dead(self) -> EngineClosedError:
+    def _failure_error(self) -> EngineClosedError:
         return EngineClosedError(self.failure, hint="repeat the request: the model is loaded again")
 
     def _start(self) -> None:
@@ -119,11 +119,11 @@ class DecodeLoop:
 
     def _main(self) -> None:
         try:
-            self._work()
+            self._run_until_stopped()
         except BaseException as error:  # noqa: BLE001  the main of a thread: every caller gets the error
-            self._die(error)
+            self._fail_everything(error)
 
-    def _die(self, error: BaseException) -> None:
+    def _fail_everything(self, error: BaseException) -> None:
         with self._changed:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
@@ -134,22 +134,22 @@ class DecodeLoop:
         _log.error("%s", self.failure)
         for seq in sequences:
             with contextlib.suppress(Exception):
-                seq.fail(self._dead())
+                seq.fail(self._failure_error())
         while not self._jobs.empty():
-            self._jobs.get()[1].set_exception(self._dead())
+            self._jobs.get()[1].set_exception(self._failure_error())
 
-    def _work(self) -> None:
-        while self._has_more():
+    def _run_until_stopped(self) -> None:
+        while self._wait_for_work():
             self._run_jobs()
             if self._queue.is_empty:
-                self._gather()
+                self._wait_for_burst()
             self._drain_inbox()
             if not self._queue.is_empty:
                 self._run_guarded(self._scheduler.step)
             elif self._jobs.empty():
                 self._run_guarded(self._scheduler.do_idle_work)
 
-    def _has_more(self) -> bool:
+    def _wait_for_work(self) -> bool:
         """Wait for work; return False if the thread must end. A closed loop cancels its requests."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
@@ -167,11 +167,11 @@ class DecodeLoop:
         is_idle = self._queue.is_empty and self._inbox.empty() and self._jobs.empty()
         return not is_idle or self._scheduler.idle_work_due_in_s() == 0.0
 
-    def _gather(self) -> None:
+    def _wait_for_burst(self) -> None:
         """Wait for the rest of a burst: 8 streams that start one by one lose 2 % of their rate."""
-        seen = 0
-        while seen < self._inbox.qsize() < _BURST:
-            seen = self._inbox.qsize()
+        n_before = 0
+        while n_before < self._inbox.qsize() < _MAX_BURST:
+            n_before = self._inbox.qsize()
             time.sleep(_BURST_S)
 
     def _drain_inbox(self) -> None:

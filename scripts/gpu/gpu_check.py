@@ -97,8 +97,8 @@ def layer_counts(engine: LlamaEngine) -> dict[str, int | str]:
 def attach(engine: LlamaEngine, layers: int | str) -> dict[str, Any]:
     began = time.perf_counter()
     if layers != "none":
-        engine.use_devices(make_request(layers))
-        assert engine.settle_devices(PATIENCE_S), "the device was not attached in time"
+        engine.attach_devices(make_request(layers))
+        assert engine.wait_for_devices(PATIENCE_S), "the device was not attached in time"
     choice = engine.info.choices["gpu_layers"]
     seconds = round(time.perf_counter() - began, 3)
     return {"layers": str(choice.value), "reason": choice.reason, "attach_s": seconds}
@@ -217,7 +217,9 @@ def blocks(path: str) -> None:
             answers, n_disk = [], 0
             for _ in range(2):
                 with open_engine(path) as engine:
-                    engine.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+                    engine.open_prefix_cache(
+                        BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0))
+                    )
                     offload = attach(engine, layer_counts(engine)[name])
                     prompt = random_tokens(11, N_CTX // 2, engine._loaded.vocab.n_vocab)
                     answers.append(answer(engine, prompt, 8))
@@ -316,7 +318,7 @@ def lost(when: str, path: str) -> None:
     temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with temporary as folder, open_engine(path) as engine:
         expected = answer(engine, PROMPTS[0], 16)
-        engine.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+        engine.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
         attached = attach(engine, "all")
         if when != "close":
             for number, _ in enumerate(submit(engine, PROMPTS[1], 200)):

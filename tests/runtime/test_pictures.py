@@ -349,7 +349,7 @@ def restart(files: ModelFiles, root: Path, *, encodes: bool = True) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         options = LoadOptions(n_ctx=2048, n_parallel=2)
         with closing(load_engine(files, options)) as engine:
-            engine.use_blocks(BlockStore(root))
+            engine.open_prefix_cache(BlockStore(root))
             assert engine._vision is not None
             if not encodes:
                 patch.setattr(vision, "decode", lambda file: pytest.fail("decoded again"))

@@ -27,7 +27,7 @@ def start(smollm2, tmp_path):
     def start():
         files = ModelFiles(name="small", paths=(str(smollm2),))
         with contextlib.closing(load_engine(files, LoadOptions(n_ctx=4096, kv_type="f16"))) as engine:
-            engine.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(), print))
+            engine.open_prefix_cache(BlockStore(tmp_path / "blocks", CacheLimits(), print))
             yield engine
 
     return start

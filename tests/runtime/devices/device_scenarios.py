@@ -76,8 +76,8 @@ def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
     """The same question before and after devices are attached, and one more."""
     with engine() as opened:
         before = text(ask(opened))
-        opened.use_devices(OffloadRequest(layers=layers, **wanted))  # type: ignore[arg-type]
-        assert opened.settle_devices(_PATIENCE_S)
+        opened.attach_devices(OffloadRequest(layers=layers, **wanted))  # type: ignore[arg-type]
+        assert opened.wait_for_devices(_PATIENCE_S)
         cached = opened.metrics().cached_tokens_total
         after = text(ask(opened))
         cached = opened.metrics().cached_tokens_total - cached
@@ -105,8 +105,8 @@ def while_answering(layers: int) -> dict[str, object]:
     with engine() as opened:
         stream = iter(ask(opened, 64))
         first = next(event.text for event in stream if isinstance(event, TextDelta))
-        opened.use_devices(OffloadRequest(layers=layers))
-        assert opened.settle_devices(_PATIENCE_S)
+        opened.attach_devices(OffloadRequest(layers=layers))
+        assert opened.wait_for_devices(_PATIENCE_S)
         rest = "".join(event.text for event in stream if isinstance(event, TextDelta))
         return {"texts": [first + rest], "place": place(opened)}
 
@@ -114,8 +114,8 @@ def while_answering(layers: int) -> dict[str, object]:
 def lost(layers: int) -> dict[str, object]:
     """A device that is lost in the middle of an answer, and the next answer."""
     with engine() as opened:
-        opened.use_devices(OffloadRequest(layers=layers))
-        assert opened.settle_devices(_PATIENCE_S)
+        opened.attach_devices(OffloadRequest(layers=layers))
+        assert opened.wait_for_devices(_PATIENCE_S)
         before = place(opened)
         fail("submit 40")
         found = text(ask(opened, 64))
@@ -140,9 +140,9 @@ def store_and_restore(layers: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             with engine() as opened:
-                opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
-                opened.use_devices(OffloadRequest(layers=layers))
-                assert opened.settle_devices(_PATIENCE_S)
+                opened.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+                opened.attach_devices(OffloadRequest(layers=layers))
+                assert opened.wait_for_devices(_PATIENCE_S)
                 answers.append(text(ask(opened, prompt=PROMPT * 12)))
                 answers.append(text(ask(opened, prompt="Roses")))
                 assert opened.flush_blocks()
@@ -157,10 +157,10 @@ def lost_after(n: int) -> dict[str, object]:
     writer._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         with engine() as opened:
-            opened.use_blocks(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
+            opened.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
             fail(f"submit {n}")
-            opened.use_devices(OffloadRequest(layers="all"))
-            assert opened.settle_devices(_PATIENCE_S)
+            opened.attach_devices(OffloadRequest(layers="all"))
+            assert opened.wait_for_devices(_PATIENCE_S)
             before = place(opened)
             texts = [text(ask(opened, prompt=PROMPT * 4)), text(ask(opened))]
             assert opened.flush_blocks()
@@ -168,8 +168,8 @@ def lost_after(n: int) -> dict[str, object]:
             fail("submit 0")  # the end frees what is on it
             opened.close()
         with engine() as another:  # of the same process
-            another.use_devices(OffloadRequest(layers="all"))
-            assert another.settle_devices(_PATIENCE_S)
+            another.attach_devices(OffloadRequest(layers="all"))
+            assert another.wait_for_devices(_PATIENCE_S)
             texts.append(text(ask(another)))
         return {"texts": texts, "before": before, "place": after, "reason": reason}
 
@@ -178,8 +178,8 @@ def lost_in_blocks() -> dict[str, object]:
     """A device that is lost while a block is read from it, written to it, and when all is freed."""
     errors = []
     with engine() as opened:
-        opened.use_devices(OffloadRequest(layers="all"))
-        assert opened.settle_devices(_PATIENCE_S)
+        opened.attach_devices(OffloadRequest(layers="all"))
+        assert opened.wait_for_devices(_PATIENCE_S)
         texts = [text(ask(opened))]
         before = place(opened)
         states = make_states(opened._gpu.loaded, opened._context)
@@ -204,8 +204,8 @@ def lost_in_blocks() -> dict[str, object]:
 def freed_lost() -> dict[str, object]:
     """A device that is lost before the engine ends."""
     with engine() as opened:
-        opened.use_devices(OffloadRequest(layers="all"))
-        assert opened.settle_devices(_PATIENCE_S)
+        opened.attach_devices(OffloadRequest(layers="all"))
+        assert opened.wait_for_devices(_PATIENCE_S)
         texts, before = [text(ask(opened))], place(opened)
         fail("submit 0")
     with engine() as other:
@@ -267,9 +267,9 @@ def shorter() -> dict[str, object]:
         texts = [text(ask(opened, 64, PROMPT * 12))]
         stream = iter(ask(opened, 64, PROMPT * 12))
         first = next(event.text for event in stream if isinstance(event, TextDelta))
-        opened.use_devices(OffloadRequest(devices=("Vulkan0",)))
+        opened.attach_devices(OffloadRequest(devices=("Vulkan0",)))
         texts += [first + text(stream), text(ask(opened))]  # type: ignore[arg-type]
-        assert opened.settle_devices(_PATIENCE_S)
+        assert opened.wait_for_devices(_PATIENCE_S)
         texts.append(text(ask(opened)))
         attached, n_ctx = place(opened), [*n_ctx, opened.info.n_ctx]
         kv_total = opened.metrics().kv_total_tokens

@@ -185,7 +185,9 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
 ) -> None:
     """KV blocks on disk are found with the same adapter alone."""
     monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
-    bare.use_blocks(BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0)))
+    bare.open_prefix_cache(
+        BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0))
+    )
     bare.use_adapters([red])
     coloured, first = score(bare, prompt=PROMPT * 20)
     bare.use_adapters([])  # what was computed is written before it is forgotten

@@ -27,7 +27,7 @@ def text(n: int, start: int = 0) -> str:
 def load(path: Path, store: BlockStore | None, **options: object) -> LlamaEngine:
     engine = engines.load(path, **{"n_parallel": 4, **options})
     if store is not None:
-        engine.use_blocks(store)
+        engine.open_prefix_cache(store)
     return engine
 
 

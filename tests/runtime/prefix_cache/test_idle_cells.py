@@ -87,7 +87,7 @@ def test_idle_memory_is_returned_and_the_conversation_restored(
     engine: LlamaEngine, tmp_path: Path
 ) -> None:
     assert engine._loaded.cells
-    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    engine.open_prefix_cache(BlockStore(tmp_path / "blocks", ROOMY))
     tokens = tuple(engine.tokenize(text(600)))
     expected, _ = heard(engine, ask(tokens))
     rest(engine)
@@ -104,7 +104,7 @@ def test_unrestorable_sequence_stays(engine: LlamaEngine, tmp_path: Path) -> Non
     heard(engine, ask(tokens, max_tokens=1))
     rest(engine)
     assert engine.metrics().kv_used_tokens == len(tokens)
-    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    engine.open_prefix_cache(BlockStore(tmp_path / "blocks", ROOMY))
     early = tokens + tuple(engine.tokenize("what stands in the composer"))
     list(engine.submit(ask(early, max_tokens=0, cache_on_disk=False)))
     rest(engine)
@@ -137,7 +137,7 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
     if resumed:
         engine.park()
         map_from_file(engine._loaded.cells.pages(), tmp_path / "memory.img")
-    engine.use_blocks(BlockStore(tmp_path / "blocks", ROOMY))
+    engine.open_prefix_cache(BlockStore(tmp_path / "blocks", ROOMY))
     pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))
     expected, usage = heard(engine, asked)

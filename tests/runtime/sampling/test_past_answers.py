@@ -147,7 +147,7 @@ SCHEMA = {
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
     opened = engines.load(smollm2, n_ctx=1024, n_parallel=4)
     opened.warm_up()
-    opened.use_blocks(BlockStore(tmp_path_factory.mktemp("store") / "blocks"))
+    opened.open_prefix_cache(BlockStore(tmp_path_factory.mktemp("store") / "blocks"))
     yield opened
     opened.close()
 

@@ -53,7 +53,7 @@ def serve_reader(serve, load_model, reader, tmp_path):
     def start(**setup):
         engine = load_model(reader, "reader", n_ctx=2048, n_parallel=4)
         limits = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
-        engine.use_blocks(BlockStore(tmp_path / "blocks", limits))
+        engine.open_prefix_cache(BlockStore(tmp_path / "blocks", limits))
         return serve(engine, **setup)
 
     return start
