@@ -69,7 +69,9 @@ def _sdist(folder: Path, version: str) -> Path:
     name = folder / f"pyinstaller-{version}.tar.gz"
     if not name.exists():
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "pyinstaller"]
-        subprocess.run([*pip, "-d", folder, f"pyinstaller=={version}"], check=True)
+        # pip asks the sdist for its metadata, which compiles its bootloader: with its own zlib too
+        own_zlib = {**os.environ, "PYI_STATIC_ZLIB": "1"}
+        subprocess.run([*pip, "-d", folder, f"pyinstaller=={version}"], check=True, env=own_zlib)
     return name
 
 
