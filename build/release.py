@@ -10,6 +10,7 @@ with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times out. With
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     parser.add_argument("--tree-only", action="store_true", help="end before the payload")
     options = parser.parse_args()
+    check_libpython()
     os.environ.setdefault("SOURCE_DATE_EPOCH", EPOCH)
     options.out.mkdir(parents=True, exist_ok=True)
     out: Path = options.out / "edgeinfer"
@@ -88,6 +91,18 @@ def main() -> None:
             bundle(out, options.model, out.with_name("edgeinfer.bundled"))
             os.replace(out.with_name("edgeinfer.bundled"), out)
     checksums(options.out)
+
+
+def check_libpython() -> None:
+    """End with a hint where Python has no shared library; Debian's `python3` works without it."""
+    name = sysconfig.get_config_var("INSTSONAME")
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        package = f"libpython{sysconfig.get_python_version()}"
+        sys.exit(
+            f"error: {name} is missing, which the file contains\n\nhint: apt-get install {package}"
+        )
 
 
 def freeze() -> Path:

@@ -4,7 +4,7 @@
 #
 #   test      tmux and curl through apt if run as root; Chromium too, but in the background, holding
 #             test-programs.lock in the build cache: the tests that need it wait for that lock
-#   test-all  also qemu-user, zsh, fish, node (for axe-core), glibc 2.31, which the shipped file is tested on, a compiler for
+#   test-all  also libpython, which the shipped file contains, qemu-user, zsh, fish, node (for axe-core), glibc 2.31, which the shipped file is tested on, a compiler for
 #             arm64, docker-registry, Mesa's software GPU; for root podman and Debian 13's systemd
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -46,6 +46,8 @@ need tmux tmux; need curl curl
 if [ "$1" = test-all ]; then
   need qemu-x86_64 qemu-user; need zsh zsh; need fish fish; need node nodejs npm; need chromium chromium fonts-dejavu-core
   ! is_root || need runc podman runc
+  .venv/bin/python -c 'import ctypes, sysconfig; ctypes.CDLL(sysconfig.get_config_var("INSTSONAME"))' 2>/dev/null ||
+    missing+=("libpython$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_python_version())')")
   install_missing
   fetch axe/axe.min.js axe-core fetch_axe
   fetch glibc-2.31 "glibc 2.31" scripts/fetch_libc.sh "$cache/glibc-2.31"

@@ -42,7 +42,12 @@ def binary() -> Path:
     source_files = (p for folder in ("edgeinfer", "build") for p in (ROOT / folder).rglob("*"))
     sources = [p for p in source_files if p.suffix not in (".pyc", "")]
     if not built.exists() or built.stat().st_mtime < max(p.stat().st_mtime for p in sources):
-        subprocess.run([sys.executable, ROOT / "build/release.py"], check=True, cwd=ROOT)
+        command = [sys.executable, ROOT / "build/release.py"]
+        build = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        print(build.stderr, file=sys.stderr)
+        if "apt-get install libpython" in build.stderr:
+            pytest.skip(f"make binary: {build.stderr.strip()}")
+        build.check_returncode()
     return built
 
 
