@@ -65,6 +65,12 @@ def configuration() -> str:
     return "\n".join(["| key | default | |", "| --- | --- | --- |", *rows(Config, "")]) + "\n"
 
 
+def comparison() -> str:
+    """The README's table of `make bench-readme`, then where it is from."""
+    source, _, table = (ROOT / "docs/figures/readme.md").read_text("utf-8").partition("\n\n")
+    return f"{table.rstrip()}\n\n{source}\n"
+
+
 def exit_codes() -> str:
     """The table of errors: code, exit code, the first paragraph of the class, next step."""
     from edgeinfer.error_text import row
@@ -269,6 +275,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "chat-commands": chat_commands,
     "chat-keys": chat_keys,
     "command-line": command_line,
+    "comparison": comparison,
     "configuration": configuration,
     "converted-families": converted_families,
     "exit-codes": exit_codes,
