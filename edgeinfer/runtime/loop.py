@@ -20,13 +20,14 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests to an idle engine within this time (s) of each other start in one batch, up to `_MAX_BURST`.
+#: Requests that reach an idle engine within this time (s) of each other, up to `_MAX_BURST`, start in
+#: one batch.
 _BURST_S = 0.0005
 _MAX_BURST = 64
 
 
 class DecodeLoop:
-    """Run the scheduler's steps, and other native work between them. `capacity` limits the requests."""
+    """Runs the scheduler's steps and, between them, other native work. `capacity` limits requests."""
 
     def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
         self._scheduler, self._capacity = scheduler, capacity
@@ -39,7 +40,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
-        #: The error that ended the thread, or "".
+        #: The error that ended the thread, "" if there is none.
         self.failure = ""
 
     @property
@@ -51,7 +52,7 @@ class DecodeLoop:
         with self._changed:
             self._check_open()
             if self._n_requests >= self._capacity:
-                raise QueueFullError(f"the queue is full: {self._n_requests} requests run or wait")
+                raise QueueFullError(f"the queue is full: it has {self._n_requests} requests")
             self._n_requests += 1
             seq.wake_loop = self.wake
             self._inbox.put(seq)
@@ -61,7 +62,7 @@ class DecodeLoop:
             self._scheduler.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps; return or raise its result."""
+        """Run `work` on the loop's thread between two steps; return its result or raise its error."""
         done: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -77,7 +78,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread until the next work. Raises EngineError while requests run or wait."""
+        """End the thread until the next work. Raises EngineError while requests are not finished."""
         with self._changed:
             if self._n_requests:
                 raise EngineError(f"{self._n_requests} requests are still running")
@@ -86,7 +87,7 @@ class DecodeLoop:
         self._stopping = False
 
     def close(self) -> None:
-        """Cancel everything and end the thread for good. Idempotent; not from the loop's own thread."""
+        """Cancel all requests and end the thread for good. Idempotent; not from the loop's thread."""
         with self._changed:
             self._closed = True
         self._join()
@@ -179,7 +180,7 @@ class DecodeLoop:
             self._queue.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # a job that queues itself again runs after the inbox
+        for _ in range(self._jobs.qsize()):  # a job that queues itself again must run after the inbox
             work, done = self._jobs.get()
             try:
                 done.set_result(work())

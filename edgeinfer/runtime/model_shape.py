@@ -1,9 +1,9 @@
-"""A model's sizes, and the buffers llama.cpp allocates for them: arithmetic over a file's metadata.
+"""A model's sizes, and the buffers that llama.cpp allocates for them, computed from a file's metadata.
 
 `show` takes the metadata from the GGUF header, the loader from the loaded model. The KV cache follows
 llama.cpp's own arithmetic (per-layer head counts, shared layers, recurrent state); sliding windows are
-kept whole, as the engine keeps them. The compute buffer is a fit to what llama.cpp reserves for a full
-micro-batch. `docs/guides/quantizing.md` holds the measured error.
+stored in full, as in the engine. The compute buffer is a fit to what llama.cpp reserves for a full
+micro-batch. `docs/guides/quantizing.md` gives the measured error.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Mapping
 
 import msgspec
 
-#: Bytes of one element of the KV cache.
+#: Bytes per element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: Most bytes per weight of the finest type in a file's layers, in multiples of the mean.
+#: Most bytes per weight in a file's layers, as a multiple of the mean.
 _FINER = 1.5
-#: The end of llama.cpp's names of weights that are a layer's experts.
+#: End of llama.cpp's names of a layer's expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
-#: Elements in a block of a quantized KV type.
+#: Elements per block of a quantized KV type.
 _KV_BLOCK = 32
 #: llama.cpp pads a context to a multiple of this many cells.
 CELL_STEP = 256
-#: Architectures with sliding windows whose files may not name the pattern: it is in llama.cpp's code.
+#: Architectures with sliding windows whose files may omit the pattern, which is in llama.cpp's code.
 _WINDOWED = frozenset(
     """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
     modern-bert""".split()
 )
 #: Architectures that have windows even if the file gives no size.
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
-#: Metadata (without the architecture's prefix) that only models with recurrent layers have.
+#: Metadata keys (without the architecture's prefix) of models with recurrent layers.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
-#: Metadata keys of the head lengths of latent attention, and of heads of other lengths.
+#: Metadata keys of head lengths: of latent attention, and of other heads.
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,
@@ -41,16 +41,16 @@ _OTHER_HEADS = (
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that a loaded model's memory depends on.
+    """The sizes on which a loaded model's memory depends.
 
-    `kv_rows` are the elements of one token's K and V, of each layer in turn that has any,
-    `state_elements` the 32-bit floats of one sequence in the recurrent ones. `weights_bytes_per_token`
-    are the weights that one token reads: fewer with experts. `head_lengths` are the elements of one
-    head's K and V, then those of windows and of latent attention. `can_quantize_kv`: the heads of a
-    plain attention cache are whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are
-    the token table's and the experts' share of the weights, `unread_bytes` those of a token table that
-    is not the output too (0 where the metadata cannot tell): a token reads only its row. The largest
-    weight of a layer that is not an expert has at most about `layer_tensor_bytes`.
+    `kv_rows` are the elements of one token's K and V for each layer that has them, `state_elements` the
+    32-bit floats of one sequence's recurrent state. `weights_bytes_per_token` are the weights that one
+    token reads: fewer with experts. `head_lengths` are the elements of one head's K and V, then those
+    of windows and of latent attention. `can_quantize_kv`: the heads of a plain attention cache are
+    whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are the token table's and the
+    experts' part of the weights. `unread_bytes` is a token table that is not also the output (0 if
+    unknown): a token reads only its row. `layer_tensor_bytes` is about the size of a layer's largest
+    weight that is not an expert.
     """
 
     weights_bytes: int
@@ -84,7 +84,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.kv_rows)
 
     def kv_row_bytes(self, kv_type: str) -> tuple[int, ...]:
-        """Bytes of each of `kv_rows`."""
+        """Return the bytes of each of `kv_rows`."""
         return tuple(int(row * _KV_BYTES[kv_type]) for row in self.kv_rows)
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
@@ -92,7 +92,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Buffers(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a loaded model takes. `kv_per_1000_bytes`: what 1,000 more tokens of context take."""
+    """Memory (bytes) of a loaded model. `kv_per_1000_bytes` is that of 1,000 more tokens of context."""
 
     n_ctx: int
     n_parallel: int
@@ -110,7 +110,7 @@ class Buffers(msgspec.Struct, frozen=True, kw_only=True):
 def make_shape(
     metadata: Mapping[str, object], *, n_vocab: int, n_params: int, weights_bytes: int
 ) -> Shape:
-    """Work out a model's sizes from its metadata. Absent or absurd values count as nothing."""
+    """Compute a model's sizes from its metadata. Missing or absurd values count as 0."""
     keys = _Keys(metadata)
     heads = max(keys.per_layer("attention.head_count"), default=0)
     n_embd = keys.number("embedding_length")
@@ -144,7 +144,7 @@ def make_shape(
 
 
 def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
-    """Return `shape`, made more exact by the sizes (bytes) of all tensors by name."""
+    """Return `shape`, corrected by the sizes (bytes) of all tensors by name."""
     experts = {name: size for name, size in sizes.items() if _EXPERT_WEIGHT.search(name)}
     expert_bytes = sum(experts.values())
     used = shape.used_expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
@@ -163,7 +163,7 @@ def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Work out the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
+    """Compute the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
 
     A sequence has a row of logits and a recurrent state; `n_outputs` of a micro-batch get logits.
     """
@@ -203,7 +203,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return one number per layer, from one for all or an array; [] if absent."""
+        """Return a number per layer, from an array or one number for all; [] if absent."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):
@@ -219,7 +219,7 @@ class _Keys:
         return (*plain, *filter(None, other_lengths))
 
     def has_windows(self) -> bool:
-        """Return whether some layers attend to a window only."""
+        """Return whether some layers attend only to a window."""
         pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
         window = self.number("attention.sliding_window")
         if window and isinstance(pattern, tuple):
@@ -231,7 +231,7 @@ def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int,
     """Return the elements of K and V per layer and token, and the floats of all recurrent states."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
     k_length, v_length = head_lengths[:2]
-    if keys.number(_LATENT):  # latent attention: V is a view of K
+    if keys.number(_LATENT):  # in latent attention, V is a view of K
         v_length = 0
     kv_heads = keys.per_layer("attention.head_count_kv") or keys.per_layer("attention.head_count")
     kv_heads = (kv_heads or [0] * n_layer)[:n_layer]
@@ -240,7 +240,7 @@ def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _state_elements(keys: _Keys) -> int:
-    """Count the 32-bit floats of a recurrent layer's state: Mamba's or a short convolution's."""
+    """Return the 32-bit floats of a recurrent layer's state: Mamba's or a short convolution's."""
     inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
     kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
     convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")

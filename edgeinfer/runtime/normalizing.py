@@ -1,6 +1,6 @@
-"""Text normalization before tokenizing that some models need and llama.cpp lacks.
+"""Text normalization before tokenizing, for models that need it; llama.cpp has none.
 
-A converted file names it under a separate key, which llama.cpp ignores.
+A converted file names the form under a separate key, which llama.cpp ignores.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ NFC = "nfc"
 
 
 def normalize_text(text: str, form: str) -> str:
-    """Return the text in `form`: Unicode's NFC, or as it is for ""."""
+    """Return the text in `form`: Unicode's NFC, or unchanged for ""."""
     return text if form != NFC or text.isascii() else unicodedata.normalize("NFC", text)

@@ -15,9 +15,9 @@ from edgeinfer.runtime.requests import Sampling
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and the catalogue's settings for it.
 
-    `paths` are the GGUF files in order, several of a split model. `chat_template` overrides the file's
-    own. `lora` applies if `LoadOptions.lora` is empty. `draft` names the draft model of `draft_paths`,
-    or `no_draft` says why the catalogue's is left out, with a warning if `draft` names it.
+    `paths` are the GGUF files in order, several for a split model. `chat_template` overrides the file's
+    own. `lora` applies if `LoadOptions.lora` is empty. `draft` is the name of the draft model in
+    `draft_paths`; `no_draft` says why the catalogue's is left out, and is a warning if `draft` is set.
     `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
     """
 
@@ -40,7 +40,7 @@ MOST_ALPHA = 65_536.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its name in requests, its file, and its scale for requests that name none."""
+    """A LoRA adapter: its name in requests, its file, and its scale for requests without adapters."""
 
     name: str
     path: str
@@ -48,11 +48,11 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Load options; `edgeinfer.config.load_options` documents and bounds each field.
+    """Load options; `edgeinfer.config.load_options` documents each field and its range.
 
-    0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` bounds the
-    engine's own queue, in a snapshot too; the front end has a limit of its own for each launch.
-    `is_counted`: the answers are a person's, for `edgeinfer drift` and `ps --usage`.
+    0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` limits the
+    engine's own queue, also in a snapshot; the front end has a separate limit for each launch.
+    `is_counted`: a person asked for the answers, so `edgeinfer drift` and `ps --usage` count them.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -76,18 +76,18 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
-        """Return these options without the adapters and the draft model of one model."""
+        """Return these options without the adapters and the draft model, which belong to one model."""
         draft = self.draft if self.draft == table.NO_DRAFT else ""
         return msgspec.structs.replace(self, lora="", draft=draft)
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parse a checked value of `--lora`."""
+    """Parse a valid value of `--lora`."""
     return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """An automatic choice and its reason, for people."""
+    """An automatic choice and the reason that people are shown."""
 
     value: Any
     reason: str
@@ -96,9 +96,9 @@ class Chosen(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model.
 
-    Texts of up to `n_ctx_embed` tokens are embedded. Sizes in bytes; `least_kv_bytes` of KV cache are
-    needed for another load to be of use. `can_see`: messages may have pictures. `lora` are the adapters
-    that are loaded now. `choices` maps an option's name to what was chosen for it; `warnings` are
+    Texts of up to `n_ctx_embed` tokens can be embedded. Sizes in bytes; `least_kv_bytes` is the
+    smallest useful KV cache of another load. `can_see`: messages may have pictures. `lora` are the
+    currently loaded adapters. `choices` maps an option's name to the choice made for it; `warnings` are
     sentences.
     """
 
@@ -160,7 +160,7 @@ class EngineTotals(msgspec.Struct, kw_only=True):
 
 
 class EngineMetrics(EngineTotals, kw_only=True):
-    """An engine's sums and gauges at one moment; the fronts publish them."""
+    """An engine's counters and gauges at one moment, which front ends publish."""
 
     queued: int = 0
     running: int = 0
@@ -181,7 +181,7 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     @classmethod
     def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
-        """Sum the metrics of several engines field by field; latencies keep all samples."""
+        """Add up the metrics of several engines; latencies keep all samples."""
         total = cls()
         for metrics in parts:
             both = {
@@ -194,8 +194,8 @@ class EngineMetrics(EngineTotals, kw_only=True):
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A replica of a model, in a separate process.
 
-    `number` counts from 1 and is never reused. `how` is "resumed" or "cold". `requests` are running and
-    waiting ones.
+    `number` counts from 1 and is never reused. `how` is "resumed" or "cold". `requests` counts running
+    and waiting ones.
     """
 
     number: int
@@ -206,7 +206,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Placement of layers after a device was attached or lost: "29 of 29 on CUDA0", "none"."""
+    """Distribution of layers after a device was attached or lost: "29 of 29 on CUDA0", "none"."""
 
     model: str
     layers: str
@@ -215,7 +215,7 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas of a model; `count` is their target number.
 
-    `reason` explains it; `crashed_total` counts those whose process ended by itself.
+    `reason` explains it; `crashed_total` counts those whose process ended unexpectedly.
     """
 
     model: str
@@ -226,11 +226,11 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Describe how many there are, and why."""
+        """Description of their number and its reason."""
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: Number of latest samples kept of each latency.
+#: Number of latest samples kept per latency.
 _SAMPLES = 1024
 
 
@@ -245,7 +245,7 @@ class Counters(EngineTotals, kw_only=True):
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
 
     def copy_with(self, **fields: float) -> EngineMetrics:
-        """Return the value to publish, with `fields`: the gauges, and the prefix cache's counters."""
+        """Return the metrics to publish, with `fields`: the gauges, and the prefix cache's counters."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
         return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)
 
@@ -254,5 +254,5 @@ def _copy(ring: deque[float]) -> tuple[float, ...]:
     while True:
         try:
             return tuple(ring)
-        except RuntimeError:  # the loop appended meanwhile
+        except RuntimeError:  # the loop appended a sample meanwhile
             continue

@@ -1,9 +1,9 @@
-"""The tokens of a prompt, among them the rows of its pictures: where it may be cut, and positions.
+"""The tokens of a prompt, including the rows of its pictures: where it may be cut, and positions.
 
-Each row of a picture is a negative pseudo-token: a hash of the file, the projector and the row's
-index. So whatever compares tokens compares pictures (the KV cache, names of blocks, common prefixes),
-and two pictures that differ in one pixel share nothing. The last two bits tell where a picture begins,
-and with M-RoPE which rows have no position of their own.
+Each row of a picture is a negative pseudo-token: a hash of the file, the projector and the row's index.
+So code that compares tokens also compares pictures (the KV cache, names of blocks, common prefixes),
+and two pictures that differ in one pixel share nothing. The last two bits mark where a picture begins
+and, with M-RoPE, which rows have no own position.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: Remainders of a row's token by 4. The first row of a picture is odd, so a list of tokens tells where
+#: Remainders of a row's token by 4. The first row of a picture is odd, so a list of tokens shows where
 #: its pictures begin. With M-RoPE a picture takes fewer positions than rows, all in one place.
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
 def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
-    """Return the pseudo-tokens of `n_rows` rows that `key` identifies.
+    """Return the pseudo-tokens of the `n_rows` rows identified by `key`.
 
-    With M-RoPE they take `n_positions`, 1 to `n_rows`; 0: each has its own.
+    With M-RoPE they take `n_positions` (1 to `n_rows`); 0 means that each row has its own.
     """
     hashed = hashlib.shake_128(key).digest(4 * n_rows)
     kinds = [_WITHOUT_POSITION if 0 < n_positions <= i else _ROW for i in range(n_rows)]
@@ -31,13 +31,13 @@ def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
 
 
 def text_only(tokens: Iterable[int]) -> list[int]:
-    """Return the tokens of text."""
+    """Return only the tokens of text."""
     return [token for token in tokens if token >= 0]
 
 
 class PromptTokens(list[int]):
-    """Tokens of text and rows of pictures, which change only by the methods of this class, by `append`
-    of text, and by deleting from a list of text.
+    """Tokens of text and rows of pictures. They change only by the methods of this class, by `append`
+    of text, and by deleting from a list of only text.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -56,20 +56,20 @@ class PromptTokens(list[int]):
         del self[n:], self._without_position[bisect_left(self._without_position, n) :]
 
     def cut(self, n: int) -> int:
-        """Return `n`, or the start of the picture that it would cut: a prefix has whole pictures."""
+        """Return `n`, or the start of a picture that `n` would cut: a prefix has whole pictures."""
         while 0 < n < len(self) and self[n] < 0 and not self[n] % 2:
             n -= 1
         return n
 
     def block_end(self, n: int) -> int:
-        """Return `n`, or the end of the picture that it would cut if the rows lie in one place."""
+        """Return `n`, or the end of a picture that `n` would cut if its rows have no own positions."""
         if self._is_in_place(n):
             while n < len(self) and self[n] < 0 and not self[n] % 2:
                 n += 1
         return n
 
     def position(self, n: int) -> int:
-        """Return the position of token `n`: that of the picture's start within rows in one place."""
+        """Return the position of token `n`; for rows without own positions, the picture's start."""
         if self._is_in_place(n):
             n = self.cut(n)
         return n - bisect_left(self._without_position, n)

@@ -1,8 +1,8 @@
 """Checkpoints of the recurrent state of sequences whose model does not support truncation.
 
-A checkpoint holds the state at one length, and restores a sequence to it. After an edited message, for
-another answer to the same question, or with a template that drops earlier reasoning, the engine then
-prefills the new tokens instead of the whole conversation.
+A checkpoint holds the state at one length, and restores a sequence to it. So after an edited message,
+for another answer to the same question, or if a template drops earlier reasoning, the engine prefills
+only the new tokens, not the whole conversation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Memory (bytes) of all checkpoints together.
+#: Most memory (bytes) of all checkpoints.
 _MOST_BYTES = 512 << 20
-#: Distance (tokens) of checkpoints during prefill.
+#: Distance (tokens) between checkpoints during prefill.
 INTERVAL_TOKENS = 2048
-#: Shortest prompt (tokens) with a checkpoint: in a shorter one, the extra step for the last token costs
+#: Shortest prompt (tokens) with a checkpoint; in a shorter one, the extra step for the last token costs
 #: as much as the prefill.
 SHORT = 32
 
 
 def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
-    """Limit a step to end at the next checkpoint of a prompt of `n_tokens`, `n_past` of them computed.
+    """Return the most tokens of a step, which must end at the prompt's next checkpoint.
 
-    The last checkpoint lies before the last token: a repeated prompt differs only after it.
+    The prompt has `n_tokens`, of which `n_past` are prefilled. The last checkpoint is before the last
+    token, because a repeated prompt differs only after it.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:
@@ -36,7 +37,7 @@ def is_checkpoint_position(n_past: int, n_tokens: int) -> bool:
 
 
 class CheckpointStates(Protocol):
-    """llama.cpp's side: the recurrent state of a sequence as bytes, and back."""
+    """Saves and restores the recurrent state of a sequence in llama.cpp, as bytes."""
 
     def read_checkpoint(self, seq_id: int) -> memoryview | None: ...
 
@@ -52,7 +53,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints by sequence, within a bound of memory; the oldest are evicted first. One thread."""
+    """Checkpoints by sequence, limited in memory; the oldest are evicted first. For one thread."""
 
     def __init__(self, states: CheckpointStates, most_bytes: int = _MOST_BYTES) -> None:
         self._states, self._most_bytes = states, most_bytes
@@ -60,7 +61,7 @@ class Checkpoints:
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
-        """Save a checkpoint of `seq_id` at `n_tokens`; nothing if there is one already."""
+        """Save a checkpoint of `seq_id` at `n_tokens`, unless there is one."""
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
         state = self._states.read_checkpoint(seq_id)
@@ -68,7 +69,7 @@ class Checkpoints:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
-        """Add a checkpoint to a sequence's, and evict the oldest beyond the bound."""
+        """Add a checkpoint of a sequence, and evict the oldest beyond the limit."""
         checkpoints.append(checkpoint)
         self._lists.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)

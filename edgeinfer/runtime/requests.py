@@ -19,7 +19,7 @@ from edgeinfer.errors import ContextLengthError, InvalidRequestError
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call an assistant made in an earlier turn. `arguments` is JSON text."""
+    """A call that an assistant made in an earlier turn. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A turn. Role "tool" has `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`.
 
     `content` has a `PICTURE_MARK` for each of `pictures`, in order; `pictures.join_parts` makes both.
-    Each is a file's bytes, decoded by the engine if it has not seen them before.
+    Each picture is a file's bytes; the engine decodes files that it has not seen before.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -43,10 +43,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function the model may call; `parameters` is a JSON schema.
+    """A function that the model may call; `parameters` is a JSON schema.
 
-    A `strict` one refuses a required call if its schema cannot be enforced; of any other, the arguments
-    are then any JSON object.
+    A `strict` tool refuses a required call if its schema cannot be enforced; for other tools, the
+    arguments are then any JSON object.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a call is forbidden, free, required, or required of one tool (`name`)."""
+    """The mode of tool calls: forbidden, free, required, or required of one tool (`name`)."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str = ""
@@ -64,10 +64,10 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling options in llama.cpp's terms and order. Neutral values switch a stage off.
+    """Sampling options with llama.cpp's names and order. Neutral values switch a stage off.
 
-    `seed` None draws one from the kernel. `edgeinfer.config.sampling_options` says what each is.
-    `penalize_prompt` False lets the penalties on repeats count the answer only.
+    `seed` None draws a seed from the kernel. `edgeinfer.config.sampling_options` describes each option.
+    `penalize_prompt` False makes the repeat penalties count only the answer.
     """
 
     temperature: float = 0.8
@@ -89,7 +89,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Models of up to this many parameters repeat themselves. DRY's usual breakers would exempt the lines
-#: of lists. Penalties on the words of the question cost SmolLM2 a third of its right answers.
+#: of lists. Penalties on the question's words cost SmolLM2 a third of its right answers.
 _SMALL = 500_000_000
 _PENALTIES: dict[str, Any] = {
     "repeat_penalty": 1.1,
@@ -104,21 +104,21 @@ NO_PENALTIES = {"repeat_penalty": 1.0, "dry_multiplier": 0.0, "penalize_prompt":
 
 
 def default_sampling(n_params: float) -> Sampling:
-    """Return the defaults of a model by its size (0: unknown): a small one has penalties on repeats."""
+    """Return the defaults for a model's size (0: unknown): small models get repeat penalties."""
     return Sampling(**_PENALTIES) if 0 < n_params <= _SMALL else Sampling()
 
 
 def with_options(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
-    """Return a model's `defaults` with the options that were `given` on top.
+    """Return a model's `defaults`, overridden by the given `options`.
 
-    Temperature 0 drops the penalties of the defaults: greedy output is the model's own.
+    Temperature 0 drops the default penalties, so that greedy output is the model's own.
     """
     neutral = NO_PENALTIES if options.get("temperature") == 0 else {}
     return msgspec.structs.replace(defaults, **neutral | dict(options))
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
-    """Output is JSON that validates against `schema` (`{}` for any JSON value)."""
+    """Output is JSON that is valid for `schema` (`{}` for any JSON value)."""
 
     schema: dict[str, Any]
 
@@ -145,7 +145,7 @@ Constraint = JsonSchema | Regex | Choice | Grammar
 
 
 class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Text of another file that helps to fill a gap."""
+    """Text of another file that helps to fill the gap."""
 
     name: str
     text: str
@@ -160,10 +160,10 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier answer to a request, to be compared with what the engine generates.
+    """An earlier answer to a request, to be compared with the engine's output.
 
-    `answer` are its tokens, verified many at a time as drafts are. The generation ends at the first
-    token that differs. Templates that write the date get the day of `time` (ISO 8601).
+    `answer` are its tokens, which are verified in groups like draft tokens. The generation ends at the
+    first different token. Templates that write the date get the day of `time` (ISO 8601).
     """
 
     answer: tuple[int, ...]
@@ -175,24 +175,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt` has a `PICTURE_MARK` for each of `pictures`, as a message has.
 
-    `continue_final` leaves the last message open: the model continues an assistant's, and a user's is
-    one still being written (`max_tokens` 0). `overflow` says what happens if the context is full:
-    "refuse" refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens
-    after the system prompt.
-    `logprobs` is the number of alternatives per token (0 to 20), None for no log-probabilities.
-    `prompt_logprobs` is the same for the prompt's tokens, reported at once in `PromptLogprobs`; it uses
-    a cached prefix only if its log-probabilities are cached too. `lora` are (adapter name, scale)
-    pairs; None applies all adapters loaded with the model. `speculative` "auto" lets the engine decide
-    by measured gain. `deadline_s` counts from submission.
+    `continue_final` leaves the last message open: an assistant's message is continued, a user's message
+    is still being typed (`max_tokens` 0). `overflow` says what happens if the context is full: "refuse"
+    refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens after the
+    system prompt. `logprobs` is the number of alternatives per token (0 to 20), None for no
+    log-probabilities. `prompt_logprobs` is the same for the prompt's tokens, reported at once in
+    `PromptLogprobs`; it uses a cached prefix only if its log-probabilities are cached too. `lora` are
+    (adapter name, scale) pairs; None applies all adapters loaded with the model. `speculative` "auto"
+    lets the engine decide by measured gain. `deadline_s` counts from submission.
 
     `max_tokens` 0 prefills the prompt for later requests and ends without a token, at the lowest
-    priority; cancelling it keeps what was computed. With `background` it also yields the processor to
-    other programs. `cache_prompt` False neither uses nor fills the prefix cache, in memory or on disk.
-    `cache_on_disk` False keeps the prompt in memory, until a later request with it is stored. Requests
-    share prefixes only under one `cache_salt`. `conversation` owns the blocks, which are forgotten with
-    it. `preamble` names the agent whose sessions share a prefix, which is evicted last.
+    priority; if it is cancelled, the finished part is kept. With `background` it also yields the
+    processor to other programs. `cache_prompt` False neither uses nor fills the prefix cache, in memory
+    or on disk. `cache_on_disk` False keeps the prompt in memory, until a later request with it is
+    stored. Requests share prefixes only under one `cache_salt`. `conversation` owns the blocks, which
+    are deleted with it. `preamble` names the agent whose sessions share a prefix, which is evicted
+    last.
 
-    `reasoning_budget` closes a reasoning span after so many tokens, 0 at once; None leaves it open.
+    `reasoning_budget` closes a reasoning span after this many tokens, 0 immediately; None never closes
+    it.
 
     `record_tokens` reports the tokens of prompt and answer at the end, in `Finished.record`; so does
     `replay`.
@@ -229,7 +230,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """Return how many characters there are to tokenize; a token of a given prompt counts as one."""
+        """Number of characters to tokenize; a token of a token prompt counts as one."""
         gap = self.infill or Infill()
         texts = (gap.prefix, gap.suffix, *(file.text for file in gap.files), self.prompt or "")
         return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)
@@ -244,7 +245,7 @@ _ANSWER_TOKENS, _REASONED_ANSWER_TOKENS = 1_500, 8_000
 
 
 def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateRequest:
-    """Set `max_tokens` of a chat request that has none, except with tools or a constraint."""
+    """Set `max_tokens` of a chat request without a limit, unless it has tools or a constraint."""
     if request.max_tokens is not None or request.constraint is not None or request.tools:
         return request
     limit = _REASONED_ANSWER_TOKENS if can_think else _ANSWER_TOKENS
@@ -255,7 +256,7 @@ _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
 _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
-#: The largest values of fields that count something.
+#: Largest values of fields that count something.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
 #: Most characters per token of any tokenizer, averaged over a whole context; and the length
 #: (characters) up to which every text is tokenized.
@@ -268,15 +269,15 @@ def _refuse(param: str, message: str) -> None:
 
 
 def check_sampling(s: Sampling, n_vocab: int) -> None:
-    """Raises InvalidRequestError naming the field."""
+    """Check the sampling options. Raises InvalidRequestError naming the field."""
     for option in SAMPLING_OPTIONS:
         value = getattr(s, option.field)
         if value is None and option.field == "seed":
             continue
-        if not option.low <= value <= option.high:  # a NaN is in no range
+        if not option.low <= value <= option.high:  # NaN is in no range
             _refuse(option.field, f"{value} is not {option.describe_range()}")
     if len(s.logit_bias) > _MAX_BIASES:
-        _refuse("logit_bias", f"more than {_MAX_BIASES} tokens")
+        _refuse("logit_bias", f"at most {_MAX_BIASES} tokens are allowed")
     for token, bias in s.logit_bias.items():
         if not 0 <= token < n_vocab:
             _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab}")
@@ -285,11 +286,11 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
     if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
         "\0" in b or not b for b in s.dry_sequence_breakers
     ):
-        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS}, none empty")
+        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts are allowed, none empty")
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
-    """Raises InvalidRequestError naming the field; tokenizing checks the prompt's length."""
+    """Check a request. Raises InvalidRequestError naming the field; tokenizing checks the length."""
     check_sampling(request.sampling, n_vocab)
     inputs = (bool(request.messages), request.prompt is not None, request.infill is not None)
     if sum(inputs) != 1:
@@ -302,23 +303,23 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
             _refuse(name, f"{value} is not between 0 and {most}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
-        _refuse("messages", "only a last message of the assistant can be continued")
+        _refuse("messages", "the last message must be the assistant's to continue it")
     if request.reasoning_budget is not None and not request.messages:
-        _refuse("reasoning_budget", "a plain prompt has no reasoning to tell from text; give messages")
+        _refuse("reasoning_budget", "a plain prompt has no reasoning; use messages")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):
-        _refuse("deadline_s", "a positive number of seconds")
+        _refuse("deadline_s", "must be a positive number of seconds")
     if request.prompt_logprobs is not None and request.overflow == "shift":
-        _refuse("prompt_logprobs", 'a shifted prompt is not whole; leave overflow at "refuse"')
+        _refuse("prompt_logprobs", 'a shifted prompt is incomplete; use overflow "refuse"')
     if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
     if request.n_pictures and request.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", "the rows of a picture have none")
+        _refuse("prompt_logprobs", "rows of pictures have no log-probabilities")
     if len(request.stop) > _MAX_STOPS:
-        _refuse("stop", f"more than {_MAX_STOPS} stop strings")
+        _refuse("stop", f"at most {_MAX_STOPS} stop strings are allowed")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):
-        _refuse("stop", f"a stop string has 1 to {_MAX_STOP_CHARS} characters")
+        _refuse("stop", f"a stop string must have 1 to {_MAX_STOP_CHARS} characters")
     if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
         _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
     if request.speculative not in ("auto", "off", "ngram"):
@@ -326,14 +327,14 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
 
 
 def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
-    """Return the advice for a prompt longer than any useful context; None if a larger one may help."""
+    """Return the hint for a prompt beyond the training context; None if a larger context may help."""
     if not n_ctx_train or n_tokens < n_ctx_train:
         return None
-    return f"shorten it, or take another model: this one was trained on {n_ctx_train:,} tokens"
+    return f"shorten it, or use another model: this one was trained on {n_ctx_train:,} tokens"
 
 
 def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
-    """Refuse a text that no context holds before it is tokenized: 20 MB of one letter take 38 s.
+    """Refuse a text that no context can hold, before it is tokenized: 20 MB of one letter take 38 s.
 
     Raises ContextLengthError, with the fewest tokens that the text can have.
     """
@@ -349,7 +350,7 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
         )
 
 
-#: Limit of preparation (processor seconds); the slowest of 150 published schemas takes less than 2.
+#: Limit of preparation (CPU seconds); the slowest of 150 published schemas takes less than 2.
 PREPARE_S = 10.0
 
 _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=float("inf"))
@@ -357,7 +358,7 @@ _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=
 
 @contextmanager
 def preparing(seconds: float = PREPARE_S) -> Iterator[None]:
-    """Make `check_deadline` fail inside after `seconds` of this thread's processor time."""
+    """Let `check_deadline` raise inside the block after `seconds` of this thread's CPU time."""
     token = _deadline.set(min(_deadline.get(), time.thread_time() + seconds))
     try:
         yield
@@ -366,7 +367,7 @@ def preparing(seconds: float = PREPARE_S) -> Iterator[None]:
 
 
 def check_deadline() -> None:
-    """Raise InvalidRequestError when the request being prepared has used up its time."""
+    """Raise InvalidRequestError if the request that is being prepared has used up its time."""
     if time.thread_time() > _deadline.get():
         raise InvalidRequestError(
             f"preparing the request takes more than {PREPARE_S:.0f} s of processor time",
@@ -378,8 +379,8 @@ _count = itertools.count()
 
 
 def random_bytes(size: int, entropy: bytes = b"") -> bytes:
-    """Draw up to 64 bytes of kernel, time, count and `entropy`: a resume may repeat one."""
-    import hashlib  # 1 ms, which verbs without an engine save
+    """Draw up to 64 bytes from kernel, time, count and `entropy`: a resume may repeat one of them."""
+    import hashlib  # takes 1 ms, which verbs without an engine save
 
     clock, count = time.time_ns().to_bytes(8, "little"), next(_count).to_bytes(8, "little")
     return hashlib.blake2b(os.urandom(16) + clock + count + entropy, digest_size=size).digest()

@@ -1,7 +1,7 @@
 """Pictures of a prompt: their tokens, and the thread that encodes them while others decode.
 
-Rows are kept by the picture's file, the projector and the cache salt, in memory and in the prefix
-cache: a known file after another prompt is neither decoded nor encoded, also after a restart.
+Rows are cached by the picture's file, the projector and the cache salt, in memory and in the prefix
+cache. So a known file after another prompt is neither decoded nor encoded again, even after a restart.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from edgeinfer.runtime.sequence_state import as_state
 
 Rows = npt.NDArray[np.float32]
 
-#: Bytes of encoded rows cached for pictures that come again with another prompt. They stay in f32:
-#: f16 rows move logits by 0.7 to 1.2.
+#: Size (bytes) of the cache of encoded rows, for pictures that occur again after another prompt. Rows
+#: stay in f32: f16 rows move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again when encoded.
+#: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again before encoding.
 _PIXEL_BYTES = 48 << 20
 #: Number of image files whose token counts are cached.
 _KNOWN_FILES = 256
@@ -46,10 +46,10 @@ _KNOWN_FILES = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A picture of a request: its file of `size` (width, height).
+    """A picture of a request: its file, and its `size` (width, height).
 
-    `digest` is of the file, the projector and the cache salt. Its rows are read from `folder`, and
-    stored there if `is_stored`.
+    `digest` covers the file, the projector and the cache salt. Rows are read from `folder`, and stored
+    there if `is_stored`.
     """
 
     digest: bytes
@@ -63,8 +63,9 @@ class Source:
 class Span:
     """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
 
-    `chunk` counts its spans. `is_whole`: one step must compute all rows. They take `n_positions`; with
-    M-RoPE fewer than there are rows, and `positions` are each row's own.
+    `chunk` is the number of the span within its picture. `is_whole`: one step must compute all rows.
+    They take `n_positions`; with M-RoPE these are fewer than the rows, and `positions` are each row's
+    own.
     """
 
     start: int
@@ -101,7 +102,7 @@ class Vision:
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
-        #: Returns the prefix cache's folder while that is open.
+        #: Returns the prefix cache's folder, None while that is closed.
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -114,7 +115,7 @@ class Vision:
     ) -> None:
         """Append a picture's tokens and rows to the prompt of `request`. Raises InvalidRequestError.
 
-        It waits for a process that decodes the file, unless it is known.
+        A new file is decoded first, in a separate process.
         """
         source, chunks = self._source(file, request)
         n_spans = 0
@@ -171,12 +172,12 @@ class Vision:
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
-            if min(chunk.tokens, default=0) < 0:  # that of a tile, which a small picture lacks
+            if min(chunk.tokens, default=0) < 0:  # a tile's separator, which small pictures lack
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
-                message += "its projector is of another model"
+                message += "its projector belongs to another model"
                 raise InvalidRequestError(message, param="messages")
             if chunk.is_whole and chunk.n_rows > self._max_rows:
-                message = f"a picture has {chunk.n_rows} rows, which one step must compute, and a "
+                message = f"a picture has {chunk.n_rows} rows, which one step must compute, but a "
                 message += f"batch holds {self._max_rows}"
                 raise InvalidRequestError(message, param="messages")
         return chunks
@@ -184,7 +185,7 @@ class Vision:
     def _read(
         self, folder: BlockFolder | None, digest: bytes
     ) -> tuple[tuple[int, int], list[Rows]] | None:
-        """Read a picture's size and rows from disk; return None without usable ones."""
+        """Read a picture's size and rows from disk; None if they are missing or unusable."""
         block = folder.read(folder.names.rows(digest)) if folder is not None else None
         if block is None:
             return None
@@ -206,8 +207,8 @@ class Vision:
         folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
-        """Return the embedding rows of the whole picture that `span` is part of, one array per span,
-        encoded if not cached.
+        """Return the rows of the picture that contains `span`, one array per span; encode them if they
+        are not cached.
 
         Call `leave` once for each call, when the request ends.
         """
@@ -237,7 +238,7 @@ class Vision:
         return rows
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Note that a request has ended; a picture for which no request waits is not encoded."""
+        """Record that a request has ended; a picture for which no request waits is not encoded."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -255,7 +256,7 @@ class Vision:
                     del self._encodings[digest]
 
     def park(self) -> None:
-        """End the thread and forget all pictures; the next one starts another."""
+        """End the thread and forget all pictures; the next picture starts another thread."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._encodings.clear()
@@ -271,13 +272,13 @@ class Vision:
 
 
 def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
-    """Open the model's projector, if it has one; otherwise the reason. Raises ModelLoadError."""
+    """Open the model's projector; if there is none, return None and why. Raises ModelLoadError."""
     if not files.projector:
         return None, ""
     failure = projector_failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
-    from PIL import __version__  # another decoder may give other pixels
+    from PIL import __version__  # another version of the decoder may give different pixels
 
     key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
@@ -286,14 +287,14 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
 
 @dataclass(slots=True, eq=False)
 class PromptPictures:
-    """The pictures of one prompt: their `spans`, and the rows of those to be computed."""
+    """The pictures of one prompt: their `spans`, and the rows that must be computed."""
 
     vision: Vision | None = None
     spans: Sequence[Span] = ()
     _rows: dict[bytes, Future[list[Rows]]] = field(default_factory=dict)
 
     def encode_after(self, n_past: int) -> None:
-        """Begin to encode the pictures that do not lie within the first `n_past` tokens."""
+        """Begin to encode the pictures that are not within the first `n_past` tokens."""
         for span in self.spans:
             if span.end > n_past and span.digest not in self._rows:
                 assert self.vision is not None
@@ -306,22 +307,22 @@ class PromptPictures:
             self.vision.leave(*self._rows.popitem())
 
     def at(self, n_past: int) -> Span | None:
-        """Return the span that token `n_past` belongs to."""
+        """Return the span that contains token `n_past`."""
         return next((span for span in self.spans if span.start <= n_past < span.end), None)
 
     def text_end(self, n_past: int, n_tokens: int) -> int:
-        """Return where the text from `n_past` on ends: at the next picture, or at `n_tokens`."""
+        """Return the end of the text from `n_past` on: the next picture, or `n_tokens`."""
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
 
     def is_edge(self, n_past: int) -> bool:
-        """Return whether a picture begins or ends there, with all its spans."""
+        """Return whether a picture, with all its spans, begins or ends at `n_past`."""
         begins = [span.start for span in self.spans if not span.chunk]
         goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
-        """Return whether a picture lies after the first `n_past` tokens."""
+        """Return whether a picture comes after the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:
@@ -332,26 +333,26 @@ class PromptPictures:
         wait([self._rows[span.digest]], timeout_s)
 
     def failure(self, span: Span) -> EngineError | None:
-        """Return the error that `span` could not be encoded for."""
+        """Return the error for which `span` could not be encoded."""
         rows = self._rows[span.digest]
         error = rows.exception() if rows.done() else None
         return error if error is None or isinstance(error, EngineError) else DecodeError(str(error))
 
     def rows(self, span: Span) -> Rows:
-        """Return the rows of `span`, which are encoded."""
+        """Return the encoded rows of `span`."""
         return self._rows[span.digest].result()[span.chunk]
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
-#: Limit (s) of a trial; the largest encoders take 40 s for a picture on two cores.
+#: Limit (s) of a trial; the largest encoders take 40 s per picture on two cores.
 _PATIENCE_S = 600.0
 
-#: The projectors that worked, by the stamps of their files and the model's.
+#: Projectors that worked, by the stamps of their files and the model's.
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 
 def projector_failure(projector: str, model: Sequence[str]) -> str:
-    """Return why the projector cannot be opened with the model's files; "" if it can."""
+    """Return why the projector cannot be used with the model's files; "" if it can."""
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""
@@ -367,7 +368,7 @@ def _try_projector(files: Sequence[str]) -> str:
             child_command(_HELPER, *files), capture_output=True, timeout=_PATIENCE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"a first picture takes more than {_PATIENCE_S:.0f} s"
+        return f"its first picture takes more than {_PATIENCE_S:.0f} s"
     try:
         return msgspec.json.decode(done.stdout, type=str)
     except msgspec.MsgspecError:

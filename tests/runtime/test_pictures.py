@@ -571,7 +571,7 @@ def test_tokens_of_a_tile_that_the_model_lacks_are_refused() -> None:
 
     vision = Vision(Tiles(), "key", max_rows=1)  # type: ignore[arg-type]
     vision.append([], [], picture(width=100), chat(""))
-    with pytest.raises(InvalidRequestError, match="of another model"):
+    with pytest.raises(InvalidRequestError, match="belongs to another model"):
         vision.append([], [], picture(width=101), chat(""))
 
 

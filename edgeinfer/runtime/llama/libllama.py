@@ -156,7 +156,7 @@ def clear_log() -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect llama.cpp's log during the block, whichever thread it comes from."""
+    """Collect llama.cpp's log during the block, from any thread."""
     lines: list[str] = []
     _listeners.append(lines)
     try:
@@ -171,7 +171,7 @@ def library_dir() -> Path:
 
 @cache
 def binding_version() -> str:
-    """Return the version of the binding, by the folder of its metadata: inside it, in our wheel."""
+    """Return the binding's version from the name of its metadata folder, which our wheel contains."""
     folders = [
         p for parent in (_PACKAGE, _PACKAGE.parent) for p in parent.glob("llama_cpp_python-*.dist-info")
     ]
@@ -187,7 +187,8 @@ def variant_dirs() -> list[Path]:
 
 def ggml_library() -> ctypes.CDLL:
     """Open libggml, with the functions that edgeinfer calls declared."""
-    # libllama is linked against the soname; the wheel's libggml.so has a separate registry
+    # libllama is linked against the soname; the wheel's libggml.so is another copy with its own
+    # registry
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -220,25 +221,25 @@ def _load_backends() -> ctypes.CDLL:
     if not ggml.ggml_backend_reg_count():
         places = ", ".join(str(p) for p in variant_dirs())
         raise EngineError(
-            f"llama.cpp has no CPU backend: no libggml-cpu*.so that runs here in {places}"
+            f"llama.cpp has no CPU backend: no libggml-cpu*.so in {places} runs on this machine"
         )
     return ggml
 
 
 def load_backend(path: str) -> tuple[int, list[str]]:
-    """Register a backend library: ggml's handle of it, 0 on failure, and the log."""
+    """Register a backend library; return ggml's handle (0 on failure) and the log."""
     lib()
     with registry_lock, listening() as lines:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
 
 
 def own_library(name: str) -> ctypes.CDLL:
-    """Open a library of native/ for the llama.cpp that is loaded. Raises OSError."""
+    """Open a native/ library for the loaded llama.cpp. Raises OSError."""
     return libedgeinfer.open_library(name, binding_version())
 
 
 def guard_calls() -> None:
-    """Return devices' errors from `decode` and `call`, by native/guard.cpp; once.
+    """Let native/guard.cpp catch devices' errors in `decode` and `call`. Called once.
 
     They are C++ exceptions and aborts, which would end the process.
     """
@@ -272,15 +273,15 @@ def decode(context: Any, batch: Any) -> int:
 
 
 def decode_error(code: int, work: str) -> DecodeError:
-    """Return the error for a code of `decode` on this thread, with what a device has thrown."""
+    """Make the error for a code of `decode` on this thread, with the device's message."""
     thrown = f" ({_thrown()})" if code == _THROWN else ""
     return DecodeError(f"llama_decode returned {code}{thrown} for {work}")
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Call a function of integers and pointers, and of one structure at the end, by `guard_calls`.
+    """Call a function, guarded by `guard_calls`, with integers, pointers, and one structure at the end.
 
-    It returns a pointer or a size, or nothing. Raises DecodeError if a device throws in it.
+    It returns a pointer, a size, or nothing. Raises DecodeError if a device throws during the call.
     """
     guard = _state.get("guard")
     if guard is None:
@@ -305,7 +306,7 @@ def _word(value: Any) -> int:
 
 
 def _thrown() -> str:
-    """Return what the last guarded call of this thread has thrown, and the errors logged with it."""
+    """Return the message thrown in this thread's last guarded call, and the errors logged with it."""
     thrown = _state["guard"].edgeinfer_reason().decode("utf-8", "replace")
     errors = [line.strip() for line in list(_log)[-3:] if re.search(r"error|lost|fail", line, re.I)]
     return "; ".join([thrown, *errors])

@@ -1,5 +1,5 @@
-"""LoRA adapters: loaded with the model or while it runs. Those that kernels cannot add to single rows
-(row_adapters.py) are set on the context for a step's sequences.
+"""LoRA adapters, loaded with the model or while it runs. Adapters that the kernels cannot add to single
+rows (row_adapters.py) are set on the context for all sequences of a step.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter
 from edgeinfer.runtime.options import MOST_ALPHA, Adapter
 
 _log = logging.getLogger("edgeinfer.engine")
-#: The adapters of one model, by the stamps of their files.
+#: The adapters of one model by the stamps of their files.
 Held = dict[str, LoadedAdapter]
 
 
 class LoraAdapters:
-    """The adapters of an engine by name, in every model that it may decode with.
+    """The adapters of an engine by name, for every model that it may decode with.
 
-    `key` is for any thread; `use`, `change` and the rest are for the decode thread, between two steps.
-    `lock` is held while a request gets its key and is queued, so that no adapter is unloaded between
-    the two.
+    `key` may be called on any thread; all other methods run on the decode thread, between two steps.
+    `lock` is held from getting a request's key until it is queued, so that no adapter is unloaded
+    meanwhile.
     """
 
     def __init__(self, model: Any, context: LlamaContext, adapters: Sequence[Adapter]) -> None:
-        """Raises ModelLoadError."""
+        """Load the adapters. Raises ModelLoadError."""
         self.lock = threading.Lock()
         self._context = context
         self._named: dict[str, tuple[Adapter, str]] = {}
@@ -48,13 +48,13 @@ class LoraAdapters:
 
     @property
     def named_adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that requests may name, in the order of loading."""
+        """Adapters that requests may name, in the order of loading."""
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, requested: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """Reduce a request's adapters to the stamps of their files, sorted, without scale 0.
+        """Convert a request's adapters to the stamps of their files, sorted, without scale 0.
 
-        None is all of them, each at the scale it was loaded with. Raises InvalidRequestError.
+        None means all adapters, each at its loaded scale. Raises InvalidRequestError.
         """
         if requested is None:
             requested = tuple((adapter.name, adapter.scale) for adapter in self.named_adapters)
@@ -71,12 +71,12 @@ class LoraAdapters:
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return the `adapters` that llama.cpp computes, which all rows of a step must share."""
+        """Return those `adapters` that llama.cpp computes; all rows of a step must share them."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Set the context's adapters; nothing happens when they are set already. Raises DecodeError.
+        """Set the context's adapters, if they differ from the current ones. Raises DecodeError.
 
         After a change, llama.cpp reserves its graph again.
         """
@@ -88,24 +88,25 @@ class LoraAdapters:
         )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
         if L.llama_set_adapters_lora(pointer, pointers, len(adapters), scales):
-            raise DecodeError("llama.cpp refused the LoRA adapters")
+            raise DecodeError("llama.cpp could not set the LoRA adapters")
         self._current, self._pointer = adapters, pointer
 
     def leave_kernels(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
-        _log.warning("the kernels cannot add the LoRA adapters of this model: llama.cpp does")
+        _log.warning("our kernels cannot add this model's LoRA adapters: llama.cpp computes them")
         self.has_kernels = False
         for loaded in self._context.adapters.values():
             loaded.leave_kernels()
 
     def change(self, adapters: Sequence[Adapter]) -> None:
-        """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
+        """Let requests name these adapters, and no others. Removed adapters stay loaded until
+        `release`.
 
-        Raises InvalidRequestError, ModelLoadError; nothing has changed then.
+        If it raises (InvalidRequestError, ModelLoadError), nothing has changed.
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
-            raise InvalidRequestError("an adapter or its name is there twice", param="lora")
+            raise InvalidRequestError("an adapter or its name is given twice", param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
         before = self._homes_held()
@@ -137,23 +138,23 @@ class LoraAdapters:
                 held.pop(stamp).free()
 
     def open(self, model: Any) -> Held:
-        """Load all adapters for another model. Any thread. Raises ModelLoadError."""
+        """Load all adapters for another model. Usable on any thread. Raises ModelLoadError."""
         held: Held = {}
         self._fill(model, held, self._named)
         return held
 
     def attach(self, model: Any, held: Held) -> None:
-        """Keep the adapters of another model, loaded by `open`, up to date. Raises ModelLoadError."""
+        """Keep the adapters `held`, loaded by `open` for `model`, up to date. Raises ModelLoadError."""
         self._fill(model, held, self._named)
         self._homes.append((model, held))
 
     def detach(self) -> Held:
-        """Forget the attached model, and return the first one's adapters."""
+        """Forget the second model; return its adapters."""
         del self._homes[1:]
         return self._homes[0][1]
 
     def close(self) -> None:
-        """Free the first model's adapters, before that model."""
+        """Free the first model's adapters. Call it before the model is freed."""
         self.detach()
         self._free_but(frozenset())
 
@@ -161,13 +162,13 @@ class LoraAdapters:
         for adapter, stamp in named.values():
             if stamp not in held:
                 held[stamp] = _load(model, adapter, stamp)
-                if self.has_kernels and model is self._homes[0][0]:  # others are on devices
+                if self.has_kernels and model is self._homes[0][0]:  # other models are on devices
                     held[stamp].use_kernels()
 
 
 def _check_scale(scale: float) -> None:
     if not math.isfinite(scale) or abs(scale) > 100:
-        raise InvalidRequestError("a LoRA scale is between -100 and 100", param="lora")
+        raise InvalidRequestError("a LoRA scale must be between -100 and 100", param="lora")
 
 
 def _stamp(adapter: Adapter) -> str:
@@ -175,8 +176,8 @@ def _stamp(adapter: Adapter) -> str:
         return stamps([os.path.realpath(adapter.path)])
     except OSError:
         raise ModelLoadError(
-            f'LoRA adapter "{adapter.name}": {adapter.path} is not there',
-            hint="pull it first: `edgeinfer pull ADAPTER --base MODEL`; or name its file",
+            f'LoRA adapter "{adapter.name}": there is no {adapter.path}',
+            hint="pull it first: `edgeinfer pull ADAPTER --base MODEL`; or give the path of its file",
         ) from None
 
 
@@ -192,14 +193,14 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
         L.llama_adapter_lora_free(pointer)
         raise ModelLoadError(
-            f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}, which makes every answer noise',
-            hint="fetch or convert it again: its file is damaged",
+            f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}, which makes answers noise',
+            hint="its file is damaged: fetch or convert it again",
         )
     return LoadedAdapter(pointer)
 
 
 def _alpha(pointer: Any) -> float:
-    """Return an adapter's alpha, which llama.cpp divides by its rank to scale it; 0 for none."""
+    """Return an adapter's alpha (llama.cpp scales the adapter by alpha / rank); 0 if it has none."""
     text = ctypes.create_string_buffer(64)
     n = L.llama_adapter_meta_val_str(pointer, b"adapter.lora.alpha", text, len(text))
     return float(text.value) if n > 0 else 0.0

@@ -12,14 +12,14 @@ NORMAL = 0
 DONTNEED = 4
 HUGEPAGE = 14
 POPULATE_WRITE = 23
-#: mmap(2), which Python does not name.
+#: mmap(2) flags that Python does not define.
 _FIXED, _NORESERVE = 0x10, 0x4000
-#: Smaller allocations and mappings are not worth the trouble.
+#: Smaller allocations and mappings are ignored.
 LARGE_BYTES = 32 << 20
 
 
 class Range(NamedTuple):
-    """Addresses from `low` up to `high`, or offsets in a file; `high` is the first that is outside."""
+    """Addresses, or offsets in a file, from `low` up to but not including `high`."""
 
     low: int
     high: int
@@ -49,7 +49,7 @@ def areas() -> Iterator[Area]:
 
 
 def mapped_weights() -> list[Area]:
-    """Return the large shared mappings of files, in the order of their addresses."""
+    """Return the large shared file mappings, in the order of their addresses."""
     return [
         area
         for area in areas()
@@ -60,16 +60,16 @@ def mapped_weights() -> list[Area]:
 
 
 def advise(ranges: Iterable[Range], advice: int) -> None:
-    """Call madvise(2) on each range; advice that is not taken is no error."""
+    """Call madvise(2) on each range; a refusal by the kernel is not an error."""
     libc = ctypes.CDLL(None)
     for low, high in ranges:
         libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
 
 
 def map_zeros(low: int, high: int) -> None:
-    """Replace whole pages of the caller by private memory that was never touched.
+    """Replace whole pages of the caller by private, untouched memory.
 
-    If the kernel has no room for the mapping, they keep their contents.
+    If the kernel cannot add the mapping, the pages keep their contents.
     """
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p

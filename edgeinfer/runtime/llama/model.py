@@ -1,4 +1,4 @@
-"""Load files into a model and a context of llama.cpp, with every automatic choice and its reason."""
+"""Load files into a llama.cpp model and context, with every automatic choice and its reason."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 @dataclass(slots=True)
 class LlamaModel:
-    """A model and its main context. Pointers are llama.cpp's; `free` ends them. Sizes in bytes.
+    """A model and its main context. `free` frees llama.cpp's pointers. Sizes in bytes.
 
-    `cells` is where the KV cache lies; `plan` is what the context was made by.
+    `cells` is the memory of the KV cache; `plan` is the plan from which the context was made.
     """
 
     model: Any
@@ -55,22 +55,22 @@ class LlamaModel:
 
     @property
     def can_generate(self) -> bool:
-        """True if the model generates; encoders only embed."""
+        """Return whether the model generates; encoders only embed."""
         return bool(self.memory)
 
     @property
     def supports_truncation(self) -> bool:
-        """True if sequences can be truncated anywhere; not those of recurrent and hybrid models."""
+        """Return whether sequences can be truncated anywhere; not for recurrent and hybrid models."""
         return not self.shape.is_recurrent
 
     @property
     def sliding_window(self) -> int:
-        """Positions that layers with a sliding window see; 0 without such layers."""
+        """Number of positions in a sliding window; 0 without such layers."""
         return int(libllama.L.llama_model_n_swa(self.model))
 
     @property
     def can_shift(self) -> bool:
-        """True if a full context can drop its oldest tokens."""
+        """Return whether a full context can drop its oldest tokens."""
         return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))
 
     @property
@@ -109,7 +109,7 @@ class LlamaModel:
         self._streaming = self._streaming or streaming.start(files.paths, plan)
 
     def stop_streaming(self) -> None:
-        """Free the memory that streaming takes. Idempotent; no step is running."""
+        """Free the memory of streaming. Idempotent; no step may be running."""
         if self._streaming is not None:
             self._streaming.stop()
             self._streaming = None
@@ -160,19 +160,19 @@ def load_model(
 
 
 def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
-    """Return the memory without the projector's weights, which are read into it."""
+    """Return the machine with less free memory: the projector's weights are read into it."""
     if not files.projector or not os.path.isfile(files.projector):
         return machine
     return machine.without(os.path.getsize(files.projector))
 
 
 def _refuse_encoder_decoder(model: Any, path: str) -> None:
-    """Raise ModelLoadError for a model (T5, BART) with both halves."""
+    """Raise ModelLoadError for an encoder-decoder model (T5, BART)."""
     llama = libllama.lib()
     if llama.llama_model_has_encoder(model) and llama.llama_model_has_decoder(model):
         raise ModelLoadError(
-            f"{path} is an encoder-decoder, which this program does not run",
-            hint="take a model that only decodes, such as every chat model of `edgeinfer list`",
+            f"{path} is an encoder-decoder model, which is not supported",
+            hint="use a decoder-only model, such as the chat models in `edgeinfer list`",
         )
 
 
@@ -196,15 +196,15 @@ def read_meta(model: Any) -> dict[str, str]:
         if key.startswith("tokenizer.ggml.") and key.endswith(
             ("tokens", "merges", "scores", "token_type")
         ):
-            continue  # the vocabulary as one long text: a second of work for nothing
+            continue  # the vocabulary as one long text: building it would take a second
         llama.llama_model_meta_val_str_by_index(model, i, buffer, len(buffer))
         meta[key] = buffer.value.decode("utf-8", "replace")
     return meta
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """Work out the sizes of a loaded model. llama.cpp keeps no arrays of the metadata: head counts that
-    differ by layer are taken for all, an upper bound.
+    """Compute the sizes of a loaded model. llama.cpp keeps no arrays of the metadata, so if head counts
+    differ by layer, an upper bound is used for all.
     """
     llama = libllama.lib()
     metadata: dict[str, object] = {
@@ -260,7 +260,7 @@ def _with_context(
 def with_another_context(
     loaded: LlamaModel, model: Any, options: LoadOptions, n_cells: int
 ) -> LlamaModel:
-    """Return `loaded` with a context of `model` and `n_cells`, at most its own.
+    """Return `loaded` with a context of `model` and at most `n_cells` cells.
 
     Raises ModelLoadError, OutOfMemoryError, DecodeError.
     """
@@ -320,10 +320,10 @@ def context_params(
     params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
     params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
-    # a context that generates does not pool; llama.cpp aborts when it would with fewer outputs than
-    # tokens
+    # llama.cpp aborts if a pooling context gets fewer outputs than tokens, so a generating context must
+    # not pool
     params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
-    # a sliding-window cache of full size is what lets a prefix of it be kept (decision 021)
+    # only a full-size sliding-window cache allows reusing a prefix of it (decision 021)
     params.swa_full = True
     params.no_perf = True
     return params
@@ -355,7 +355,7 @@ def open_context(
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """Make a context; with it, llama.cpp's log meanwhile and the buffers that hold zeros.
+    """Make a context; return it, llama.cpp's log meanwhile, and the buffers that contain zeros.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -368,7 +368,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
         return context, lines, buffers
     reason = libllama.recent_reason()
     if re.search(r"alloc|memory", reason):
-        raise OutOfMemoryError(f"no room for a context of {params.n_ctx} tokens: {reason}")
+        raise OutOfMemoryError(f"not enough memory for a context of {params.n_ctx} tokens: {reason}")
     raise ModelLoadError(f"llama.cpp could not make a context: {reason}")
 
 
@@ -384,9 +384,9 @@ def _cells(
 def _kv_cells(
     buffers: list[Buffer], lines: list[str], rows: tuple[int, ...], n_cells: int
 ) -> CellMemory:
-    """Find the KV cache's buffers by the sizes in llama.cpp's log, which names those of devices too.
+    """Find the KV cache's buffers by the sizes in llama.cpp's log, which also lists those of devices.
 
-    They live as long as the context; others may be replaced.
+    They exist as long as the context; other buffers may be replaced.
     """
     sizes = [m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))]
     kv = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
@@ -400,7 +400,7 @@ def _sum_mib(lines: list[str], pattern: str) -> int:
 
 def _flash_choice(options: LoadOptions, lines: list[str]) -> Chosen:
     if options.kv_type != "f16":
-        return Chosen("on", f"a {options.kv_type} KV cache needs it")
+        return Chosen("on", f"needed for a {options.kv_type} KV cache")
     if options.flash_attention != "auto":
         return Chosen(options.flash_attention, "as asked")
     off = any("Flash Attention" in line and "disabl" in line for line in lines)

@@ -1,7 +1,7 @@
 """libmtmd: a projector that encodes pictures into rows of a model's input embeddings.
 
-The library is the core of llama.cpp's tools/mtmd (native/mtmd.sh): pixels in, rows out, no image
-decoder. Tokens and rows go into the model by our own `Batch`.
+The library is the core of llama.cpp's tools/mtmd (native/mtmd.sh): it converts pixels to rows, and has
+no image decoder. Our own `Batch` feeds tokens and rows to the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _I32 = ctypes.c_int32
 _TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
-#: Size (pixels) of the picture that a projector is tried with when it is opened.
+#: Size (pixels) of the picture with which a projector is tested when it is opened.
 _PROBE = 64
-#: Largest accepted number in a row. Embeddings stay below 1,000; its square fits into f32.
+#: Largest accepted absolute value in a row. Embeddings stay below 1,000; its square fits into f32.
 _LARGEST = 1e6
 
 
@@ -53,7 +53,7 @@ class _Params(ctypes.Structure):
 
 
 class _Position(ctypes.Structure):
-    """mtmd_decoder_pos: a row's place among those of its picture."""
+    """mtmd_decoder_pos: a row's position among the rows of its picture."""
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("t", "x", "y", "z"))
 
@@ -97,9 +97,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 class Chunk:
     """A part of a picture in a prompt: `tokens` of text, or `n_rows` rows.
 
-    `is_whole`: the rows attend to each other in both directions, so one step computes them all.
-    With M-RoPE the rows take `n_positions`, fewer than there are rows, and `positions` (4, rows) are
-    each row's own after the first: time, y, x, z.
+    `is_whole`: the rows attend to each other in both directions, so they must be in one step. With
+    M-RoPE the rows take only `n_positions` positions, and `positions` (4, rows) are each row's own
+    after the first: time, y, x, z.
     """
 
     tokens: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Chunk:
 
 
 def _open_library() -> ctypes.CDLL:
-    """Open libmtmd with its functions declared. Raises ModelLoadError if it is not there."""
+    """Open libmtmd with its functions declared. Raises ModelLoadError if it is missing."""
     try:
         library = libllama.own_library("mtmd")
         for name, (result, arguments) in _SIGNATURES.items():
@@ -118,20 +118,20 @@ def _open_library() -> ctypes.CDLL:
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
         raise ModelLoadError(
-            f"pictures need a library that `make full` builds, and it does not open: {error}"
+            f"the library for pictures, which `make full` builds, cannot be opened: {error}"
         ) from error
     library.mtmd_log_set(libllama.log_callback(), None)
     return library
 
 
 class Projector:
-    """An opened projector of one model. `chunks` may run in any thread, `encode` in one."""
+    """An opened projector of one model. `chunks` may run on any thread, `encode` only on one."""
 
     def __init__(self, path: str, model: Any, n_threads: int) -> None:
-        """Raises ModelLoadError if it does not open or does not fit the model."""
+        """Open a projector. Raises ModelLoadError if it is invalid or does not fit the model."""
         self._library = _open_library()
         self._context: int | None = None
-        #: Width of a row, which is the width of the model's input.
+        #: Width of a row: that of the model's input.
         self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
@@ -150,21 +150,21 @@ class Projector:
 
     def _check(self, path: str) -> None:
         if not self._library.mtmd_support_vision(self._context):
-            raise ModelLoadError(f"{path} encodes no pictures")
+            raise ModelLoadError(f"{path} has no picture encoder")
         tried = self.chunks(_PROBE, _PROBE)
-        # the step that computes a token of -1 would end the process
+        # a token of -1 would end the process in the step that computes it
         if any(token < 0 for chunk in tried for token in chunk.tokens):
             raise ModelLoadError(
-                f"{path} is the projector of another model: its tokens are not in the vocabulary"
+                f"{path} belongs to another model: its tokens are not in the vocabulary"
             )
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
-        """Return what a picture of that size becomes in a prompt. Raises InvalidRequestError."""
+        """Return the chunks of a prompt for a picture of this size. Raises InvalidRequestError."""
         with self._tokenize(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 
     def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
-        """Return the rows of each chunk that has some, (n_rows, width of the model's input).
+        """Return the rows of each chunk with rows: float32[n_rows, width of the model's input].
 
         Raises InvalidRequestError, DecodeError.
         """
@@ -180,19 +180,19 @@ class Projector:
         code = self._library.mtmd_encode_chunk(self._context, native)
         pointer = self._library.mtmd_get_output_embd(self._context) if code == 0 else None
         if not pointer:
-            raise DecodeError(f"the projector could not encode a picture (code {code})")
+            raise DecodeError(f"the projector could not encode the picture (code {code})")
         rows = np.ctypeslib.as_array(pointer, (n_rows, self.width)).copy()
-        # a NaN in a cell of the KV cache makes NaN of every sequence's attention, masked or not
+        # one NaN in the KV cache would make every sequence's attention NaN, even where masked
         if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
             raise DecodeError(
-                "the projector's output for this picture has NaN, infinite or huge values",
+                "the projector's output for this picture contains NaN, infinite or huge values",
                 hint="try another projector file or picture",
             )
         return rows
 
     @contextmanager
     def _tokenize(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
-        """Yield the native chunks of a picture; without pixels they can be counted only."""
+        """Yield the native chunks of a picture; without pixels they can only be counted."""
         library = self._library
         bitmap = library.mtmd_bitmap_init(width, height, rgb)
         chunks = library.mtmd_input_chunks_init()
@@ -202,7 +202,7 @@ class Projector:
             code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if code:
                 raise InvalidRequestError(
-                    f"the model takes no picture of {width}x{height} pixels", param="messages"
+                    f"the model does not accept pictures of {width}x{height} pixels", param="messages"
                 )
             n_chunks = library.mtmd_input_chunks_size(chunks)
             yield [library.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]

@@ -12,9 +12,9 @@ from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.libllama import L
 
-#: Return code of a decode whose adapters the kernels could not all add.
+#: Return code of a decode if the kernels could not add all adapters.
 MISSED_ADAPTER = 3
-#: llama_model::get_tensor as C++ names it.
+#: Mangled name of llama_model::get_tensor.
 _GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
 
 
@@ -51,14 +51,14 @@ def _kernels() -> ctypes.CDLL | None:
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter of one model: llama.cpp's pointer, and the kernels', 0 if they cannot add it."""
+    """An adapter of one model: llama.cpp's pointer, and the kernels' (0 if they cannot add it)."""
 
     pointer: Any
     kernels: int = 0
 
     @property
     def is_per_row(self) -> bool:
-        """True if rows with and without this adapter may share a step."""
+        """Return whether rows with and without this adapter may share a step."""
         return bool(self.kernels)
 
     def use_kernels(self) -> None:
@@ -68,19 +68,19 @@ class LoadedAdapter:
             self.kernels = kernels.edgeinfer_adapter_open(self.pointer, get_tensor) or 0
 
     def leave_kernels(self) -> None:
-        """Let llama.cpp compute it from now on."""
+        """Let llama.cpp compute the adapter from now on."""
         if (kernels := _kernels()) and self.kernels:
             kernels.edgeinfer_adapter_close(self.kernels)
             self.kernels = 0
 
     def free(self) -> None:
-        """Free the adapter; the model is still loaded."""
+        """Free the adapter; the model must still be loaded."""
         self.leave_kernels()
         L.llama_adapter_lora_free(self.pointer)
 
 
 class RowAdapters:
-    """The adapters of a batch's rows: those of each sequence's tokens, and of its outputs."""
+    """The adapters of a batch's rows: those of each sequence's tokens and outputs."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[AdapterKey, tuple[int, int, int, int]]] = []
@@ -89,7 +89,7 @@ class RowAdapters:
         self._spans.clear()
 
     def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
-        """Note the adapters of a span: first token, number of tokens, first output, their number."""
+        """Record the adapters of a span: first token, token count, first output, output count."""
         if adapters:
             self._spans.append((adapters, span))
 
@@ -100,8 +100,8 @@ class RowAdapters:
         n_tokens: int,
         n_outputs: int,
     ) -> int:
-        """Return the code of `decode` with these adapters, or MISSED_ADAPTER."""
-        rows = [  # by adapter: the kernels read each once
+        """Run `decode` with these adapters; return its code, or MISSED_ADAPTER."""
+        rows = [  # sorted by adapter, so that the kernels read each adapter once
             _Rows(*span, loaded[stamp].kernels, scale)
             for stamp, span, scale in sorted(
                 (stamp, span, scale) for adapters, span in self._spans for stamp, scale in adapters

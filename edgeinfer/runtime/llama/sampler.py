@@ -1,4 +1,4 @@
-"""Sampling by llama.cpp's sampler chains, one per request; plain greedy needs none."""
+"""Sampling with llama.cpp's sampler chains, one per request; plain greedy sampling needs none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEUTRAL_MIN_KEEP = 1
 
 
 def is_plain_greedy(sampling: Sampling) -> bool:
-    """Return whether the largest logit is the answer: temperature 0, without biases and penalties."""
+    """Return whether sampling takes the largest logit: temperature 0, without biases and penalties."""
     return (
         sampling.temperature <= 0
         and not sampling.logit_bias
@@ -35,7 +35,7 @@ def _penalises(s: Sampling) -> bool:
 class Sampler:
     """One request's sampler. Owns native memory until `close`. One thread at a time.
 
-    `history` is the number of last prompt tokens that penalties read.
+    `history` is the number of latest prompt tokens that penalties read.
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
@@ -45,7 +45,7 @@ class Sampler:
         self.history = _history(sampling, n_ctx) if is_read else 0
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """Sample from row `row`, which `logits` views, and accept the token into the history.
+        """Sample from row `row`, which `logits` views, and add the token to the history.
 
         A negative row counts from the end of the batch's rows with logits.
         """
@@ -54,13 +54,13 @@ class Sampler:
         return int(L.llama_sampler_sample(self._chain, context, row))
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Add tokens that were not sampled here (the prompt's) to the history of the penalties."""
+        """Add tokens that were not sampled here (the prompt's) to the penalties' history."""
         if self._chain is not None:
             for token in tokens:
                 L.llama_sampler_accept(self._chain, token)
 
     def copy(self) -> Sampler:
-        """Return a sampler that samples as this one will, from its history and random state."""
+        """Return a sampler with the same history and random state."""
         twin = object.__new__(Sampler)
         twin._chain = None if self._chain is None else L.llama_sampler_clone(self._chain)
         twin.history = self.history
@@ -77,7 +77,7 @@ class Sampler:
 
 
 def _history(s: Sampling, n_ctx: int) -> int:
-    """Count the last tokens that the penalties read; a negative option stands for all."""
+    """Return how many latest tokens the penalties read; a negative option means all."""
     lengths = [s.repeat_last_n] if _penalises(s) else []
     if s.dry_multiplier:
         lengths.append(s.dry_penalty_last_n)
@@ -94,7 +94,7 @@ def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:
 
 
 def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
-    """Yield the sampler stages in llama.cpp's order, but none without effect; the last samples."""
+    """Yield the sampler stages that have an effect, in llama.cpp's order; the last one samples."""
     if s.logit_bias:
         pairs = (L.llama_logit_bias * len(s.logit_bias))(*((t, b) for t, b in s.logit_bias.items()))
         yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)

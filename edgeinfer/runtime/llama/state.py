@@ -1,9 +1,9 @@
-"""Ranges of a sequence's state as bytes, and back: the contents of a KV block.
+"""Save and restore ranges of a sequence's state, the contents of a KV block.
 
-llama.cpp writes the state of a whole sequence and knows no range. A scratch sequence is the range: the
-positions are copied to it, which costs a bit per cell, and written from there; a range that comes back
-is read into it and copied after what the sequence has. Cells of a tensor are pieces of their own
-(native/cells.cpp); pages of files become pages of the cells.
+llama.cpp only saves the state of a whole sequence. So a range is copied to a scratch sequence (one bit
+per cell) and saved from there; a saved range is read into the scratch sequence and copied to the end of
+the target. Cells of each tensor are separate pieces (native/cells.cpp), whose file pages can become
+pages of the cells.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
-#: Flag of llama.cpp: only the recurrent part of a state.
+#: llama.cpp's flag for only the recurrent part of a state.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -30,7 +30,7 @@ _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """Save and restore states. No request uses the id `scratch`. One thread.
+    """Saves and restores states. No request uses the id `scratch`. For one thread.
 
     Reading and writing raise DecodeError if a device fails.
     """
@@ -51,15 +51,15 @@ class SequenceStates:
         shift: int = 0,
         position: Callable[[int], int] = lambda n: n,
     ) -> State | None:
-        """Save the state of tokens [start, stop); return None if the context lacks some of them.
+        """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        The layout suits a restore `shift` cells after those that the tokens number; `position` tells
-        the position after a number of tokens.
+        The layout suits a restore at cells `shift` higher than the tokens' numbers; `position` maps a
+        number of tokens to the position after them.
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
         if self._supports_truncation and first > low:
-            return None  # cells that a sliding window has passed may have been taken for others
+            return None  # cells behind a sliding window may hold other tokens by now
         self._clear()
         self._llama.llama_memory_seq_cp(self._context.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(stop - start, start + shift)
@@ -67,7 +67,7 @@ class SequenceStates:
         return state
 
     def write(self, seq_id: int, state: State) -> bool:
-        """Append a saved range to the sequence `seq_id`; return False if there is no room."""
+        """Append a saved range to the sequence `seq_id`; return False if there is not enough room."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:
@@ -80,7 +80,7 @@ class SequenceStates:
         return self._get(seq_id, _PARTIAL_ONLY)
 
     def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
-        """Restore the recurrent state of `seq_id`; later positions can be removed then."""
+        """Restore the recurrent state of `seq_id`, after which later positions can be removed."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:
@@ -106,13 +106,13 @@ class SequenceStates:
         cells = self._context.cells
         if cells.copies is None:
             return False
-        # of the large pieces only addresses: no memory, and no huge pages, which NumPy asks for
+        # a large piece needs only addresses: no memory, and no huge pages, which NumPy would request
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
         pieces: list[StatePiece] = []
         offset = 0
         for piece, page_offset in zip(state.pieces, state.places, strict=True):
             size = piece.nbytes
-            # our copy hook sees only copies to host memory; for cells on a device llama.cpp needs the
+            # our copy hook sees only copies to host memory; for cells on a device, llama.cpp needs the
             # bytes in the buffer
             if page_offset == ANYWHERE or not cells.is_all:
                 buffer[offset : offset + size] = np.frombuffer(piece, np.uint8)
@@ -155,13 +155,13 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
 
 
 def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> None:
-    """Sort the cells of a state, which llama.cpp writes by their indices.
+    """Sort the cells of a state, which llama.cpp writes by index, by position.
 
-    At first a magic number and the sequence id. Before the layers of a cache
-    (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells, of each an i32
+    The state begins with a magic number and the sequence id. Before the layers of a cache
+    (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells; for each cell an i32
     position, a u32 1, with M-RoPE i32 x, y and token, and the i32 sequence id; u32 transposed, u32
-    number of layers. Before each tensor: i32 type, u64 bytes of a cell. Transposed values stay as they
-    are: the attention that reads them sums by index.
+    number of layers. Before each tensor: i32 type, u64 bytes per cell. Transposed values are not
+    sorted: the attention that reads them sums by index.
     """
     run_end = 0
     order = None
@@ -169,7 +169,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
         if run.at - run_end > _BEFORE_TENSOR:
             header = state[run_end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
             cells = header[2:-2].reshape(header[1], -1)
-            order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))  # of a picture: row by row
+            order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))  # for a picture: row by row
             if header[-2] or (order[1:] > order[:-1]).all():
                 order = None
             else:
@@ -181,7 +181,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
 
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
-    """Cut a state into cells of tensors, placed like those from `cell` on, and the rest."""
+    """Split a state into cells of tensors, placed like those from `cell` on, and all other bytes."""
     pieces: list[memoryview] = []
     places: list[int] = []
     offset = 0

@@ -1,7 +1,7 @@
 """Weights of a model larger than memory, read from its files at each step (native/streaming.cpp).
 
-The kernels read them: this module opens the files, follows the memory that is free, and puts failures
-into words. One model of a process at a time.
+The kernels read them. This module opens the files, watches the free memory, and reports failures. A
+process can stream only one model at a time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from edgeinfer.runtime.llama.mappings import NORMAL, Range, advise, areas
 from edgeinfer.runtime.memory_plan import StreamingPlan
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Codes of native/streaming.cpp that are not an errno, and their texts.
+#: Codes of native/streaming.cpp that are not an errno → their texts.
 _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is read.
 _MEMORY_S = 1.0
-#: Free memory (bytes) below which weights leave it, and above which others enter it; the least change.
+#: Below the first number of free bytes weights leave memory, above the second others enter it; and the
+#: smallest change (bytes).
 _LEAST_FREE_BYTES, _AMPLE_FREE_BYTES = 48 << 20, 112 << 20
 _STEP_BYTES = 16 << 20
 
 
 class StreamingStatistics(NamedTuple):
     """Bytes read since the start, seconds that threads waited for them, and weights that left memory;
-    the bytes of weights that are pinned, streamed and in slots now.
+    the current bytes of pinned, streamed and slotted weights.
     """
 
     streamed_bytes_total: int = 0
@@ -43,7 +44,7 @@ class StreamingStatistics(NamedTuple):
 
 
 class Streaming:
-    """The streaming of one model's weights, until `stop`. Between steps, on the thread that decodes."""
+    """The streaming of one model's weights, until `stop`. Used between steps, on the decode thread."""
 
     def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...], plan: StreamingPlan) -> None:
         self._kernels, self._paths = kernels, paths
@@ -52,23 +53,24 @@ class Streaming:
         self._looked_at = time.monotonic()
 
     def check(self) -> None:
-        """Look for a failure of the last step, and at times for free memory. Raises DecodeError."""
+        """Check for a failure of the last step, and at times the free memory. Raises DecodeError."""
         code = self._kernels.edgeinfer_stream_end()
         if code:
             words = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
             names = " or ".join(self._paths)
             raise DecodeError(
-                f"{names} {words}: weights are read from it while it is used, so this answer is lost",
-                hint="put the file back as it was (`edgeinfer pull` checks it), then start again",
+                f"{names} {words}: its weights are needed while the model runs, so this answer is lost",
+                hint="restore the file (`edgeinfer pull` checks it), then start again",
             )
         if time.monotonic() > self._looked_at + _MEMORY_S:
             self._looked_at = time.monotonic()
             self._follow(read_memory().available_bytes)
 
     def _follow(self, available_bytes: int) -> None:
-        """Hold fewer weights while memory is short, and more while it is ample.
+        """Keep fewer weights in memory while it is short, and more while it is ample.
 
-        Pinned weights may take what the context does not use yet: they are page cache. Slots may not.
+        Pinned weights may use memory that the context does not use yet: they are page cache. Slots may
+        not.
         """
         now, held = self._now, self.statistics()
         to_fill = max(0, now.expert_bytes - held.expert_slot_bytes)
@@ -90,7 +92,7 @@ class Streaming:
         return StreamingStatistics(int(read), waited_s, *map(int, others))
 
     def stop(self) -> None:
-        """End the readers, close the files, return the memory. Idempotent; no step is running."""
+        """End the readers, close the files, return the memory. Idempotent; no step may be running."""
         global _active
         if _active is self:
             self._kernels.edgeinfer_stream_stop()
@@ -101,7 +103,7 @@ _active: Streaming | None = None
 
 
 def check() -> None:
-    """Look for failures after a step. Raises DecodeError."""
+    """Check for failures after a step. Raises DecodeError."""
     if _active is not None:
         _active.check()
 
@@ -114,8 +116,8 @@ def statistics() -> StreamingStatistics:
 def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | None:
     """Stream the weights in these mapped files from the next step on.
 
-    Returns None, and the kernel reads them by page faults, without a plan or our kernels, if another
-    model is streamed, or if a file cannot be opened or no thread be started.
+    Return None without a plan or our kernels, if another model is streamed, if a file cannot be opened
+    or no thread started; then the kernel reads weights by page faults.
     """
     global _active
     files = [os.path.realpath(path) for path in paths]

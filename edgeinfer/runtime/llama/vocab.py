@@ -1,4 +1,4 @@
-"""The model's vocabulary: text to tokens and back. Read-only once made, so any thread may use it."""
+"""The model's vocabulary: text to tokens and back. It never changes, so any thread may use it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
-#: Longest piece read in one call, bytes; a longer one takes a second call.
+#: Longest piece (bytes) read in one call; a longer one takes a second call.
 _PIECE_BYTES = 512
-#: Attributes of tokens that text becomes only where special tokens are parsed.
+#: Attributes of tokens that are made from text only if special tokens are parsed.
 _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
@@ -30,7 +30,7 @@ class FimTokens(NamedTuple):
 
 
 class Vocab:
-    """A loaded model's vocabulary; `model`, llama.cpp's pointer, outlives it."""
+    """A loaded model's vocabulary; `model`, llama.cpp's pointer, must outlive it."""
 
     def __init__(self, model: Any) -> None:
         self.pointer = L.llama_model_get_vocab(model)
@@ -46,14 +46,14 @@ class Vocab:
 
     @cached_property
     def eos_tokens(self) -> tuple[int, ...]:
-        """Find all end-of-generation tokens, end of turn first, on first use: 80 ms for 262,144."""
+        """All end-of-generation tokens, end of turn first; searched on first use: 80 ms for 262,144."""
         ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
         first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
         return tuple(dict.fromkeys(first + ends))
 
     @cached_property
     def fim(self) -> FimTokens | None:
-        """The fill-in-the-middle tokens; None for a model without them."""
+        """Fill-in-the-middle tokens; None for a model without them."""
         tokens = FimTokens(
             prefix=L.llama_vocab_fim_pre(self.pointer),
             suffix=L.llama_vocab_fim_suf(self.pointer),
@@ -89,7 +89,7 @@ class Vocab:
             size = -n
 
     def marked_pieces(self) -> Iterator[bytes]:
-        """Yield each token's bytes; after 0xFF the name of one without text, as llguidance marks it."""
+        """Yield each token's bytes; for tokens without text 0xFF and the name, as in llguidance."""
         size = 4096
         buffer = ctypes.create_string_buffer(size)
         for token in range(self.n_vocab):
@@ -102,17 +102,17 @@ class Vocab:
 
     @property
     def tokenize_address(self) -> int:
-        """Address of llama.cpp's `llama_tokenize`, for a library that calls it itself."""
+        """Address of llama.cpp's `llama_tokenize`, for a library that calls it directly."""
         return ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value or 0
 
     def text(self, token: int) -> str:
-        """Return a token's spelling, "" without such a token."""
+        """Return a token's spelling, "" for an unknown token."""
         if not 0 <= token < self.n_vocab:
             return ""
         return self.piece(token, special=True).decode("utf-8", "replace")
 
     def raw_text(self, token: int) -> bytes:
-        """Return a token as the file spells it, which vocabularies are compared by."""
+        """Return a token as the file spells it, for comparing vocabularies."""
         return bytes(L.llama_vocab_get_text(self.pointer, token))
 
     def control_tokens(self) -> dict[str, int]:
@@ -132,8 +132,8 @@ class Vocab:
     ) -> list[int]:
         """Tokenize `text`.
 
-        `parse_special` reads `<|im_end|>` and its like as tokens; `add_special` adds BOS if the model
-        wants it.
+        `parse_special` reads spellings such as `<|im_end|>` as tokens; `add_special` adds BOS if the
+        model wants it.
         """
         data = normalize_text(text, self._normalizer).encode("utf-8", "replace")
         size = len(data) // 2 + 16
@@ -147,9 +147,9 @@ class Vocab:
             size = -n
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Spell `tokens`, special ones too. Raises IndexError outside the vocabulary."""
+        """Return the bytes of `tokens`, special ones too. Raises IndexError for an unknown token."""
         if any(not 0 <= token < self.n_vocab for token in tokens):
-            raise IndexError("token outside the vocabulary")
+            raise IndexError("a token is not in the vocabulary")
         array = (L.llama_token * len(tokens))(*tokens)
         size = 8 * len(tokens) + 64
         while True:

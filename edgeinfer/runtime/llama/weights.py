@@ -19,10 +19,11 @@ Progress = Callable[[str, float | None], None]
 
 #: ggml_backend_dev_type.
 _CPU = 0
-#: Pointers of ggml_backend_reg, and the function among them that finds the backend's others by name.
+#: Number of pointers in ggml_backend_reg, and index of the function that finds further functions by
+#: name.
 _REGISTRY_ENTRIES = 5
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-#: Pattern of llama.cpp's names of the expert tensors of a layer.
+#: Pattern of llama.cpp's names for a layer's expert tensors.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
@@ -49,8 +50,8 @@ def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
 class Placement:
     """The device parameters of a model for `offload` on `pointers` (ggml_backend_dev_t).
 
-    Without pointers it is all the CPU's: an empty list of devices, because llama.cpp creates each that
-    it knows even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
+    Without pointers the CPU gets all: the list of devices is empty, because llama.cpp creates each
+    known device even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
     """
 
     def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
@@ -82,11 +83,11 @@ def _overrides(n_without_experts: int) -> Any:
 def open_model(
     paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
-    """Map the weights, on no device without a `placement`. Raises ModelLoadError."""
+    """Map the weights; without a `placement` on no device. Raises ModelLoadError."""
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):
-            raise ModelLoadError(f"{path} is not there")
+            raise ModelLoadError(f"there is no {path}")
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = False  # repacked weights would be a second copy (decision 099)
@@ -106,7 +107,7 @@ def open_model(
 
 @contextlib.contextmanager
 def _left_on_disk() -> Iterator[None]:
-    """Have llama.cpp map files without reading them, as it does on a machine of several NUMA nodes."""
+    """Let llama.cpp map files without reading them, as on a machine with several NUMA nodes."""
     base = libllama.base_library()
     registry = base.ggml_backend_dev_backend_reg(libllama.ggml_library().ggml_backend_dev_by_type(_CPU))
     entries, get = table(registry, _REGISTRY_ENTRIES), base.ggml_backend_reg_get_proc_address
@@ -138,6 +139,6 @@ def _progress_hook(progress: Progress | None) -> Any:
 
 
 def free_model(model: Any) -> None:
-    """Free what `open_model` returned; a lost device keeps it."""
+    """Free a model of `open_model`; a lost device keeps its memory."""
     with contextlib.suppress(DecodeError):
         libllama.call(libllama.L.llama_model_free, model)

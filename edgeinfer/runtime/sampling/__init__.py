@@ -1,1 +1,1 @@
-"""Turn logits into text: output, stop strings, log-probabilities, constraints, speculation."""
+"""Convert logits to text: output, stop strings, log-probabilities, constraints, speculation."""

@@ -1,7 +1,7 @@
-"""A draft model: a small model of the same vocabulary, whose tokens the large one verifies.
+"""A draft model: a small model with the same vocabulary, whose tokens the large model verifies.
 
-It has a separate context, whose cells hold the same texts. It computes what it lacks of a text only
-when a draft may pay, so a text that it drafts nothing of costs nothing. Only the decode thread uses it.
+It has a separate context with the same texts. It prefills missing text only if drafting may pay, so
+texts without drafts cost nothing. Only the decode thread uses it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, ModelDraft
 
-#: Bounds of the draft model's own probability of a token, by which acceptance is learned, and the
-#: acceptance that is assumed between them.
+#: Bounds of the draft model's own probability of a token, which group learned acceptance, and the
+#: acceptance assumed for each group.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Acceptance assumed of a token before it is drafted, and its weight in verified tokens of a request:
-#: few, so that wrong drafts end soon.
+#: Acceptance assumed for a token before it is drafted, and its weight in verified tokens of a request:
+#: small, so that wrong drafts end soon.
 _MEAN_START = 0.7
 _MEAN_TOKENS = 3
-#: How far each step without a draft, and each request, moves a learned acceptance back to the assumed
-#: one (share of the difference): a draft model that was wrong is tried again. Failed trials cost under
-#: 1 % of the time.
+#: Share of the difference by which each step without a draft, and each request, moves a learned
+#: acceptance back to the assumed one: so a draft model that was wrong is tried again. Failed trials
+#: cost under 1 % of the time.
 _STEP_RECOVERY = 0.0003
 _REQUEST_RECOVERY = 0.1
-#: The draft model computes a text it lacks if the rest of the answer repays that. The rest is assumed
-#: to have at least this many tokens, and as many as the answer has now. Each token to catch up takes
-#: the second number's share of a draft token.
+#: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
+#: have at least this many tokens, and as many as the answer has now. Each missing token costs the
+#: second number's share of a draft token.
 _LEAST_ANSWER_TOKENS = 64
 _PREFILL_SHARE = 0.25
 #: Weight of one measurement in the mean cost of a draft token.
@@ -54,9 +54,9 @@ _NOTHING = ModelDraft([], [], 0.0)
 
 
 class DraftModel:
-    """A draft model's weights, and from `open` on its context. Raises ModelLoadError.
+    """A draft model's weights and, after `open`, its context. Raises ModelLoadError.
 
-    `cost` is what a draft token takes, in steps of one row of the large model; `least_cost` is that of
+    `cost` of a draft token is in steps of one row of the large model; `least_cost` is the cost of
     reading its weights.
     """
 
@@ -68,17 +68,17 @@ class DraftModel:
         self.mean = Acceptance(_MEAN_START)
 
     def misfit(self, loaded: LlamaModel) -> str:
-        """Describe why it cannot draft for `loaded`, or return ""."""
+        """Return why it cannot draft for `loaded`, "" if it can."""
         mine, others = self.vocab, loaded.vocab
         n = min(mine.n_vocab, others.n_vocab)
         if not loaded.plan.has_draft:
-            return "there is no memory for it"
+            return "there is not enough memory for it"
         if self.shape.is_recurrent:
-            return "its state cannot be taken back to an earlier token"
+            return "its state cannot be truncated to an earlier token"
         is_padded = max(mine.n_vocab, others.n_vocab) - n <= MAX_DRAFT_PADDING
         if is_padded and all(mine.raw_text(token) == others.raw_text(token) for token in range(n)):
             return ""
-        return f"its vocabulary is another one (it has {mine.n_vocab:,} tokens, not {others.n_vocab:,})"
+        return f"its vocabulary differs (it has {mine.n_vocab:,} tokens, not {others.n_vocab:,})"
 
     def open(self, loaded: LlamaModel, options: LoadOptions) -> None:
         """Make a context for drafts of `loaded`. Raises ModelLoadError, OutOfMemoryError."""
@@ -102,7 +102,7 @@ class DraftModel:
         self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
 
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
-        """Append `tokens` to a sequence, the last `outputs` with logits; return False without room."""
+        """Append `tokens` to a sequence, the last `outputs` with logits; False if there is no room."""
         if not self.kv.make_room(len(tokens)):
             return False
         self._batch.clear()
@@ -114,7 +114,7 @@ class DraftModel:
         return True
 
     def note_cost(self, cost: float) -> None:
-        """Record what one draft token took. One disturbed measurement must not end drafts."""
+        """Record the cost of a draft token, smoothed: one bad measurement must not end drafting."""
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
 
     def park(self) -> None:
@@ -134,12 +134,12 @@ class DraftModel:
 def attach(
     draft: DraftModel | None, files: ModelFiles, options: LoadOptions, loaded: LlamaModel
 ) -> DraftModel | None:
-    """Make `draft` draft for `loaded`, and note in its choices which model drafts.
+    """Let `draft` draft for `loaded`, and record the draft model in its choices.
 
-    One that only the catalogue names is left out if it does not fit or cannot be loaded; a warning says
-    so. Raises ModelLoadError, OutOfMemoryError.
+    A draft model of the catalogue is left out with a warning if it does not fit or cannot be loaded.
+    Raises ModelLoadError, OutOfMemoryError.
     """
-    problem = draft.misfit(loaded) if draft is not None else files.no_draft or "none is named"
+    problem = draft.misfit(loaded) if draft is not None else files.no_draft or "no draft model is set"
     if draft is not None and not problem:
         try:
             draft.open(loaded, options)
@@ -154,11 +154,11 @@ def attach(
         if files.draft:
             problem = f"{files.draft} cannot draft for {files.name}: {problem}"
             if options.draft:
-                hint = "take a smaller model of the same family, or none: --draft none"
+                hint = "use a smaller model of the same family, or --draft none"
                 raise ModelLoadError(problem, hint=hint)
             loaded.warnings += (problem,)
         return None
-    source = "as asked" if options.draft else "models.toml names it"
+    source = "as asked" if options.draft else "set in models.toml"
     loaded.choices["draft"] = Chosen(files.draft, source)
     return draft
 
@@ -188,7 +188,7 @@ class RequestDrafter:
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
     ) -> ModelDraft:
-        """Draft up to `limit` tokens if `budget` may come to a higher rate than `least_rate`."""
+        """Draft up to `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
         self._drafted = []
         self._n_prompt = self._n_prompt or len(tokens)
         if not budget.row_s:
@@ -208,12 +208,12 @@ class RequestDrafter:
         return ModelDraft(self._drafted, chances, time.perf_counter() - began)
 
     def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
-        """Return the last tokens, which are left to compute; none if the text is not caught up with,
-        which may take `worth` steps of one row.
+        """Prefill missing text if that takes at most `worth` steps of one row; return the last tokens,
+        which are still to be computed, or none if it would take longer.
         """
         model, request = self._model, self._request
         if self._cached is None:
-            if min(tokens) < 0:  # pictures
+            if min(tokens) < 0:  # pictures are not drafted
                 return []
             salt, reuse = request.cache_salt, request.cache_prompt
             self._cached = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
@@ -231,7 +231,7 @@ class RequestDrafter:
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> list[float]:
-        """Draft after the text that ends with `pending`, and return the chances of the tokens."""
+        """Draft after the text that ends with `pending`, and return the tokens' probabilities."""
         model, chances = self._model, []
         sampler = self._sampler.copy()
         matcher = self._matcher.copy() if self._matcher is not None else None
@@ -243,7 +243,7 @@ class RequestDrafter:
                 break
             try:
                 token, probability = self._pick(sampler, matcher)
-            except InvalidRequestError:  # a limit of the constraint's parser, which may not be reached
+            except InvalidRequestError:  # the constraint's parser reached a limit, which it may
                 break
             if len(pending) <= 2:
                 model.note_cost((time.perf_counter() - began) / budget.row_s)
@@ -273,7 +273,7 @@ class RequestDrafter:
             return token, float(1.0 / np.exp(logits - logits[token]).sum())
 
     def record(self, sampled: Sequence[int]) -> None:
-        """Compare the latest draft with the tokens that were sampled."""
+        """Compare the latest draft with the sampled tokens."""
         drafts, self._drafted = self._drafted, []
         for draft, token, rate in zip(drafts, sampled, self._rates, strict=False):
             for learned in (rate, self._mean, self._model.mean):
@@ -282,7 +282,7 @@ class RequestDrafter:
                 return
 
     def close(self) -> None:
-        """Leave the request's text in the draft model for later requests. Idempotent."""
+        """Keep the request's text in the draft model for later requests. Idempotent."""
         if self._cached is not None:
             self._model.kv.release(self._cached, keep=self._request.cache_prompt)
             self._cached = None

@@ -1,8 +1,8 @@
 """Constrain decoding: mask logits with llguidance's token masks (docs/decisions/030).
 
-A constraint is compiled once and cached (`Constraints`); each request walks its own copy of the parser
+A constraint is compiled once and cached (`Constraints`); each request uses its own copy of the parser
 (`TokenMatcher`). A token stands for the bytes that the engine emits for it, so masks and output agree.
-Control tokens match no text; internal grammars name them by number.
+Control tokens match no text; internal grammars refer to them by number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from functools import cache
 
 from edgeinfer.runtime.sampling.json_schema import value_schemas
 
-#: Compiled constraints kept. One takes about 20 KiB.
+#: Most cached compiled constraints. One takes about 20 KiB.
 CACHE_SIZE = 128
 #: Longest constraint (characters of JSON).
 MAX_SOURCE = 512 * 1024
-#: JSON on one line, as `json.dumps` writes it: fewer choices (more tokens are forced), and no endless
-#: white space from a small model at a high temperature.
+#: JSON on one line, as `json.dumps` writes it. It leaves fewer choices (more tokens are forced), and a
+#: small model cannot write endless white space at a high temperature.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -47,15 +47,15 @@ JSON_STYLE = {
     "lenient": False,
     "coerce_one_of": False,
 }
-#: Limit names of the grammar engine → our messages.
+#: The grammar engine's message of a limit → our message.
 _LIMITS = {
-    "Current row has": "it leaves more than 250 optional members or 1,000 ways to go on at one place",
-    "anyOf is empty": "its `enum`, `type` or `anyOf` allows nothing",
+    "Current row has": "it allows more than 250 optional members or 1,000 continuations at one place",
+    "anyOf is empty": "its `enum`, `type` or `anyOf` allows no value",
     "too many expressions": "its regular expressions are too large",
     "too many states": "its regular expressions are too large",
-    "schema too large": "it is too large once references and `allOf` are put together",
+    "schema too large": "it is too large once references and `allOf` are merged",
     "stack level exceeded": "its references are too deep next to other keywords",
-    "circular references with sibling": "it refers to itself through `allOf`, or next to others",
+    "circular references with sibling": "it refers to itself through `allOf`, or beside others",
 }
 _STACK_BYTES = 64 * 1024 * 1024
 _stack_lock = threading.Lock()
@@ -64,8 +64,8 @@ _stack_lock = threading.Lock()
 def _limits() -> Any:
     """Limit one request's parser, so that an ambiguous grammar ends only its own request.
 
-    With 1,000 items in a row a step takes some 45 ms at most; an optional member is four of them.
-    A lexer state takes 1 to 2 kB.
+    With 1,000 items per row a step takes at most some 45 ms; an optional member is four items. A lexer
+    state takes 1 to 2 kB.
     """
     return llguidance.LLParserLimits(
         max_items_in_row=1000, max_lexer_states=50_000, verbose_errors=False
@@ -73,10 +73,10 @@ def _limits() -> Any:
 
 
 class Lark(msgspec.Struct, frozen=True, tag="lark"):
-    """An internal constraint: a grammar in llguidance's dialect of Lark, from its rule `start`.
+    """An internal constraint: a grammar in llguidance's dialect of Lark; its first rule is `start`.
 
-    For tool calls in a family's format, and reasoning before JSON. `source` names further `grammars` as
-    `@name`.
+    For tool calls in a family's format, and reasoning before JSON. `source` refers to further
+    `grammars` as `@name`.
     """
 
     source: str
@@ -100,7 +100,8 @@ class TokenMatcher:
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._mask_words, out=self._mask_words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
-        # a parser in error allows the end, which would pass for a whole output
+        # a parser after an error allows the end token, with which an incomplete output would seem
+        # complete
         if self._matcher.is_error() or forbidden.all():
             raise UnsupportedConstraintError(
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
@@ -118,11 +119,11 @@ class TokenMatcher:
         return is_accepted
 
     def copy(self) -> TokenMatcher:
-        """Return a matcher at the same position, without its limit of digits; 3 µs."""
+        """Return a matcher at the same position, without the digit limit; takes 3 µs."""
         return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` may come next, in this order."""
+        """Return how many of `tokens`, in this order, the constraint allows next."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced_tokens(self) -> Sequence[int]:
@@ -131,13 +132,13 @@ class TokenMatcher:
 
     @property
     def is_done(self) -> bool:
-        """True if the output is complete and only the end may follow."""
+        """Return whether the output is complete, so that only the end may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
 @dataclass(slots=True, eq=False)
 class Compiled:
-    """A constraint compiled for one vocabulary. Any thread."""
+    """A constraint compiled for one vocabulary. Usable on any thread."""
 
     _matcher: Any
     _n_vocab: int
@@ -145,14 +146,14 @@ class Compiled:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> TokenMatcher:
-        """Return a matcher at the beginning; 3 µs."""
+        """Return a matcher at the beginning; takes 3 µs."""
         with self._lock:
             numbers = None if self._digits is None else NumberLimit(self._digits)
             return TokenMatcher(self._matcher.deep_copy(), self._n_vocab, numbers)
 
 
 class Constraints:
-    """Compile and cache constraints; one for each loaded model. Any thread."""
+    """Compiles and caches constraints, for one loaded model. Usable on any thread."""
 
     def __init__(self, cache_size: int = CACHE_SIZE) -> None:
         self._lock = threading.Lock()
@@ -163,9 +164,10 @@ class Constraints:
         self._digits: DigitTokens | None = None
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
-        """Compile, or find what was compiled under the same `salt`: time must not leak requests.
+        """Compile, or use the cache of the same `salt`, so that timing reveals nothing to other
+        clients.
 
-        Raises UnsupportedConstraintError, `param` naming the place in the schema or grammar.
+        Raises UnsupportedConstraintError; `param` is the place in the schema or grammar.
         """
         try:
             source = msgspec.json.encode(constraint)
@@ -193,7 +195,7 @@ class Constraints:
         return compiled
 
     def prepare(self, vocab: Vocab) -> Any:
-        """Return llguidance's table, made once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
+        """Return llguidance's table, built once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
         with self._lock:
             if self._vocab is not vocab:
                 pieces = list(vocab.marked_pieces())
@@ -220,7 +222,7 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the schema, normalised. Raises UnsupportedConstraintError, `param` a JSON pointer."""
+    """Return the normalised schema. Raises UnsupportedConstraintError; `param` is a JSON pointer."""
     normalised = normalise(schema)
 
     def complaint(subschema: dict[str, Any]) -> str:
@@ -234,7 +236,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     if whole_message := complaint(normalised):
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
-            pointer, message = "#", whole_message  # of a circle, no part fails for the same reason
+            pointer, message = "#", whole_message  # the parts of a circle fail only together
         raise UnsupportedConstraintError(
             f"the schema cannot be enforced at {pointer}: {message}", param=pointer
         )
@@ -242,13 +244,13 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
-    """Add the keyword that the grammar engine's `message` names to the place of its schema."""
+    """Return the place of the schema with the keyword that the grammar engine's `message` names."""
     if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
         return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if message.startswith("Resource '"):
-        return f"{place_of_schema}/$ref", "other documents are not read"
+        return f"{place_of_schema}/$ref", "references to other documents are not supported"
     if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", message):
-        return f"{place_of_schema}/$ref", f"#{pointer[1]} is missing, or allows nothing"
+        return f"{place_of_schema}/$ref", f"#{pointer[1]} is missing, or allows no value"
     named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", message)
     key = named and next(filter(None, named.groups()))
     return (f"{place_of_schema}/{key}" if key and key != "schema" else place_of_schema), message
@@ -259,12 +261,12 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """Write `%json {…}` for a Lark grammar. Raises UnsupportedConstraintError."""
+    """Return `%json {…}` for a Lark grammar. Raises UnsupportedConstraintError."""
     return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return (grammar, the request's field that it comes from). Raises UnsupportedConstraintError."""
+    """Return the grammar, and the request field it comes from. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -278,22 +280,22 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
     if isinstance(constraint, Choice):
         if not constraint.options or not all(constraint.options):
             raise UnsupportedConstraintError(
-                "a choice needs options, none of them empty", param="options"
+                "a choice needs options, and none may be empty", param="options"
             )
-        # one terminal: as alternatives of a rule, each option would be an item of the parser
+        # one terminal: as alternatives of a rule, each option would be an item in the parser
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return (grammar, those it names) to embed. Raises UnsupportedConstraintError."""
+    """Return the grammar to embed, and those that it refers to. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
 
 
 def whole(pattern: str) -> str:
-    """Strip `^…$`: the whole output has to match, and the grammar engine knows no anchors."""
+    """Strip `^…$`: patterns match the whole output here, and the grammar engine has no anchors."""
     bare = pattern
     if "|" not in pattern:
         bare = bare.removeprefix("^")
@@ -313,9 +315,9 @@ def _kind(constraint: Constraint | Lark) -> str:
 
 
 def _complaint(matcher: Any) -> str:
-    """Return the error of a grammar in one line; "" if it allows something."""
+    """Return a grammar's error in one line; "" if it allows any output."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
-        return _brief(matcher.get_error()) or "no document satisfies it"
+        return _brief(matcher.get_error()) or "no value satisfies it"
     return _brief(matcher.get_error()) if matcher.is_error() else ""
 
 
@@ -329,7 +331,7 @@ def _brief(error: str) -> str:
 
 
 def _with_deep_stack(work: Callable[[], Any]) -> Any:
-    """Run `work` on a thread with 64 MiB of stack: the engine recurses along references, 3 KiB each."""
+    """Run `work` on a thread with a 64 MiB stack: the engine recurses along references, 3 KiB each."""
     with ThreadPoolExecutor(1, "edgeinfer-compile") as pool:
         with _stack_lock:
             before = threading.stack_size(_STACK_BYTES)
@@ -342,7 +344,7 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
 
 def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
     """Return llguidance's view of the vocabulary: a trie of every token's bytes."""
-    return llguidance.LLTokenizer.from_llamacpp(  # it tokenizes with llama.cpp itself
+    return llguidance.LLTokenizer.from_llamacpp(  # llguidance tokenizes with llama.cpp itself
         tokens=pieces,
         vocab_ptr=vocab.pointer,
         tokenize_fptr=vocab.tokenize_address,
@@ -350,27 +352,26 @@ def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
     )
 
 
-#: `\u` and `\U` after whole pairs of backslashes.
+#: Matches `\u` and `\U` after an even number of backslashes.
 _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 def to_lark(gbnf: str) -> str:
-    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError, `param` the line.
+    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError; `param` is the
+    line.
 
-    llguidance's converter knows `"\x1b"` and not `"\u00e9"`, so that is resolved before.
+    llguidance's converter supports `"\x1b"` but not `"\u00e9"`, so the latter is resolved before.
     """
     try:
         text = str(any_to_lark(_ESCAPE.sub(_resolve, gbnf)))
-        text.encode()  # half a surrogate pair is no character
+        text.encode()  # half a surrogate pair is not a character
     except GbnfToLarkError as error:
         line = error.pos.text.count("\n", 0, error.pos.pos) + 1
         raise UnsupportedConstraintError(
-            f"the grammar does not parse: {error}", param=f"gbnf line {line}"
+            f"the grammar is invalid: {error}", param=f"gbnf line {line}"
         ) from error
     except Exception as error:
-        raise UnsupportedConstraintError(
-            f"the grammar does not parse: {error}", param="gbnf"
-        ) from error
+        raise UnsupportedConstraintError(f"the grammar is invalid: {error}", param="gbnf") from error
     return text
 
 
@@ -382,7 +383,7 @@ def _resolve(escape: re.Match[str]) -> str:
 def follows(value: Any, schema: dict[str, Any]) -> bool:
     """Return whether `value` follows `schema`, its members in any order.
 
-    Raises UnsupportedConstraintError for a schema that the endpoint would not enforce either.
+    Raises UnsupportedConstraintError for a schema that the endpoint cannot enforce.
     """
     matcher = llguidance.LLMatcher(_bytes(), schema_grammar(check_schema(schema)), log_level=0)
     text = json.dumps(_in_order(value, [schema], schema), ensure_ascii=False)
@@ -396,7 +397,7 @@ def _bytes() -> Any:
 
 
 def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
-    """Return `value` with the members of its objects where the grammar wants them."""
+    """Return `value` with its objects' members in the order that the grammar needs."""
     parts = list(value_schemas(schemas, root))
     if isinstance(value, float) and value.is_integer():
         return int(value)

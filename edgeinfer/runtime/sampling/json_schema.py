@@ -1,8 +1,8 @@
-"""Rewrite a JSON schema so that the grammar engine enforces it; name the place of what it refuses.
+"""Rewrite a JSON schema so that the grammar engine can enforce it; report the place of a refused part.
 
-llguidance resolves references, checks values, and refuses keywords that it cannot enforce. Rewritten
-before: `not`, `if` and dependencies become alternatives, and a `oneOf` an `anyOf` of parts that exclude
-each other. Annotations and unknown formats restrict nothing.
+llguidance resolves references, checks values, and refuses keywords that it cannot enforce. Before that,
+`not`, `if` and dependencies are rewritten as alternatives, and a `oneOf` as an `anyOf` of parts that
+exclude each other. Annotations and unknown formats are ignored.
 
 Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
 """
@@ -22,17 +22,17 @@ from edgeinfer.runtime.sampling import patterns
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
-#: Limit (s) of the search for the innermost place of a fault.
+#: Limit (s) of the search for the innermost place of an error.
 LOCATE_S = 5.0
 
-#: The formats that are enforced; any other is an annotation, as JSON Schema has it.
+#: Formats that are enforced; others are annotations, as JSON Schema says.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: Keywords that are rewritten as alternatives.
 _REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "additionalItems")
-#: Keywords that restrict nothing.
+#: Keywords without effect on validation.
 _ANNOTATIONS = (
     *("title", "description", "default", "examples", "example", "$comment", "$id", "id", "$anchor"),
     *("$defs", "definitions", "deprecated", "readOnly", "writeOnly", "then", "else"),
@@ -51,7 +51,7 @@ def _step(pointer: str, key: str | int) -> str:
 
 
 def target(root: dict[str, Any], ref: Any) -> Any:
-    """Return what a pointer into `root` names; None for another `$ref`, or a wrong one."""
+    """Return the target of a pointer into `root`; None for any other `$ref`, or an invalid one."""
     pointer = str(ref).removeprefix(str(root.get("$id", "")).rstrip("#"))
     if pointer != "#" and not pointer.startswith("#/"):
         return None
@@ -64,7 +64,7 @@ def target(root: dict[str, Any], ref: Any) -> Any:
 
 
 def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, schema) of the parts of `schema`, and of what it refers to."""
+    """Yield place and schema of the parts of `schema` and of its references."""
     for key, subschema in schema.items():
         key_pointer = _step(pointer, key)
         if key in _MAPS and isinstance(subschema, dict):
@@ -78,7 +78,7 @@ def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Ite
 
 
 class _Normaliser:
-    """Rewrite `root` in place: what is reached from it by keywords and references."""
+    """Rewrites everything in `root`, in place, that keywords and references reach."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
@@ -110,7 +110,7 @@ class _Normaliser:
     def _visit(self, schema: Any, pointer: str, depth: int) -> None:
         check_deadline()
         if depth > MAX_DEPTH or len(self._visited) > MAX_NODES:
-            raise _refuse(pointer, f"more than {MAX_DEPTH} levels or {MAX_NODES} subschemas")
+            raise _refuse(pointer, f"it has more than {MAX_DEPTH} levels or {MAX_NODES} subschemas")
         if not isinstance(schema, dict) or id(schema) in self._visited:
             return
         self._visited[id(schema)] = schema, pointer
@@ -121,7 +121,7 @@ class _Normaliser:
             del schema["uniqueItems"]
         for key in _REWRITTEN:
             rewritten = list(alternatives(key, schema)) if key in schema else [None]
-            if None not in rewritten:  # the grammar engine refuses what is left
+            if None not in rewritten:  # otherwise the grammar engine will refuse the keyword
                 del schema[key]
                 schema["allOf"] = [*schema.get("allOf", ()), *rewritten]
         for key in ("then", "else"):
@@ -136,12 +136,12 @@ class _Normaliser:
             self._waiting.append((subschema, part_pointer, depth + 1 if is_new else 0))
 
 
-#: Bounds beyond which the grammar engine has no expression of a range.
+#: Bounds beyond which the grammar engine cannot express a range.
 _MOST = {"integer": 1 << 62, "number": 1e18}
 
 
 def _clamp(schema: dict[str, Any]) -> None:
-    """Narrow bounds that the grammar engine cannot express; such numbers are then not written."""
+    """Narrow bounds that the grammar engine cannot express; numbers beyond them are not generated."""
     most = _MOST["integer" if schema.get("type") == "integer" else "number"]
     for key in ("minimum", "exclusiveMinimum"):
         if isinstance(schema.get(key), (int, float)):
@@ -152,14 +152,14 @@ def _clamp(schema: dict[str, Any]) -> None:
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Drop a `type` next to a reference that has it: a circle may have nothing next to it."""
+    """Drop a `type` that a reference next to it also has: a circle may have no keyword next to it."""
     referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
     if isinstance(referred, dict) and referred.get("type") == schema["type"]:
         del schema["type"]
 
 
 def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Replace `propertyNames` by what its values and patterns mean for the properties."""
+    """Replace `propertyNames` by equivalent rules on the properties."""
     names = schema.get("propertyNames")
     if isinstance(names, dict) and set(names) - set(_ANNOTATIONS) == {"$ref"}:
         names = target_of(names["$ref"])
@@ -195,7 +195,7 @@ def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> N
 
 
 def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
-    """Rewrite patterns that the grammar engine takes too widely or does not know."""
+    """Rewrite patterns that the grammar engine interprets too widely or does not support."""
     pattern = schema.get("pattern")
     try:
         parts = patterns.enforceable(pattern) if isinstance(pattern, str) else None
@@ -204,7 +204,7 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
             if more:
                 schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": p} for p in more)]
         elif "pattern" in schema and "format" in schema:
-            del schema["pattern"]  # the format is enforced, and says the same in zod's schemas
+            del schema["pattern"]  # the format is enforced, and in zod's schemas means the same
         members = schema.get("patternProperties")
         if isinstance(members, dict):
             schema["patternProperties"] = {patterns.narrow(k): s for k, s in members.items()}
@@ -213,17 +213,17 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_count(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse counts of open objects: JSON lets a name stand twice, which would count as two."""
+    """Refuse counts in open objects: JSON allows a name twice, which would count as two."""
     minimum, required = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
         keyword_pointer = _step(pointer, "minProperties")
-        raise _refuse(keyword_pointer, "properties beyond the required ones cannot be counted")
+        raise _refuse(keyword_pointer, "only required properties can be counted")
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that together mean `value[key]`; None for what no schema says."""
+    """Yield schemas that together mean `value[key]`; None for a part that no schema expresses."""
     operand = value[key]
     if key == "not":
         yield negate(operand)
@@ -241,7 +241,7 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
 
 
 def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
-    """Negate an `if`, also by the other values that the surrounding schema allows of a property."""
+    """Negate an `if`; for a property, by the other values that the surrounding schema allows."""
     unless = negate(condition)
     if not isinstance(condition, dict) or unless is False:
         return unless
@@ -258,9 +258,10 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 
 
 def negate(schema: Any, depth: int = 0) -> Any:
-    """Return a schema of documents that `schema` forbids, maybe not of all; None if it has none.
+    """Return a schema for documents that `schema` forbids, perhaps not all; None if there is none.
 
-    `not` of several keywords is one of their opposites: those that have one are enough.
+    The negation of several keywords is that any of them fails; keywords without a negation are left
+    out.
     """
     check_deadline()
     if isinstance(schema, bool):
@@ -303,7 +304,7 @@ def negate(schema: Any, depth: int = 0) -> Any:
 
 
 def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) -> None:
-    """Replace a `oneOf` by an `anyOf` of parts that exclude each other, in place."""
+    """Replace a `oneOf`, in place, by an `anyOf` of parts that exclude each other."""
     if isinstance(schema.get("oneOf"), list):
         outer = {"type": schema["type"]} if "type" in schema else {}
         typed_parts = [
@@ -313,7 +314,7 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
         if isinstance(parts, tuple):
             raise _refuse(
                 _step(pointer, "oneOf"),
-                f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar rules out; "
+                f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar can exclude; "
                 "give each a required property with a `const` of its own, or use `anyOf`",
             )
         del schema["oneOf"]
@@ -324,25 +325,25 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """Return a rewritten copy. Raises UnsupportedConstraintError, `param` the place."""
+    """Return a rewritten copy. Raises UnsupportedConstraintError; `param` is the place."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
         raise _refuse(
-            "#", "a schema is an object" if schema is not False else "no document satisfies it"
+            "#", "a schema must be an object" if schema is not False else "no document satisfies it"
         )
     try:
         normaliser = _Normaliser(copy.deepcopy(schema))
         normaliser.rewrite()
     except RecursionError:
-        raise _refuse("#", f"more than {MAX_DEPTH} levels") from None
-    except (TypeError, AttributeError) as error:  # values are checked by the grammar engine, later
+        raise _refuse("#", f"it has more than {MAX_DEPTH} levels") from None
+    except (TypeError, AttributeError) as error:  # the grammar engine checks values later
         raise _refuse("#", f"a keyword has a value of a wrong type ({error})") from error
     return normaliser.root
 
 
 def _move(schema: Any) -> Any:
-    """Copy a schema for a place under `#/$defs/root`: its references go there."""
+    """Copy a schema to a place under `#/$defs/root`, with its references adapted."""
     if isinstance(schema, list):
         return [_move(subschema) for subschema in schema]
     if not isinstance(schema, dict):
@@ -357,9 +358,10 @@ def _move(schema: Any) -> Any:
 def locate(
     root: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
-    """Return (place, complaint) of the innermost part of `root` that fails by itself.
+    """Return place and error of the innermost part of `root` that fails by itself.
 
-    `complaint` compiles a schema and returns its error, or "". The root, if `seconds` do not suffice.
+    `complaint` compiles a schema and returns its error, or "". Return the root if `seconds` are not
+    enough.
     """
     deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}
@@ -383,7 +385,7 @@ def locate(
 
 
 def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each schema that applies to the same value, through references and combinators, once."""
+    """Yield each schema, once, that applies to the same value through references and combinators."""
     waiting, seen = list(schemas), set[int]()
     while waiting:
         schema = waiting.pop(0)
@@ -402,9 +404,9 @@ _MAX_DEPTH = 64
 
 
 class Overlaps:
-    """Compare the schemas of one document; caches every pair.
+    """Compares the schemas of one document; caches every pair.
 
-    `target` returns what a `$ref` names, True if it is unknown; `define` names a schema and returns a
+    `target` returns the target of a `$ref`, True if unknown; `define` names a schema and returns a
     reference to it.
     """
 
@@ -412,12 +414,13 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._target_of, self._define = target, define
-        #: Verdicts by identity, each with its pair: a freed schema's id would be given to another.
+        #: Verdicts by the ids of a pair, with both schemas, because a freed schema's id would be
+        #: reused.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return `parts`, each narrowed to exclude all others; or two of them that both may be true."""
+        """Return `parts`, each narrowed to exclude all others; or two of them that may both be true."""
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative
@@ -427,13 +430,13 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
             if narrowed is not alternative and self._follow(alternative) is not alternative:
-                # what narrows a definition may stand inside of it: a circle needs a name to go by
+                # the narrowed schema may contain itself: such a circle needs a name to refer to
                 narrowed = self._define(narrowed)
             narrowed_parts.append(narrowed)
         return narrowed_parts
 
     def _narrow(self, alternative: Any, other: Any) -> dict[str, Any] | None:
-        """Narrow `alternative` by a name that `other` requires, or by one that `other` forbids."""
+        """Narrow `alternative` by a property that `other` requires, or by one that `other` forbids."""
         schema = self._follow(alternative)
         if not isinstance(schema, dict) or "object" not in self.kinds(schema):
             return None
@@ -449,7 +452,7 @@ class Overlaps:
         return None
 
     def _follow(self, schema: Any) -> Any:
-        """Return what a bare reference names, but for a `oneOf`, which may lead back here."""
+        """Return the target of a bare reference, except a `oneOf`, which may lead back here."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
                 break
@@ -469,7 +472,7 @@ class Overlaps:
                 yield from self._required_names(subschema, seen)
 
     def kinds(self, schema: Any, depth: int = 0) -> set[str]:
-        """Return the types that a document may have, "integer" with "number"."""
+        """Return the types that a document may have; "number" includes "integer"."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return set() if schema is False else set(TYPES)
         check_deadline()
@@ -482,7 +485,7 @@ class Overlaps:
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
-                self._kinds[name] = set(TYPES)  # while they are being found out
+                self._kinds[name] = set(TYPES)  # the value while the search runs
                 self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
@@ -493,7 +496,7 @@ class Overlaps:
         return types
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
-        """Return whether no document satisfies both."""
+        """Return whether no document satisfies both schemas."""
         if a is False or b is False:
             return True
         if a is True or b is True or depth > _MAX_DEPTH:
@@ -501,7 +504,7 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False, a, b  # while it is being found out
+            self._pairs[pair] = False, a, b  # the value while the search runs
             self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
         return self._pairs[pair][0]
 
@@ -530,7 +533,7 @@ class Overlaps:
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a JSON value, "number" after "integer". Raises KeyError for another."""
+    """Return the types of a JSON value; "number" comes after "integer". Raises KeyError otherwise."""
     if isinstance(value, bool) or value is None:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, (int, float)):
@@ -546,7 +549,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _member(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a member; True where patterns decide."""
+    """Return the schema of a member; True if patterns decide."""
     properties = schema.get("properties", {})
     if name in properties:
         return properties[name]

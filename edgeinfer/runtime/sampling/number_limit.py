@@ -1,7 +1,7 @@
-"""Bound the digits of the numbers of a JSON answer: `NumberLimit`.
+"""Limit the digits of numbers in a JSON answer: `NumberLimit`.
 
-The grammar engine's numbers have no end, and a model at a higher temperature may not find one: of 12
-heights in metres, 4 ran through `1.8000000447…` to the end of the answer.
+The grammar engine does not limit numbers, and at a higher temperature a model may never end one: of 12
+heights in metres, 4 continued `1.8000000447…` to the end of the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Most digits of a number: a double has 17 significant ones, and up to three in its exponent.
+#: Most digits of a number: a double has 17 significant digits, and up to three in its exponent.
 MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
 
@@ -29,7 +29,7 @@ class DigitTokens:
 
 
 class NumberLimit:
-    """A request's position in its JSON: in a text, or after some digits of a number."""
+    """A request's position in its JSON: inside a string, or after some digits of a number."""
 
     __slots__ = ("_is_escaped", "_is_text", "_n_digits", "_tokens")
 
@@ -39,14 +39,14 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Forbid another digit after the last one allowed, unless nothing else may come."""
+        """Forbid a digit after the last allowed one, unless only digits may come."""
         if self._n_digits >= MAX_DIGITS:
             more = forbidden | self._tokens.mask
             if not more.all():
                 np.copyto(forbidden, more)
 
     def accept(self, token: int) -> None:
-        """Note the characters of the next token."""
+        """Take account of the next token's characters."""
         piece = self._tokens.vocab.piece(token)
         if self._is_text and not self._is_escaped and b'"' not in piece and b"\\" not in piece:
             return

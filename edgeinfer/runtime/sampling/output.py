@@ -1,4 +1,4 @@
-"""Turn sampled tokens into events: bytes, whole characters, stop strings, log-probabilities."""
+"""Convert sampled tokens to events: bytes, whole characters, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Output:
 
     @property
     def is_reasoning(self) -> bool:
-        """True if the text so far ends inside a reasoning span."""
+        """Return whether the text so far ends inside a reasoning span."""
         return self._parser is not None and self._parser.is_reasoning
 
     @property
     def n_broken_calls(self) -> int:
-        """Tool calls that began with a marker and could not be parsed."""
+        """Number of tool calls that began with a marker but could not be parsed."""
         return self._parser.n_broken_calls if self._parser is not None else 0
 
     @property
     def is_holding(self) -> bool:
-        """True if the end of the text waits for the rest of a character or a marker."""
+        """Return whether the end of the text waits for the rest of a character or a marker."""
         return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
 
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
-        """Return the events that are certain after `token`."""
+        """Return the events that `token` makes certain."""
         if logprobs is not None:
             self.hold_logprobs(logprobs)
         events = self._parse(self._text.feed(self._vocab.piece(token, special=self._special)))
@@ -73,11 +73,11 @@ class Output:
         return self._with_logprobs(events)
 
     def hold_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Report a token's log-probabilities with the next text, or at the end."""
+        """Report a token's log-probabilities together with the next text, or at the end."""
         self._logprobs.append(logprobs)
 
     def finish(self, *, cut: bool = False) -> list[Parsed]:
-        """Return the held events, at the end of the generation; `cut`: the model did not end it."""
+        """Return the held-back events when the generation ends; `cut`: the model did not end it."""
         events = self._parse(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish(cut=cut))
@@ -117,7 +117,7 @@ def chosen_logprobs(
 
 
 class TextStream:
-    """The text of one generation; it holds back possible stop strings."""
+    """The text of one generation; possible stop strings are held back."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -126,20 +126,20 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Return the text that is certain after `data`, which ends before a stop string."""
+        """Return the text that `data` makes certain; it ends before a stop string."""
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)
         return self._release(self._held + text) if self._stops else text
 
     def finish(self) -> str:
-        """Return the held text at the end. Bytes of an unfinished character are dropped."""
+        """Return the held-back text at the end, without bytes of an incomplete character."""
         held, self._held = self._held, ""
         return "" if self.stopped_by is not None else held
 
     @property
     def is_holding(self) -> bool:
-        """True if text is held back: a possible stop string, or a part of a character."""
+        """Return whether text is held back: a possible stop string, or a part of a character."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
@@ -153,7 +153,7 @@ class TextStream:
 
 
 class ReasoningBudget:
-    """One request's budget: `n_tokens` of reasoning; `close`: its end marker's tokens."""
+    """A request's reasoning budget: `n_tokens`, and the tokens of the end marker (`close`)."""
 
     def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
         self._n_tokens = n_tokens
@@ -164,9 +164,9 @@ class ReasoningBudget:
     def is_spent(self, output: Output) -> bool:
         """Return whether the span must be closed now. Called once after each sampled token.
 
-        Not within a character or a possible marker: the next token decides then.
+        Never inside a character or a possible marker: then the next token decides.
         """
         is_inside = output.is_reasoning
-        self._n += self._was_inside and is_inside  # the marker that opens it is no part of it
+        self._n += self._was_inside and is_inside  # the opening marker is not counted
         self._was_inside = is_inside
         return is_inside and self._n >= self._n_tokens and not output.is_holding

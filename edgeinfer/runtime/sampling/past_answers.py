@@ -1,15 +1,15 @@
-"""Past answers of one user, which suffix drafting looks up: one file for each model and salt.
+"""Past answers of one user, in which suffix drafting searches: one file per model and salt.
 
     ROOT/MODEL/answers/NAME   NAME is a keyed hash of the salt
 
-A file is int32 words: the next free place of the ring; for each of `_GRAMS` a table from the hash of
-that many tokens to the place after them; the ring of tokens. An answer begins with a negative word,
-minus the keyed hash of its conversation, and ends with another. The oldest answers are overwritten,
-each as a whole: no token is left without the word that says whose it is.
+A file consists of int32 words: the next free index of the ring; for each of `_GRAMS` a table from the
+hash of that many tokens to the index after them; the ring of tokens. An answer begins with a negative
+word (minus the keyed hash of its conversation) and ends with another. The oldest answers are
+overwritten as a whole, so no token is left without the word that names its conversation.
 
-Several processes change a file, one at a time, and read it without a lock: a draft token is verified
-by the model, so a half-written entry costs one step. Nothing of it is durable. Nothing is mapped: on a
-full tmpfs both a write to a hole and a look at one would end the process.
+Several processes change a file, one at a time, and read it without a lock: the model verifies draft
+tokens, so a half-written entry costs only one step. Nothing is flushed to disk. The file is not mapped:
+on a full tmpfs, access to a hole of a mapping would end the process.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import open_own
 
 FOLDER = "answers"
-#: Tokens in the ring, and entries of a table; a file has at most 3 MiB.
+#: Tokens in the ring, and entries per table; a file has at most 3 MiB.
 RING = 1 << 18
-#: Files of a model, least recently written deleted first: 96 MiB at most.
+#: Most files per model, at most 96 MiB; the least recently written is deleted first.
 MAX_FILES = 32
-#: Tokens before an answer that are written with it, so that its first ones can be found.
+#: Tokens before an answer that are stored with it, so that its beginning can be found.
 CONTEXT_TOKENS = 8
-#: Longest suffix that is compared (tokens).
+#: Longest compared suffix (tokens).
 LONGEST = 32
 _GRAMS = (8, 4)
 _WORD = 4
-#: Offset of each hash table, and the length (tokens) of the suffixes that it hashes.
+#: Offset of each hash table, and the length (tokens) of the suffixes in it.
 _TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
-#: Words in a page; the kernel writes a page whole even if the process is killed.
+#: Words in a page. The kernel completes writing a page even if the process is killed.
 _PAGE = 1024
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -57,8 +57,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def _hash(tokens: Iterable[Any]) -> Any:
-    """Hash tokens to a table's index: numbers, as numpy takes ten times as long for eight of them, or
-    arrays, of which each place is hashed.
+    """Hash tokens to a table's index. Numbers are ten times as fast as numpy for eight tokens; for
+    arrays each position is hashed.
     """
     state: Any = 0
     for token in tokens:
@@ -79,7 +79,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        # not at exit: the engine is closed, and writes, only after finalizers have run
+        # not at exit: the engine closes, and still writes, after finalizers have run
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         os.close(open_own(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
@@ -99,7 +99,7 @@ class AnswerFile:
 
     def find(self, text: Tokens) -> tuple[int, int]:
         """Return the ring index after the latest occurrence of a suffix of `text`, and the length of
-        that suffix (tokens); (0, 0) for none.
+        that suffix (tokens); (0, 0) if there is none.
         """
         suffix = text[-max(_GRAMS) :].tolist()
         for table, n in _TABLES:
@@ -129,7 +129,7 @@ class AnswerFile:
                 keys = _hash(hashed[i : n_keys + i] for i in range(n))
                 for i, key in enumerate(keys.tolist()):
                     self._write(table + key, np.int32(start + 1 + n + i))
-            self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites the end
+            self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites it
 
     def forget(self, owners: Iterable[int]) -> int:
         """Erase the answers of conversations; return the erased bytes. Raises OSError."""
@@ -143,21 +143,21 @@ class AnswerFile:
                     self._erase(begin, stop)
                     erased += (stop - begin) * _WORD
                 elif ring[begin] == _END and ring[begin + 1 : stop].any():
-                    self._erase(begin, stop)  # a former version left the end of an overwritten answer
+                    self._erase(begin, stop)  # an older version left the end of an overwritten answer
             self._drop_old_hashes()
         return erased
 
     def _end_of_answer(self, index: int) -> int:
-        """Return where the answer ends in which `index` lies."""
+        """Return where the answer around `index` ends."""
         following = self.read(index, RING // 4 + 2)
         bounds = np.flatnonzero(following < 0)
         if len(bounds):
             return index + int(bounds[0])
-        # zeros mean that nothing was written there yet
+        # zeros mean that this part was never written
         return index + len(following) if following.any() else index
 
     def _erase(self, begin: int, stop: int) -> None:
-        """Overwrite [begin, stop), last page first: after a kill the rest keeps its owner."""
+        """Overwrite [begin, stop) from the last page on: after a kill the rest keeps its owner."""
         first, last = _RING_AT + begin, _RING_AT + stop
         while last > first:
             low = max(first, (last - 1) // _PAGE * _PAGE)
@@ -165,7 +165,7 @@ class AnswerFile:
             last = low
 
     def _drop_old_hashes(self) -> None:
-        """Drop table entries without a match in the ring: hashes would still reveal erased text."""
+        """Drop table entries without a match in the ring: their hashes still reveal erased text."""
         ring = self.ring
         for table, n in _TABLES:
             places = self._read(table, RING).copy()
@@ -201,7 +201,7 @@ class AnswerFile:
 
 
 class PastAnswers:
-    """The answers of one model, below `folder`; `secret` keys names. Any thread."""
+    """The answers of one model below `folder`; `secret` is the key of file names. Any thread."""
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder / FOLDER, secret
@@ -209,7 +209,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def of(self, salt: str) -> AnswerFile | None:
-        """Return the answers of `salt`, None without a usable file."""
+        """Return the answers of `salt`; None without a usable file."""
         with self._lock:
             try:
                 return self._open(salt)
@@ -241,7 +241,7 @@ class PastAnswers:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close every file; may be used again."""
+        """Close every file; the object may be used again."""
         with self._lock:
             self._files.clear()
 
@@ -251,14 +251,14 @@ def _keyed_hash(secret: bytes, text: str) -> bytes:
 
 
 def owner_number(secret: bytes, conversation: str) -> int:
-    """Name a conversation in a ring: a positive number of 31 bits."""
+    """Return the number of a conversation in a ring: positive, 31 bits."""
     return int.from_bytes(_keyed_hash(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
 
 
 def forget_answers(root: Path, secret: bytes, conversations: Iterable[str]) -> int:
     """Erase the answers of conversations in every file below `root`; return the erased bytes.
 
-    A file that cannot be changed is deleted: drafts do without it.
+    A file that cannot be changed is deleted.
     """
     owners = [owner_number(secret, conversation) for conversation in conversations]
     erased = 0

@@ -1,8 +1,8 @@
-"""Rewrite a schema's `pattern` so that the grammar engine enforces what ECMAScript means by it.
+"""Rewrite a schema's `pattern` so that the grammar engine enforces its ECMAScript meaning.
 
-The engine takes a class that has control characters and lacks `"` or a backslash too widely: it lets
-the JSON escapes `\\"` and `\\\\` through. Such a class is written as ranges without control characters.
-Look-aheads at the start, which the engine does not know, are further patterns of the same string.
+If a class contains control characters but lacks `"` or a backslash, the engine also allows the JSON
+escapes `\\"` and `\\\\`. Such a class is written as ranges without control characters. The engine does
+not support look-aheads; those at the start become further patterns of the same string.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import lru_cache
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: A class, or an escape that is one, or any other escape.
+#: Matches a class, an escape that is a class, or any other escape.
 _ATOM = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
 _ESCAPED_CLASSES = ("\\s", "\\S", "\\w", "\\W", "\\d", "\\D")
 _WRITTEN_CONTROLS = "\t\n\r"
 _SPACES = "\\t\\n\\v\\f\\r \\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"
 _AFTER_BASIC_PLANE = "\U0001f600"
-#: Set operations of the engine's syntax, which ECMAScript takes as characters.
+#: Set operations of the engine's syntax, which are plain characters in ECMAScript.
 _SET_OPERATION = re.compile(r"&&|--|~~")
 _LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 _AHEAD = re.compile(r"\^?\(\?([=!])")
@@ -31,14 +31,14 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`, None if there are none. Raises ValueError."""
+    """Return patterns that together mean `pattern`; None if there are none. Raises ValueError."""
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 
 
 @lru_cache(maxsize=256)
 def narrow(pattern: str) -> str:
-    """Return `pattern` with the classes rewritten that are taken too widely. Raises ValueError."""
+    """Return `pattern` with rewritten classes where the engine allows too much. Raises ValueError."""
     return _ATOM.sub(lambda atom: _narrow_class(atom[0]), pattern)
 
 
@@ -53,18 +53,18 @@ def _narrow_class(atom: str) -> str:
             characters = re.compile(f"[{_spaces(body)}]", re.ASCII)
     except re.error:
         if atom.startswith("[^") and ('"' in atom or "\\\\" in atom):
-            raise ValueError(f"the class {atom} cannot be compared with JSON's escapes") from None
+            raise ValueError(f"the class {atom} cannot be combined with JSON's escapes") from None
         return atom
     controls = [c for c in map(chr, range(32)) if c not in _WRITTEN_CONTROLS and characters.match(c)]
     if not controls or (characters.match('"') and characters.match("\\")):
         return atom
     if _SET_OPERATION.search(atom) or max(atom) > "\uffff":
-        raise ValueError(f"the class {atom} cannot be compared with JSON's escapes")
+        raise ValueError(f"the class {atom} cannot be combined with JSON's escapes")
     return _ranges(characters)
 
 
 def _spaces(body: str) -> str:
-    r"""Write `\s` out: ECMAScript's is Unicode's, while its `\w` and `\d` are ASCII's."""
+    r"""Write `\s` as a class: ECMAScript's is Unicode's, but its `\w` and `\d` are ASCII's."""
     return re.sub(r"\\(.)", lambda escape: _SPACES if escape[1] == "s" else escape[0], body)
 
 
@@ -87,10 +87,10 @@ def _escape(character: str) -> str:
 
 
 def without_look_aheads(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`, whose look-aheads stand at its start.
+    """Return patterns that together mean `pattern`, which has look-aheads at its start.
 
-    None if that cannot be said. `(?!^[class]*$)` asks for a character that is not of the class, and
-    `(?![class])` for one at the beginning, if there is any.
+    None if that is impossible. `(?!^[class]*$)` requires a character outside the class, and
+    `(?![class])` requires one at the beginning, if the string is not empty.
     """
     parts, remaining = [], pattern
     anchor = "^" if pattern.startswith("^") else ""
@@ -114,7 +114,7 @@ def without_look_aheads(pattern: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return where the group ends whose inside begins at `start`, -1 if nowhere."""
+    """Return the end of the group whose content begins at `start`, -1 if there is none."""
     depth = 1
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[start:], re.DOTALL):
         depth += {"(": 1, ")": -1}.get(token[0], 0)

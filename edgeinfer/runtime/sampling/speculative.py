@@ -1,7 +1,7 @@
-"""Speculative decoding: draft tokens, verified in one step, while they gain more than they cost.
+"""Speculative decoding: verify draft tokens in one step, as long as they gain more than they cost.
 
-A draft token is only kept if it is the token the sampler picks from the model's own logits, so the text
-is the same with and without; only the time differs.
+A draft token is kept only if the sampler picks the same token from the model's logits. So the text is
+the same with and without drafts; only the time differs.
 
 Drafts come from the text itself, from past answers, and from a draft model.
 """
@@ -26,29 +26,30 @@ from edgeinfer.runtime.sampling.past_answers import (
     common_suffix,
 )
 
-#: Rows at which the cost of a step is known, in steps of one row: linear between, and beyond the last.
-#: The last point is measured only when such a step first runs: measured earlier, its rows' logits would
-#: stay in the parked process. Without logits, a large vocabulary's step takes two thirds of its time.
+#: Numbers of rows at which the cost of a step is measured, in steps of one row; it is linear between
+#: them and beyond the last. The last point is measured when such a step first runs: before parking, its
+#: rows' logits would stay in the parked process. Without logits, a step of a large vocabulary takes two
+#: thirds of the time.
 _ROWS = (1, 2, 4, 8, 16, 32)
-#: Assumed costs before any was measured: two to three times those of our kernels.
+#: Costs assumed before the first measurement: two to three times those of our kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
-#: How long (s) the curve is measured; each point at least once.
+#: Time (s) for measuring the curve; each point is measured at least once.
 _MEASURE_S = 0.7
-#: Weight of one step without drafts in the mean, of one with drafts in it, and of one with drafts in
-#: the curve, where an assumed cost counts as one step and a measured one as many.
+#: Weight of one step in the mean without drafts, in the mean with drafts, and in the curve; an assumed
+#: cost counts as one step, a measured one as many.
 _PLAIN_WEIGHT = 0.1
 _DRIFT = 0.03
 _CURVE_WEIGHT = 0.08
-#: Expected gain over cost from which tokens are drafted: step times are noisy.
+#: Ratio of expected gain to cost from which tokens are drafted: step times are noisy.
 _MARGIN = 1.3
 
 
 class StepCurve:
-    """The cost of a decode-only step by its rows and sequences. Shared by all sequences.
+    """The cost of a decode-only step by its rows and sequences. All sequences share it.
 
-    The curve is relative to one row: the depth of the cache and other programs move all of it. Logits
-    take `logits_share` of a row's time, from 0 to 1; the rows of forced tokens have none. Before the
-    first measurement, `shared_share` of a row's time is assumed to be the same for all rows of a step.
+    The curve is relative to one row, because the depth of the cache and other programs change all of
+    it. Logits take `logits_share` of a row's time, 0 to 1; rows of forced tokens have none. Before the
+    first measurement, `shared_share` of a row's time is assumed to be common to all rows of a step.
     """
 
     def __init__(self, logits_share: float = 0.0, shared_share: float = 0.0) -> None:
@@ -58,12 +59,12 @@ class StepCurve:
         self._plain_s: dict[int, float] = {}
 
     def measure(self, step_s: Callable[[int], float]) -> None:
-        """Learn the curve; `step_s(rows)` computes a step of `rows` rows and returns its time (s)."""
+        """Learn the curve; `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
         measured = _ROWS[:-1]
         best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
         while time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
-        best = [min(best[i:]) for i in range(len(best))]  # slower than more rows: disturbed
+        best = [min(best[i:]) for i in range(len(best))]  # a time above that of more rows was disturbed
         self._set_points([seconds / best[0] for seconds in (*best, _line(best))])
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
@@ -76,10 +77,11 @@ class StepCurve:
             if is_plain:
                 self._plain_s[n_sequences] = seconds
             return
-        change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # no outlier counts
+        change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # limit outliers
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # one disturbed step must not end drafts this long: only such drafts would correct the cost
+            # one disturbed step must not end drafts of this length: only such drafts would correct the
+            # cost
             excess = self._points[-1] - _line(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -96,10 +98,10 @@ class StepCurve:
         self._set_points(points)
 
     def _set_points(self, points: list[float]) -> None:
-        self._points = list(accumulate(points, max))  # more rows never cost less: that is noise
+        self._points = list(accumulate(points, max))  # more rows never cost less: a decrease is noise
 
     def seconds(self, n_sequences: int, rows: float) -> float | None:
-        """Return the time (s) of a step of `n_sequences` with `rows`, None before the first one."""
+        """Return the time (s) of a step of `n_sequences` with `rows`; None before the first step."""
         plain_s = self._plain_s.get(n_sequences)
         return None if plain_s is None else plain_s * self.cost(rows) / self.cost(n_sequences)
 
@@ -120,32 +122,32 @@ def _segment(rows: float) -> int:
 
 
 class DraftBudget:
-    """Decide how many draft tokens the step being planned carries, over all its sequences.
+    """Decides how many draft tokens the planned step carries, over all its sequences.
 
-    They are compared with what a step without any computes: a token of each sequence. Tokens that a
-    constraint forces are rows of this step, but neither gain nor cost.
+    The gain is compared with a step without drafts, which computes one token per sequence. Tokens that
+    a constraint forces are rows of this step, but count neither as gain nor as cost.
     """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
         self._row_cost, self._rows = curve.cost, rows
         self._cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         step_s = curve.seconds(n_sequences, rows)
-        #: Time (s) of a step of one row; 0 before one was measured.
+        #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = step_s / curve.cost(rows) if step_s else 0.0
         self._least_chance: float | None = None if step_s else math.inf
 
     @property
     def rate(self) -> float:
-        """Return the tokens expected in the time of a step of one row."""
+        """Tokens expected in the time of a step with one row."""
         return self._expected / self._cost
 
     def best(
         self, chances: Sequence[float], *, draft_cost: float = 0.0, n_drafted: int = 0
     ) -> tuple[int, float]:
-        """Return how many draft tokens of one sequence give the highest `rate`, and that rate.
+        """Return the number of draft tokens of one sequence with the highest `rate`, and that rate.
 
-        `chances`: of each token to be right if those before it are. All but the first `n_drafted` are
-        still to be drafted, for `draft_cost` steps of one row each.
+        `chances` are the tokens' probabilities to be right if the earlier ones are. All but the first
+        `n_drafted` are still to be drafted, for `draft_cost` steps of one row each.
         """
         best, best_rate = 0, self.rate
         gain, chance = 0.0, 1.0
@@ -172,8 +174,8 @@ class DraftBudget:
         return n
 
     def least_chance(self, n: int) -> float:
-        """Return the chance of a first draft token from which up to `n` would pay if those after it
-        were right. All sequences ask with the same `n`.
+        """Return the probability from which a first draft token pays if up to `n - 1` further ones are
+        right. All sequences ask with the same `n`.
         """
         if self._least_chance is None:
             before = self._row_cost(self._rows)
@@ -182,8 +184,8 @@ class DraftBudget:
         return self._least_chance
 
 
-#: Acceptance rate assumed before anything was verified, by the least length of the match (tokens); its
-#: weight in verified tokens; and the least weight of one verified token.
+#: Acceptance rate assumed before the first verification, by the minimum length of the match (tokens);
+#: its weight in verified tokens; and the minimum weight of one verified token.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
 _START_TOKENS = 7
@@ -193,7 +195,7 @@ _LEAST_WEIGHT = 0.04
 class Acceptance:
     """Running acceptance rate: the share of right draft tokens among those after only right ones.
 
-    `start` is what is assumed before any was verified, and counts as `n_tokens`.
+    `start` is the rate assumed at first, which counts as `n_tokens` tokens.
     """
 
     def __init__(self, start: float, n_tokens: int = _START_TOKENS) -> None:
@@ -204,13 +206,13 @@ class Acceptance:
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
     def recover(self, start: float, share: float) -> None:
-        """Move the rate back by `share` of its difference from the assumed one."""
+        """Move the rate by `share` of the difference towards the assumed one."""
         self.rate += share * (start - self.rate)
 
 
 class SuffixDrafter:
-    """Draft what followed the longest suffix of the text where it occurred before: in the text itself
-    or, if `answers` are given, in past ones. Of several places the latest counts.
+    """Drafts the text that followed an earlier occurrence of the longest suffix: in the text itself or,
+    with `answers`, in past ones. The latest occurrence counts.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -219,16 +221,16 @@ class SuffixDrafter:
         self._rates = [[Acceptance(start) for start in _START] for _ in range(2)]
         self._text: Tokens = np.empty(0, np.int32)
         self._n = self._next = 0
-        #: Source of the latest draft: whether past answers, the index of its next token, and how many
-        #: tokens before it agree.
+        #: Source of the latest draft: whether it is a past answer, the index of its next token, and the
+        #: length of the match.
         self._is_past = False
         self._index = self._length = 0
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
-        """Return up to `limit` tokens, none if the end of `tokens` is new, and only one, to learn from,
-        if that is less likely right than `least_chance`.
+        """Return up to `limit` tokens; none if the end of `tokens` is new. Return only one token, to
+        learn from it, if it is less likely right than `least_chance`.
         """
-        n_known = self._n if self._n <= len(tokens) else 0  # a context shift dropped tokens
+        n_known = self._n if self._n <= len(tokens) else 0  # a context shift may have dropped tokens
         if n_known and len(tokens) < self._next:
             return []
         self._append(tokens, n_known)
@@ -244,12 +246,12 @@ class SuffixDrafter:
             draft = self.answers.read(self._index, limit).tolist()
         else:
             draft = self._text[self._index : min(self._index + limit, self._n)].tolist()
-            draft = (draft * limit)[:limit]  # a repetition goes on after the end of the text
+            draft = (draft * limit)[:limit]  # a repetition continues beyond the end of the text
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:
-        """Return the least length of a match to look for next: a shorter one would not pay. It grows by
-        one a token, and looking for it at eight streams in every step takes 1 % of a 135M's.
+        """Return the minimum length of the next match: a shorter one would not pay. It grows by one per
+        token; searching in every step at eight streams takes 1 % of the time of a 135M model.
         """
         rates = zip(_LENGTHS, *self._rates, strict=True)
         paying = (n for n, *both in rates if max(r.rate for r in both) >= least_chance)
@@ -264,8 +266,8 @@ class SuffixDrafter:
         self._n = len(tokens)
 
     def _follows(self, n_known: int) -> bool:
-        """Return whether drafting can continue where the latest draft was: it was right, and the match
-        is long.
+        """Return whether drafting can continue after the latest draft: it was right, and the match is
+        long.
         """
         if not self._length:
             return False
@@ -309,13 +311,13 @@ class SuffixDrafter:
         return index, common_suffix(text[:index], text[:n])
 
     def acceptance(self, position: int) -> Acceptance:
-        """Return the rate of the latest draft's token at `position`."""
+        """Return the rate for the latest draft's token at `position`."""
         length = max(self._length + position, _LENGTHS[0])
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 
 
 class ModelDraft(NamedTuple):
-    """Tokens of a draft model with the chance of each to be right, and the time (s) that they took."""
+    """Tokens of a draft model, the probability of each to be right, and the time (s) they took."""
 
     tokens: list[int]
     chances: list[float]
@@ -328,31 +330,31 @@ class ModelDrafter(Protocol):
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
     ) -> ModelDraft:
-        """Draft up to `limit` tokens if `budget` may come to a higher rate than `least_rate`."""
+        """Draft up to `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
 
     def record(self, sampled: Sequence[int]) -> None:
-        """Compare the latest draft with the tokens that were sampled."""
+        """Compare the latest draft with the sampled tokens."""
 
     def close(self) -> None:
-        """Free what the sequence has in the draft model. Idempotent."""
+        """Free the sequence's cells in the draft model. Idempotent."""
 
 
 class Drafting:
-    """One sequence's speculation. `is_forced`: from the text, at any price, as the request says."""
+    """One sequence's speculation. `is_forced`: drafts from the text at any cost, as requested."""
 
     def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit
         self._is_forced = is_forced
-        #: The draft model's drafter, if there is one.
+        #: The draft model's drafter; None if there is none.
         self.model: ModelDrafter | None = None
         self._predicted: list[int] = []
         self._predicted_from = 0
         self.drafted = self.accepted = 0
-        #: Time (s) that a draft model took for the step being planned.
+        #: Time (s) that a draft model took for the planned step.
         self.model_s = 0.0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
-        """Draft from past answers too; None releases them."""
+        """Also draft from past answers; None releases them."""
         if self._drafter is not None:
             self._drafter.answers = answers
 
@@ -369,8 +371,8 @@ class Drafting:
         budget: DraftBudget,
         valid: Callable[[Sequence[int]], int] = len,
     ) -> list[int]:
-        """Return the draft tokens of this step, at most `room`, of which `valid` says how many may come
-        next.
+        """Return the draft tokens of this step, at most `room`; `valid` returns how many of them the
+        constraint allows.
         """
         self._predicted, self._predicted_from = [], len(tokens)
         self.model_s = 0.0
@@ -396,7 +398,7 @@ class Drafting:
         return self._predicted[: budget.take(chances, draft.seconds)]
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Compare the predictions with the sampled `tokens`, and count the rows that were drafted."""
+        """Compare the drafts with the sampled `tokens`, and count the drafted rows."""
         self.drafted += drafted
         self.accepted += accepted
         sampled = tokens[self._predicted_from :]
@@ -410,7 +412,7 @@ class Drafting:
 
 
 class ReplayDrafting(Drafting):
-    """Draft the tokens of an earlier `answer`: each step verifies as many as it has rows for."""
+    """Drafts the tokens of an earlier `answer`: each step verifies as many as it has rows for."""
 
     def __init__(self, answer: Sequence[int], n_prompt: int) -> None:
         super().__init__(None, limit=0)

@@ -241,7 +241,7 @@ def test_ambiguous_grammar_ends_its_own_request(constraints, vocab):
     with pytest.raises(UnsupportedConstraintError) as caught:
         go_on()
     assert not matcher.is_done
-    assert "1,000 ways to go on" in caught.value.message
+    assert "1,000 continuations" in caught.value.message
 
 
 def test_large_constraints_stay_within_the_limits(constraints, vocab):
