@@ -1,7 +1,7 @@
 """Find, start and call an edgeinfer endpoint, as a client does.
 
-Any user of this machine may listen at a free port and answer as an endpoint. So nothing is sent before
-the kernel has said that the listener belongs to this user or root.
+Any user of this machine may listen on a free port and imitate an endpoint. So nothing is sent before
+the kernel has confirmed that the listener belongs to this user or root.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from edgeinfer.platform.process import start_dying
 
 #: Limit (s) of /health, which an edgeinfer endpoint answers immediately.
 _HEALTH_S = 5.0
-#: Limit (s) of a request for which a model may have to be loaded first.
+#: Limit (s) of a request before which a model may have to be loaded.
 _LOAD_S = 900.0
 _LOOK_S = 0.05
 _LOG_NAME = "launch-serve.log"
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint that answers. `key` is its API key, "" for none; `model` its default."""
+    """A running endpoint. `key` is its API key, "" for none; `model` its default model."""
 
     url: str
     model: str
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """Return the context (tokens) of `model`, loading it first if need be. Raises ServeError."""
+        """Return the context (tokens) of `model`; loads it first if necessary. Raises ServeError."""
         if not (n_ctx := self._loaded_n_ctx(model)):
             self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
@@ -49,7 +49,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether a GET of `path`, which needs no key, is answered. Raises ServeError."""
+        """Return whether GET of `path` succeeds; the path must need no key. Raises ServeError."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_HEALTH_S)
         try:
@@ -60,7 +60,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise ServeError(f"{self.url} does not answer: {error}") from error
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
-        """Return the JSON of an answer. Raises ServeError if there is none, or an error."""
+        """Return an answer's JSON. Raises ServeError for no answer, or an error."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         headers = {"content-type": "application/json"}
@@ -90,7 +90,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         if not uids or uids - {os.getuid(), 0}:
             raise ServeError(
                 f"{self.url} is not your endpoint: another user's program listens there",
-                hint="`edgeinfer serve --port N` takes another port",
+                hint="`edgeinfer serve --port N` uses another port",
             )
 
 
@@ -100,7 +100,7 @@ def _message(value: Any) -> str:
 
 
 def look_at(url: str, key: str) -> RemoteEndpoint | None:
-    """Return the endpoint at `url`, else None. Its health needs no key."""
+    """Return the endpoint at `url`, None if there is none. Needs no key."""
     endpoint = RemoteEndpoint(url=url, model="")
     try:
         health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
@@ -146,7 +146,7 @@ def start(
         process.terminate()
         raise
     finally:
-        process.returncode = 0  # whether it has ended is told by its pid: it may outlive this process
+        process.returncode = 0  # it may outlive this process, which only checks its pid
     return remote, process.pid
 
 

@@ -1,9 +1,9 @@
 """Normalize and predict the prompts of coding agents, so that their sessions share a cached prefix.
 
 Agents write lines that change with each request or session (date, working directory, billing header)
-ahead of instructions and tools, where each change ends the shared prefix. A line that tells the model
-nothing is dropped; any other is moved after what sessions share. Each rule can be switched off by name
-(`normalize-prompts`), and prompts of other clients are left as they are.
+ahead of instructions and tools, where each change ends the shared prefix. A line that is useless to the
+model is dropped; other such lines are moved after the shared prefix. Each rule can be switched off by
+name (`normalize-prompts`). Prompts of other clients are not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """`pattern`: text of the system turns that moves to `to`; None for rules about whole turns."""
+    """`pattern` matches text of system turns that moves to `to`; None for rules about whole turns."""
 
     name: PromptRule
     description: str
@@ -46,7 +46,7 @@ RULES = (
     ),
     Rule(
         "billing-header",
-        "`x-anthropic-billing-header: …` of Claude Code, which is for a bill and not for a model",
+        "`x-anthropic-billing-header: …` of Claude Code, which only a billing system needs",
         "dropped",
         _lines(r"x-anthropic-billing-header:.*\n?"),
     ),
@@ -58,9 +58,9 @@ RULES = (
     ),
     Rule(
         "environment",
-        "lines that name a project's folder; in Codex's turn about it, the parts that do go last",
+        "lines that name a project's folder; in Codex's turn about it, such parts move to the end",
         "first user turn",
-        _lines(  # of pi, Claude Code, opencode and qwen-code
+        _lines(  # as pi, Claude Code, opencode and qwen-code write them
             r"Current working directory: .*\n?",
             r" - (?:Primary working directory|Is a git repository): .*\n?",
             r"  (?:Working directory|Workspace root folder|Is directory a git repo): .*\n?",
@@ -69,11 +69,7 @@ RULES = (
             r"## /\S*/memory/MEMORY\.md\n?",
         ),
     ),
-    Rule(
-        "note",
-        "goose's `<info-msg>` about the moment and the folder, of which each request has one",
-        "last turn",
-    ),
+    Rule("note", "goose's `<info-msg>` with time and folder, one per request", "last turn"),
     Rule(
         "reminder",
         "opencode's `<system-reminder>` about its mode, which moves to the newest user turn",
@@ -82,16 +78,17 @@ RULES = (
 )
 NAMES = tuple(rule.name for rule in RULES)
 
-#: Tags of the reminders that clients write before a person's text, in the same turn.
+#: Tags of reminders that clients write before the user's text, in the same turn.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
-#: Most reminders remembered, and the longest (characters).
+#: Most remembered reminders, and their maximum length (characters).
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
 #: Opening tag of Codex's turn about the working folder, and its parts that name a folder.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: Matches goose's note about the time, the folder and its tasks; it moves in each request.
+#: Matches goose's note about the time, the folder and its tasks; in each request it is at another
+#: place.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
@@ -105,9 +102,9 @@ class PromptNormalizer:
     def normalize(
         self, turns: Sequence[Message], user_agent: str, *, cache_salt: str | None = None
     ) -> tuple[Turns, tuple[PromptRule, ...]]:
-        """Return the turns as they are prefilled, and the names of the rules that changed something.
+        """Return the normalized turns, and the names of the rules that changed something.
 
-        An unknown `user_agent` changes nothing. `cache_salt` tells whose reminders may be put back;
+        An unknown `user_agent` changes nothing. `cache_salt` tells whose reminders may be restored;
         None for a request that stores no prefix.
         """
         if not agent_of(user_agent):
@@ -120,10 +117,12 @@ class PromptNormalizer:
 
 
 class Reminders:
-    """Remember which user turns ended with a reminder, to put it back where a client leaves it out.
+    """Remembers which user turns ended with a reminder, and restores reminders that a client leaves
+    out.
 
-    opencode's plan mode adds one to the newest user turn and takes it from the one before, which would
-    be prefilled again with all after it. Reminders are put back only if the newest user turn has one.
+    opencode's plan mode adds a reminder to the newest user turn and removes it from the previous one.
+    Without it, that turn and all later ones would be prefilled again. Reminders are restored only if
+    the newest user turn has one.
     """
 
     def __init__(self) -> None:
@@ -156,7 +155,7 @@ class Reminders:
 
 
 def _reminder(turn: Message) -> str:
-    """Return the reminder at the end of a user turn, after a person's text."""
+    """Return the reminder at the end of a user turn, after the user's text."""
     start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
     is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH
@@ -207,14 +206,14 @@ def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
 
 
 def _cut_lines(pattern: re.Pattern[str], system: list[Message]) -> str:
-    """Cut the matching lines out of the system turns, in place; return them, a line each."""
+    """Cut the matching lines out of the system turns, in place; return them, one per line."""
     cut_lines = [line.strip() for turn in system for line in pattern.findall(turn.content)]
     system[:] = [_with_content(turn, pattern.sub("", turn.content)) for turn in system]
     return "".join(f"{line}\n" for line in cut_lines)
 
 
 def _put_ahead(messages: list[Message], lines: str) -> None:
-    """Put lines before the user's first text, which differs in each session, but after reminders."""
+    """Put lines before the user's first text, which differs between sessions, but after reminders."""
     index = next(i for i, turn in enumerate(messages) if turn.role == "user")
     text = messages[index].content
     position = 0
@@ -229,7 +228,7 @@ def _put_ahead(messages: list[Message], lines: str) -> None:
 
 
 def _put_folders_last(messages: list[Message]) -> bool:
-    """Move what names a folder to the end of Codex's turn about it; return whether anything moved."""
+    """Move the parts of Codex's turn that name a folder to its end; return whether any moved."""
     index = next((i for i, t in enumerate(messages) if t.content.startswith(_CONTEXT)), None)
     if index is None or any(turn.role != "user" for turn in messages[: index + 1]):
         return False
@@ -263,7 +262,7 @@ def _put_note_last(messages: list[Message]) -> bool:
 
 
 def _move(text: str, position: int, section: str, before: str) -> str:
-    """Move the `section` at `position` of `text` to before the next `before`, if there is one."""
+    """Move the `section` at `position` of `text` before the next `before`, if there is one."""
     target = text.find(before, position)
     if target < 0:
         return text
@@ -277,19 +276,19 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Characters that agents replace in a project's path to name the folder of its memory.
+#: Characters that agents replace in a project's path to get the name of its memory folder.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
 #: Most characters of markup between the last line that names a folder and the user's text.
 _MARKUP = 80
 
 
 def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) -> str:
-    """Return a prompt's prefix with `folder` and `day` in place of its own, without the user's words.
+    """Return a prompt's prefix, up to the user's text, with `folder` and `day` in place of its own.
 
-    Agents name both before the user's first words, so `launch` can have both prefilled while the agent
-    starts: without it a new session of Codex on a 4B shape takes at least three times as long to its
-    first token (decision 087). A wrong prediction costs the prefill of what follows the mistake. `text`
-    unchanged if it names no folder.
+    Agents name both before the user's first words, so `launch` can prefill them while the agent starts.
+    Without it, a new session of Codex on a 4B model takes at least three times as long to its first
+    token (decision 087). A wrong prediction costs the prefill of everything after the mistake. Return
+    `text` unchanged if it names no folder.
     """
     folders = _FOLDER.findall(text)
     if not folders:

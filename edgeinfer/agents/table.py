@@ -1,6 +1,7 @@
-"""The coding agents that `edgeinfer launch` knows, how each is pointed at this endpoint, and run.
+"""The coding agents that `edgeinfer launch` supports: how each is configured for this endpoint, and
+run.
 
-A new agent is a setup function under `@_agent`.
+To add an agent, write a setup function under `@_agent`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from edgeinfer.platform.process import start_dying
 
 #: Name of this provider in agents that need one.
 PROVIDER = "edgeinfer"
-#: For agents that need an answer limit: the context divided by this.
+#: Divisor of the context that gives the answer limit, for agents that need one.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Context (tokens) that an agent's first request must leave, for answers and tool results.
+#: Context (tokens) for answers and tool results beyond an agent's first request.
 _ROOM_TOKENS = 4096
-#: Smallest window (tokens) that Claude Code accepts; it takes a smaller one for a mistake.
+#: Smallest window (tokens) that Claude Code accepts.
 _CLAUDE_WINDOW = 100_000
 
 
 class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoint and model that an agent is to use. Agents insist on a `key`."""
+    """The endpoint and model for an agent. `key` is never empty, because agents require one."""
 
     url: str
     model: str
@@ -43,12 +44,12 @@ class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int:
-        """The limit of an answer's length (tokens)."""
+        """Limit of an answer's length (tokens)."""
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
 class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments before the user's own, and environment variables."""
+    """Arguments that go before the user's own, and environment variables."""
 
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = {}
@@ -60,9 +61,9 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 class Agent(NamedTuple):
     """An agent: `name` is its program on PATH, `install` the command to show if that is missing.
 
-    `first_tokens`: length of its first request (SmolLM2's tokens; other models differ by a fifth).
-    `user_agent`: the prefix of that header if `launch` starts it, "" if it does not tell.
-    `room_tokens`: context needed beyond the first request, or it compacts at once.
+    `first_tokens` is the length of its first request (SmolLM2's tokens; other models differ by a
+    fifth). `user_agent` is the prefix of that header if `launch` starts it, "" if there is none.
+    `room_tokens` is the context needed beyond the first request; with less, the agent compacts at once.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Agent(NamedTuple):
 
     @property
     def needs_tokens(self) -> int:
-        """The smallest context (tokens) that this agent can work in."""
+        """Smallest context (tokens) in which this agent can work."""
         return self.first_tokens + self.room_tokens
 
 
@@ -85,7 +86,7 @@ AGENTS: dict[str, Agent] = {}
 def _agent(
     title: str, install: str, first_tokens: int, user_agent: str, room_tokens: int = _ROOM_TOKENS
 ) -> Callable[[_SetupFunction], _SetupFunction]:
-    """Register the agent that the decorated function sets up, under the function's name."""
+    """Register the agent that the decorated function sets up; its name is the function's."""
 
     def register(setup: _SetupFunction) -> _SetupFunction:
         name = setup.__name__
@@ -97,11 +98,11 @@ def _agent(
 
 @_agent("Claude Code", "npm install -g @anthropic-ai/claude-code", 12_101, "claude-cli/", 20_000)
 def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set environment variables: every model size that Claude Code names is this one."""
+    """Set environment variables: every model size that Claude Code uses is this model."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
-    if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts when a prompt is refused as too long
+    if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts only when a prompt is refused
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     return AgentSetup(
         environment={
@@ -142,7 +143,7 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
 def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set a variable with a configuration that opencode reads over the user's."""
+    """Set a variable with a configuration that has priority over the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
     name = f"{PROVIDER}/{target.model}"
     content = {
@@ -191,7 +192,7 @@ def aider(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("pi", "npm install -g @mariozechner/pi-coding-agent", 1_326, "pi/", 22_000)
 def pi(target: AgentTarget, folder: Path) -> AgentSetup:
-    """Write an extension that adds the provider and a user agent that the endpoint knows."""
+    """Write an extension that adds the provider, and a user agent that the endpoint recognizes."""
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
@@ -220,7 +221,7 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set OpenAI's variables, which qwen-code reads itself."""
+    """Set OpenAI's variables, which qwen-code reads."""
     return AgentSetup(
         arguments=("--auth-type", "openai", "--model", target.model),
         environment={
@@ -257,7 +258,7 @@ def agent_of(user_agent: str) -> str:
     return next(begins, "")
 
 
-#: Signals forwarded to the agent. Ctrl-C and Ctrl-Z reach it by the terminal.
+#: Signals that are forwarded to the agent. Ctrl-C and Ctrl-Z reach it through the terminal.
 _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -265,7 +266,7 @@ def find_program(agent: Agent) -> str:
     """Return the agent's program on PATH. Raises UsageError with the install command."""
     program = shutil.which(agent.name)
     if program is None:
-        missing = f"{agent.title} is not installed: no `{agent.name}` on PATH"
+        missing = f"{agent.title} is not installed: there is no `{agent.name}` on PATH"
         raise UsageError(missing, hint=f"install it: {agent.install}")
     return program
 
@@ -290,7 +291,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 @contextlib.contextmanager
 def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave Ctrl-C to the agent, and forward the signals that reach only this process."""
+    """Leave Ctrl-C to the agent, and forward signals that reach only this process."""
 
     def send_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -1,1 +1,1 @@
-"""The chat without a screen: a session, its commands, and the plain front."""
+"""The chat without a screen: a session, its commands, and the plain front end."""

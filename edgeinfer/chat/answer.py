@@ -20,7 +20,7 @@ from edgeinfer.tools.uses import ToolUse, uses_of
 
 
 class Answer:
-    """The turn that grows by a generation: `turn` as stored at first, `done` once it has ended."""
+    """A turn that grows with a generation: `turn` is its first stored state, `done` the final one."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Answer:
 
     @property
     def progress(self) -> Progress | None:
-        """Return the progress of prefill, once reported."""
+        """Latest progress of prefill; None before the first report."""
         return self._all.progress
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
-        """Make the receipt of what was generated, signed by `key` if there is one."""
+        """Make the receipt of the answer, signed by `key` if there is one."""
         finished = self._all.last_event
         if finished is None:
-            return Refusal(refused="the answer has not ended, or it failed")
+            return Refusal(refused="the answer is not finished, or it failed")
         return make_receipt(self.request, finished, self._info, key=key)
 
     def add(self, event: Event) -> None:
@@ -74,10 +74,10 @@ class Answer:
             self._finish(event)
 
     def flush(self) -> Collected:
-        """Store what came since the last flush and return it.
+        """Store the text since the last flush and return it.
 
-        A store that fails does not stop the answer: `store_error`. An answer that repeats itself is
-        stopped.
+        If the store fails, the answer continues and `store_error` is set. An answer that repeats itself
+        is stopped.
         """
         new, self._new = self._new, Collected()
         if (new.text or new.reasoning) and self.done is None:
@@ -99,7 +99,7 @@ class Answer:
         return self._end("failed", error.message, self.turn.stats)
 
     def abandon(self) -> Turn:
-        """End the answer because the front end leaves; it is kept as stopped."""
+        """End the answer because the front end closes; it is stored as stopped."""
         self.generation.cancel()
         return self._end("stopped", "", self.turn.stats)
 

@@ -1,4 +1,4 @@
-"""Text, documents and pictures that ride with a turn: found as `@path`, read, shown to the model."""
+"""Text, documents and pictures attached to a turn: found as `@path`, read, and shown to the model."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.media import document_files, pictures
 from edgeinfer.runtime.interface import Engine
 
-#: Largest attached file (bytes), larger than any context here; a larger file is a mistake.
+#: Largest attached file (bytes). It exceeds every context here, so a larger file is a mistake.
 MAX_BYTES = 4 << 20
 
 #: Prefix of the numbered names of pasted texts.
 PASTED = "pasted text"
 
-#: Most files of an attached folder; folders in it that are left out, as hidden ones are.
+#: Most files of an attached folder, and subfolders that are ignored, as hidden ones are.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: `@name` at the start of a word, without a sentence's marks after it, or `@"any name"`.
+#: Matches `@name` at the start of a word, without punctuation after it, or `@"any name"`.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 
-#: A mention that can only mean a file: it has a slash or a file name's ending.
+#: Matches a mention that can only mean a file: it has a slash or a file name's ending.
 _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
 def mentions(text: str) -> list[str]:
-    """List what `text` mentions, once each: paths or other words."""
+    """List what `text` mentions after `@`, each once: paths or other words."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
-    """List the files and folders (`@docs/`) that `text` names, once each; other mentions stay text."""
+    """List the files and folders (`@docs/`) that `text` mentions, once each; others stay text."""
     paths: dict[Path, None] = {}
     for named in mentions(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
@@ -58,13 +58,13 @@ def missing_files(text: str) -> list[str]:
 
 
 def missing_note(text: str) -> str:
-    """Say which files a question names that are not there; return "" if all are."""
+    """Return a note about mentioned files that do not exist; "" if all exist."""
     missing = missing_files(text)
-    return f"No such file: {', '.join(missing)}. The question was sent without." if missing else ""
+    return f"No such file: {', '.join(missing)}. The question was sent without it." if missing else ""
 
 
 def dropped_picture(text: str) -> str:
-    """Return a mention of the picture or PDF whose path a terminal pastes when it is dropped, or ""."""
+    """Return a mention of a picture or PDF that was dropped on the terminal (a pasted path), or ""."""
     try:
         paths = shlex.split(text.strip().removeprefix("file://"))
         path = Path(paths[0]) if len(paths) == 1 else None
@@ -82,8 +82,8 @@ def read(path: Path) -> Attachment:
     """Read a file, or a folder's text files. Raises UsageError: too large, not text, unreadable."""
     if os.path.isdir(path):
         return _folder(path)
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would never end
-        raise UsageError(f"{path} is no file or folder", hint="attach a copy of what it holds")
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would never end
+        raise UsageError(f"{path} is not a file or folder", hint="attach a copy of its content")
     try:
         with open(path, "rb") as file:
             return from_bytes(path.name, file.read(pictures.MAX_FILE_BYTES + 1))
@@ -105,9 +105,9 @@ def _folder(folder: Path) -> Attachment:
                 texts.append(f"File `{name}`:\n{fence(text)}")
             if sum(map(len, texts)) > MAX_BYTES or len(texts) + len(left_out) > _MAX_FILES:
                 limit = f"{MAX_BYTES >> 20} MiB of text or {_MAX_FILES:,} files"
-                raise UsageError(f"{folder} holds more than {limit}", hint="attach a folder in it")
+                raise UsageError(f"{folder} has more than {limit}", hint="attach one of its subfolders")
     if not texts:
-        raise UsageError(f"{folder} holds no text file", hint="attach its other files one by one")
+        raise UsageError(f"{folder} contains no text file", hint="attach its other files one by one")
     without = ", without " * bool(left_out) + ", ".join(left_out[:5]) + ", …" * (len(left_out) > 5)
     return Attachment(name=f"{folder.resolve().name}/{without}", text="\n\n".join(texts))
 
@@ -124,7 +124,7 @@ def _plain_text(path: Path) -> str | None:
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Make an attachment of bytes. Raises UsageError unless they are text, a document or a picture."""
+    """Make an attachment. Raises UsageError unless the bytes are text, a document or a picture."""
     if pictures.is_picture(data):
         if len(data) > pictures.MAX_FILE_BYTES:
             limit = f"{pictures.MAX_FILE_BYTES >> 20} MiB"
@@ -153,7 +153,7 @@ def merge(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachm
 
 
 def count_tokens(attachment: Attachment, engine: Engine | None) -> Attachment:
-    """Return the attachment with its tokens counted, if there is an engine."""
+    """Return the attachment with its number of tokens, if there is an engine to count them."""
     if attachment.tokens or attachment.is_picture or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
@@ -166,13 +166,13 @@ def describe(attachment: Attachment) -> str:
 
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
-    """Return the prompt text: the text files first, each named and fenced, then the typed text."""
+    """Return the prompt text: first the text files, each with name and fence, then the typed text."""
     parts = [f"File `{a.name}`:\n{fence(a.text)}" for a in attachments if not a.is_picture]
     return "\n\n".join([*parts, text] if text else parts)
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Complete a path typed after `@`; folders end with a slash, hidden ones need a dot."""
+    """Complete a path typed after `@`. Folders end with a slash; hidden files need a typed dot."""
     folder, _, start = typed.rpartition("/")
     shown = f"{folder}/" if folder or typed.startswith("/") else "."
     base = (cwd or Path.cwd()) / os.path.expanduser(shown)

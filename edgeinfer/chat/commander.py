@@ -1,4 +1,4 @@
-"""Run each `/` command on the session, for any front end, which only shows things."""
+"""Run each `/` command on the session, for any front end."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Front(Protocol):
         """Show lines of text."""
 
     def show_changed(self) -> None:
-        """Show the conversation and branch that are open now."""
+        """Show the conversation and branch that are now open."""
 
     def show_answer(self, answer: Answer) -> None:
-        """Show this answer as it streams, to its end."""
+        """Show the answer while it streams, to its end."""
 
     def answer_edited(self, turn: Turn) -> None:
         """Answer a stored question."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put text into the composer; `editing` is the turn that it will replace."""
+        """Put text into the input field; `editing` is the turn that it will replace."""
 
     def attach(self, attachment: Attachment) -> None:
         """Attach to the next question."""
@@ -65,19 +65,19 @@ class Front(Protocol):
     def fold_reasoning(self) -> None: ...
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Call `then` with the result of `work`, which asks tool servers and may take seconds."""
+        """Call `then` with the result of `work`, which may wait seconds for tool servers."""
 
     def use_theme(self, name: str) -> None: ...
 
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Summarise the turns before `first_sent`, then cut there."""
+        """Summarise the turns before `first_sent`, then stop sending them."""
 
     def leave(self) -> None: ...
 
 
-#: Commands that only the front end runs, by its method.
+#: Commands that only the front end runs → its method.
 _SHOWN = {
     "help": "show_help",
     "sessions": "pick_session",
@@ -90,7 +90,7 @@ _SHOWN = {
 
 
 class Commander:
-    """Runs parsed commands with the saved `config`; an undo brings back the `deleted` conversation."""
+    """Runs parsed commands with the saved `config`; undo restores the `deleted` conversation."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one `/` command line. Raises EdgeInferError to be shown; nothing has changed then."""
+        """Run one `/` command line. Raises EdgeInferError to be shown; then nothing has changed."""
         typed = commands.parse(line)
         if typed.name in _SHOWN:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
@@ -122,7 +122,7 @@ class Commander:
             text = "" if argument == "none" else self.prompts.get(argument, argument)
             self.session.set(system_prompt=text)
         shown = self.session.conversation.system_prompt
-        none = "No system prompt of yours; the model's own, if any."
+        none = "No system prompt is set; the model's own is used, if it has one."
         text = f"System prompt: {shown}" if shown else none
         saved = f"\nSaved: {', '.join(self.prompts)}" if self.prompts else ""
         self.front.show_text(text + saved)
@@ -130,10 +130,10 @@ class Commander:
     def _save_system(self, argument: str) -> None:
         text = self.session.conversation.system_prompt
         if not text:
-            raise UsageError("there is no system prompt to keep", hint="set one: `/system TEXT`")
+            raise UsageError("there is no system prompt to save", hint="set one: `/system TEXT`")
         config_file.save(("chat", "system-prompts", argument), text)
         self.prompts[argument] = text
-        self.front.show_text(f"Kept. `/system {argument}` uses it.")
+        self.front.show_text(f"Saved. `/system {argument}` uses it.")
 
     def _temp(self, argument: str) -> None:
         self._set(f"temperature {argument}".strip())
@@ -160,7 +160,7 @@ class Commander:
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
             raise UsageError(
-                f"there is no preset {argument!r}", hint=f"there are: {', '.join(self.presets)}"
+                f"there is no preset {argument!r}", hint=f"presets: {', '.join(self.presets)}"
             )
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
@@ -175,7 +175,7 @@ class Commander:
             self.front.use_model(self.session.conversation.model, int(argument))
         elif argument:
             message = "a context is a number of tokens, e.g. /ctx 4096"
-            raise UsageError(message, hint="0 fits it to memory")
+            raise UsageError(message, hint="0 chooses by the free memory")
         else:
             size = f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
             self.front.show_text(size)
@@ -216,10 +216,10 @@ class Commander:
         if word != "code" or (number and not number.isdecimal()):
             raise UsageError("copy what?", hint="/copy, /copy code, /copy code 2, /copy all")
         if not blocks:
-            raise UsageError("the last answer holds no code", hint="")
+            raise UsageError("the last answer contains no code", hint="")
         index = int(number) if number else len(blocks)
         if not 1 <= index <= len(blocks):
-            raise UsageError(f"the last answer holds {len(blocks)} code blocks", hint="")
+            raise UsageError(f"the last answer contains {len(blocks)} code blocks", hint="")
         self.front.copy(blocks[index - 1].text, f"code block {index}")
 
     def _last_answer(self) -> Turn:
@@ -245,7 +245,9 @@ class Commander:
             if tools is not None:
                 self._use_tools(tools, refresh=argument == "check")
         elif argument:
-            raise UsageError(f"/tools has no {argument!r}", hint="/tools on, /tools off, /tools check")
+            raise UsageError(
+                f"/tools: no option {argument!r}", hint="/tools on, /tools off, /tools check"
+            )
         else:
             self.front.show_text(tools.text() if tools is not None else "No tools. `/tools on`")
 
@@ -275,10 +277,10 @@ class Commander:
 
     def _delete(self, _: str) -> None:
         self.delete(self.session.conversation.id)
-        self.front.show_text("Deleted. `/undo` brings it back.")
+        self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; the open one is replaced by a new one."""
+        """Delete a conversation; if it is open, a new one replaces it."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="")
         self.session.store.delete(conversation_id)
@@ -292,7 +294,7 @@ class Commander:
         self.front.show_changed()
 
     def undelete(self) -> int:
-        """Restore the conversation deleted last, and return its number."""
+        """Restore the conversation that was deleted last, and return its number."""
         if self.deleted is None:
             raise UsageError("nothing was deleted", hint="")
         conversation_id, self.deleted = self.deleted, None
@@ -312,10 +314,10 @@ class Commander:
     def _receipt(self, argument: str) -> None:
         answer = self.session.answer
         if answer is None:
-            raise UsageError("no answer was generated since this chat began", hint="`/regen` makes one")
+            raise UsageError("this chat has generated no answer yet", hint="`/regen` makes one")
         receipt = answer.receipt(load_key(config_file.load_config().receipts.key))
         if isinstance(receipt, Refusal):
-            raise UsageError(f"no receipt: {receipt.refused}", hint="docs/guides/receipts.md says why")
+            raise UsageError(f"no receipt: {receipt.refused}", hint="see docs/guides/receipts.md")
         if argument.startswith("-"):
             raise UsageError(f"/receipt takes no option: {argument}", hint="`/receipt FILE.json`")
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
@@ -359,7 +361,7 @@ class Commander:
     def _fork(self, _: str) -> None:
         self.session.fork()
         self.front.show_changed()
-        self.front.show_text("A copy of its own; the first conversation stays as it was.")
+        self.front.show_text("This is a copy; the first conversation is unchanged.")
 
     def _drop(self, _: str) -> None:
         turn = context.first_kept(self.session, self.session.idle_engine())
@@ -371,10 +373,10 @@ class Commander:
 
 
 def sessions_text(session: ChatSession, query: str) -> str:
-    """List conversations one a line: number, turns, title, snippet."""
+    """List conversations, one per line: number, turns, title, snippet."""
     summaries = session.store.search(query, 20)
     if not summaries:
-        return "No conversation holds these words." if query else "No conversations yet."
+        return "No conversation contains these words." if query else "No conversations yet."
     clean = str.maketrans("", "", MARK + UNMARK)
     lines: list[str] = []
     for s in summaries:
@@ -384,7 +386,7 @@ def sessions_text(session: ChatSession, query: str) -> str:
 
 
 def stats_text(session: ChatSession, started: str) -> str:
-    """Describe model, context, speed and this process's start, one a line."""
+    """Describe model, context, speed and this process's start, one per line."""
     engine = session.engine
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     stats = answers[-1].stats if answers else None

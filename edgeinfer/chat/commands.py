@@ -1,4 +1,4 @@
-"""The `/` commands: one table for parsing, completion, help and documentation. It runs none of them."""
+"""The `/` commands as one table for parsing, completion, help and docs. It runs none of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: Kind of an argument, by which it is completed; "" is not completed.
+#: Kind of an argument, which decides its completions; "" has none.
 Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
 class Slash(msgspec.Struct, frozen=True):
-    """One command. `argument` is shown in help; "" takes none, [brackets] make it optional."""
+    """One command. Help shows `argument`; "" takes none, [brackets] make it optional."""
 
     name: str
     argument: str
@@ -36,7 +36,7 @@ class TypedCommand(msgspec.Struct, frozen=True):
     argument: str = ""
 
 
-#: Names and argument, summary, and the kind of what completes the argument.
+#: Names and argument, summary, and kind of the argument for completion.
 _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ("help|?", "commands and keys"),
     ("model|models [NAME]", "switch to another model, or pick one", "model"),
@@ -97,13 +97,13 @@ BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.a
 
 
 def is_command(line: str) -> bool:
-    """Return True for a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
+    """Return whether this is a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
 
 def parse(line: str) -> TypedCommand:
-    """Parse a command line. Raises UsageError with the nearest command, or the argument at fault."""
+    """Parse a command line. Raises UsageError with the nearest command, or the wrong argument."""
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
     command = BY_NAME.get(word.lower())
@@ -112,7 +112,7 @@ def parse(line: str) -> TypedCommand:
         step = f"did you mean /{near[0]}?" if near else "/help lists them"
         raise UsageError(f"there is no command /{word}", hint=step)
     if argument and not command.argument:
-        raise UsageError(f"/{command.name} takes nothing after it", hint=f"type /{command.name}")
+        raise UsageError(f"/{command.name} takes no argument", hint=f"type /{command.name}")
     if not argument and command.argument and not command.argument.startswith("["):
         usage = f"{command.name} {command.argument}"
         raise UsageError(f"/{command.name} needs {command.argument}", hint=f"/{usage}")
@@ -120,7 +120,7 @@ def parse(line: str) -> TypedCommand:
 
 
 def complete_name(line: str) -> list[Slash]:
-    """Complete a command's name: prefixes of a name first, then of an alias, then matches inside."""
+    """Complete a command's name: first names that begin so, then aliases, then matches inside names."""
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]
     second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]
@@ -129,7 +129,7 @@ def complete_name(line: str) -> list[Slash]:
 
 
 def help_text() -> str:
-    """List every command with its argument and summary, one a line, aligned."""
+    """List every command with its argument and summary, one per line, aligned."""
     usage = [f"/{c.name} {c.argument}".rstrip() for c in COMMANDS]
     width = max(map(len, usage))
     return "\n".join(f"{u.ljust(width)}  {c.summary}" for u, c in zip(usage, COMMANDS, strict=True))
@@ -142,7 +142,7 @@ LIMIT = 60
 
 
 class CommandCompletion(msgspec.Struct, frozen=True):
-    """Replaces the last `length` characters before the cursor by `text`; `whole` completes the line."""
+    """Replaces the last `length` characters before the cursor by `text`; `whole`: then complete."""
 
     text: str
     length: int
@@ -151,12 +151,12 @@ class CommandCompletion(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-#: For each kind of argument, a function that lists its names with short descriptions.
+#: Kind of argument → function that lists its names with short descriptions.
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
-    """Complete the text before the cursor; return none if it is complete already."""
+    """Complete the text before the cursor; return none if it is already complete."""
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)

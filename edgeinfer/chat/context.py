@@ -1,4 +1,4 @@
-"""Shorten a conversation that outgrew the context, and summarise the turns left out."""
+"""Shorten a conversation that has outgrown the context, and summarise the omitted turns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: Largest share of the context for the turns kept after a cut.
+#: Largest share of the context that the turns after a cut may fill.
 KEEP_SHARE = 0.5
 
-#: Tokens reserved for a question and its answer next to a text that fills the context.
+#: Tokens reserved for a question and its answer when a text fills the context.
 ANSWER_TOKENS = 1024
 
 _SUMMARISE = (
@@ -33,7 +33,7 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the earliest question from which turns can be sent that leaves room to answer.
+    """Return the earliest question from which on all turns fit and leave room for an answer.
 
     Raises UsageError if there is nothing to leave out, ContextLengthError if even the last question is
     too long.
@@ -60,19 +60,19 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def larger_context(engine: Engine, n_tokens: int) -> int:
-    """Return a context that holds `n_tokens` and an answer; 0 if the model was not trained for it."""
+    """Return a context for `n_tokens` and an answer; 0 if it exceeds the model's training."""
     n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
 
 def fitting_start(engine: Engine, text: str) -> str:
-    """Return as much of the start of `text` as fits into the context together with an answer."""
+    """Return as much of the beginning of `text` as fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
-    """Build the request that summarises the turns before `first_sent`; cut from the front to fit."""
+    """Build the request that summarises the turns before `first_sent`; the oldest are cut to fit."""
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]

@@ -1,4 +1,4 @@
-"""Code blocks of an answer, and a conversation as Markdown for people and as JSON for programs."""
+"""Code blocks of an answer; a conversation as Markdown for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Code(msgspec.Struct, frozen=True):
 
 
 def code_blocks(markdown: str) -> list[Code]:
-    """Return every code block, in order, at any depth."""
+    """Return every code block, in order, at any nesting depth."""
     return [
         Code(token.info.strip().split(" ")[0], token.content.rstrip("\n"))
         for token in parser().parse(markdown)
@@ -32,17 +32,17 @@ def code_blocks(markdown: str) -> list[Code]:
 
 
 def fence(text: str, info: str = "") -> str:
-    """Return `text` between code fences longer than any in it; `info` names its language."""
+    """Return `text` between fences longer than any in it; `info` names its language."""
     fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
     return f"{fence}{info}\n{text.rstrip()}\n{fence}"
 
 
-#: Version of the JSON export. A key may be added without a new version; none is renamed or removed.
+#: Version of the JSON export. A new key does not change it; a removed or renamed key does.
 SCHEMA = "edgeinfer-conversation/1"
 
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write the branch on show as Markdown, reasoning folded."""
+    """Write the current branch as Markdown; reasoning is folded."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
         f"*{conversation.model}, {datetime.date.fromtimestamp(conversation.created_ms / 1000)}*",
@@ -67,32 +67,32 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write turns as indented JSON, with ids and parents, so that branches survive."""
+    """Write turns as indented JSON, with ids and parents, so that branches are preserved."""
     values = {"conversation": conversation, "turns": turns}
     body = {"schema": SCHEMA, **msgspec.to_builtins(values)}
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a new export file (0600), whole or not at all, overwriting none. Raises StoreError."""
+    """Write a new export file (0600), completely or not at all. Raises StoreError if it exists."""
     target = path.expanduser()
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as out:
             out.write(text)
     except FileExistsError as error:
-        raise StoreError(f"{target} is there already", hint="give another name") from error
+        raise StoreError(f"{target} already exists", hint="give another name") from error
     except OSError as error:
         raise StoreError(f"{target}: {error.strerror}", hint="give another path") from error
     return target
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
-    """Make a file name of the title: `name-three-colours.md`."""
+    """Make a file name from the title: `name-three-colours.md`."""
     slug = re.sub(r"\W+", "-", conversation.title.lower()).strip("-")[:48].rstrip("-")
     return f"{slug or 'conversation'}{suffix}"
 
 
 def _info(name: str) -> str:
-    """Return the file's suffix as a fence's info string, which a space would end."""
+    """Return the file's suffix as a fence's info string, which must not contain a space."""
     return name.rpartition(".")[2] if "." in name else ""

@@ -55,7 +55,7 @@ class Launch:
 
 
 def describe_start(start: Start) -> str:
-    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; no time until known."""
+    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; no time while unknown."""
     text = "resumed" if start.how == "resumed" else "cold start"
     if text == "resumed" or "ready" in start.stages_ms:
         text += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
@@ -63,7 +63,7 @@ def describe_start(start: Start) -> str:
 
 
 class Engines:
-    """At most one engine besides the resumed one. Calls block: make them in a thread."""
+    """At most one engine besides the resumed one. Calls block, so make them in a thread."""
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host
@@ -75,12 +75,13 @@ class Engines:
         self._home_key: tuple[str, int] | None = None
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """Return the engine of `model`, loaded or resumed if need be, and close the previous one.
+        """Return the engine of `model`, loading it if necessary, and close the previous one.
 
-        `n_ctx` None keeps the launch's. Raises what `Host.engine` raises; the previous one stays then.
+        `n_ctx` None means the launch's. Raises what `Host.engine` raises; then the previous engine
+        stays.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
-        with self._loading:  # one load at a time
+        with self._loading:  # only one load at a time
             return self._get(model, options, progress)
 
     def _get(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Engine:
@@ -101,8 +102,8 @@ class Engines:
         return new
 
     def _part(self, engine: Engine) -> None:
-        """Close an engine unless it is resumed: a resumed one costs no private memory and is back
-        immediately.
+        """Close an engine unless it was resumed: a resumed one takes no private memory and can be used
+        again immediately.
         """
         if engine is self._home:
             if self.host.start.how == "resumed":

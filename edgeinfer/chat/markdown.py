@@ -1,8 +1,8 @@
-"""Markdown of answers, parsed alike for the page and the terminal, also while it grows.
+"""Markdown of answers, parsed in the same way for the page and the terminal, also while it grows.
 
-GitHub's Markdown as chats show it: line breaks count, bare addresses are links, formulas are kept as
-they are typed. There is no HTML, and there are no reference links, because a definition further down
-would change blocks that are already on show.
+It is GitHub's Markdown as in chats: line breaks count, bare addresses are links, formulas are shown as
+typed. HTML and reference links are not supported; a later definition would change blocks that are
+already shown.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     Block = list[Token]
 
-#: Links with these schemes are links; others are shown as text, because opening them starts programs.
+#: Schemes of clickable links; other links are shown as text, because opening them could start programs.
 _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
-#: `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` without a blank inside the dollars or a digit after them.
+#: Matches `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` without a blank inside the dollars or a digit after
+#: them.
 _FORMULA = re.compile(
     r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$.{1,2000}?\$\$"
     r"|\$(?![\s$])[^$\n]{0,200}(?<![\s\\])\$(?!\d)",
@@ -31,15 +32,15 @@ _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _TASK = re.compile(r"\[([ xX])\] ")
 _BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n")
-#: A longer block (characters) is shown as it is: the last one is parsed again with each piece, which
-#: takes up to 0.2 s. A code block costs less than 0.1 µs a character.
+#: A longer block (characters) is shown as text: the last block is parsed again with each piece, which
+#: takes up to 0.2 s. A code block costs less than 0.1 µs per character.
 _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 
 @cache
 def parser() -> MarkdownIt:
-    """Return a stateless parser, safe to share."""
-    from markdown_it import MarkdownIt  # 35 ms, and `run` needs none of it
+    """Return a parser without state, which may be shared."""
+    from markdown_it import MarkdownIt  # 35 ms, which `run` does not need
 
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
     parser.enable(["table", "strikethrough", "linkify"]).disable("reference")
@@ -64,7 +65,7 @@ def _formula(state: Any, silent: bool) -> bool:
 
 
 def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
-    """Take lines from `\\[` or `$$` to its end, or to a blank line: its signs are no Markdown."""
+    """Parse lines from `\\[` or `$$` to its end or a blank line as a formula, not as Markdown."""
     begin = state.bMarks[first] + state.tShift[first]
     opening = state.src[begin : begin + 2]
     closing = _FORMULA_ENDS.get(opening)
@@ -89,7 +90,7 @@ def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
 
 
 def _tasks(state: Any) -> None:
-    """Show `[ ]` and `[x]` that begin an item of a list as boxes."""
+    """Show `[ ]` and `[x]` at the beginning of a list item as boxes."""
     for before, token in zip(state.tokens, state.tokens[2:], strict=False):
         if before.type == "list_item_open" and token.type == "inline" and token.children:
             text = token.children[0]
@@ -99,14 +100,14 @@ def _tasks(state: Any) -> None:
 
 
 class GrowingMarkdown:
-    """A Markdown text that grows. However it is cut into pieces, its blocks are those of the whole."""
+    """A Markdown text that grows. Its blocks do not depend on how it was split into pieces."""
 
     def __init__(self) -> None:
         self._open = ""
         self._searched = 0
 
     def add(self, text: str) -> tuple[list[Block], list[Block]]:
-        """Append text; return the blocks that it settled, and those that may still change."""
+        """Append text; return the blocks that are now settled, and those that may still change."""
         self._open += without_controls(text)
         settled: list[Block] = []
         while True:
@@ -124,14 +125,14 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Read a fenced block. Only its new lines are searched for its end."""
+        """Read a fenced block. Only new lines are searched for its end."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
         self._searched = text.rfind("\n") + 1
         if len(text) > _MAX_CODE and (closing_line is None or closing_line.end() >= _MAX_CODE):
             return [[_token("plain", text[:_MAX_CODE])]], 1, _MAX_CODE
-        if fence[1]:  # the parser takes the indentation from each line
+        if fence[1]:  # the parser removes the fence's indentation from each line
             block = parser().parse(text[: closing_line.end() if closing_line else None])
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
@@ -146,7 +147,7 @@ class GrowingMarkdown:
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
         blocks = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=False)]
-        n_lines = text.count("\n")  # whole ones
+        n_lines = text.count("\n")  # only whole lines
         for index in range(len(blocks) - 1, 0, -1):
             first = blocks[index][0]
             line = first.map[0] if first.map else 0

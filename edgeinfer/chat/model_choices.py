@@ -28,7 +28,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Literal["fits", "slow", "too big", ""]:
-        """ "slow" if one reads faster than it answers; "" if unknown."""
+        """ "slow" if it answers slower than people read; "" if unknown."""
         if self.fit is None:
             return ""
         return self.fit.group if self.fit.group in ("slow", "too big") else "fits"
@@ -42,9 +42,9 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """List every model that can chat: pulled ones, external stores', then the catalogue in its order.
+    """List every chat model: pulled ones, external stores', then the catalogue in its order.
 
-    May measure the memory (0.2 s): too slow for the first paint.
+    May measure the memory (0.2 s), so do not call it before the first paint.
     """
     estimator = Estimator()
     return [
@@ -61,7 +61,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(launch: Launch, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return models that suit this machine if none is here and none was named; takes 0.2 s."""
+    """Return models that suit this machine if none is pulled and none was named; takes 0.2 s."""
     if launch.model != launch.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()
@@ -78,10 +78,10 @@ def pull_first(
 ) -> tuple[str, str]:
     """Pull the chosen model, or the default one if its source cannot be reached.
 
-    The pulled model becomes `default-model`. Return its name, and why it is another one, or "".
-    Raises what `pull` raises.
+    The pulled model becomes `default-model`. Return its name, and why it is another one, or "". Raises
+    what `pull` raises.
     """
-    from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
+    from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
 
     note = ""
     try:

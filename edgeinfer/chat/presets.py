@@ -1,4 +1,4 @@
-"""Sampling set in the chat: options by name, and presets that set several together."""
+"""Sampling options of the chat: set by name, or several together by a preset."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ OPTIONS = {option.field: option for option in TYPED} | {
     "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
 
-#: Built-in presets; the user's own (`[chat.presets]`) are added and override them. `model` is the
-#: model's own sampling.
+#: Built-in presets, to which the user's (`[chat.presets]`) are added; `model` is the model's own
+#: sampling.
 PRESETS: dict[str, dict[str, Value]] = {
     "model": {},
     "greedy": {"temperature": 0.0},
@@ -35,13 +35,13 @@ def option(name: str) -> str:
     if key not in OPTIONS:
         near = difflib.get_close_matches(key, OPTIONS, n=1)
         labels = ", ".join(option.label for option in OPTIONS.values())
-        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"the options: {labels}"
+        step = f"did you mean {OPTIONS[near[0]].label}?" if near else f"options: {labels}"
         raise UsageError(f"there is no sampling option {name!r}", hint=step)
     return key
 
 
 def value(name: str, text: str) -> Value:
-    """Parse an option's value; return None for `default`. Raises UsageError outside its range."""
+    """Parse an option's value; None for `default`. Raises UsageError for a value out of range."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
@@ -53,13 +53,13 @@ def value(name: str, text: str) -> Value:
 
 
 def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
-    """Return `sampling` with one option set, or left to the model if `new` is None."""
+    """Return `sampling` with one option set; None resets it to the model's default."""
     others_set = {k: v for k, v in sampling.items() if k != name}
     return others_set if new is None else {**others_set, name: new}
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """Return the model's sampling with the user's options but `max_tokens`, which is the request's."""
+    """Return the model's sampling overridden by the user's options, except `max_tokens`."""
     return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
 
 
@@ -70,5 +70,5 @@ def describe(sampling: Mapping[str, Value]) -> str:
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:
-    """Return the preset with these values, or ""."""
+    """Return the name of the preset with these values, or ""."""
     return next((name for name, values in presets.items() if dict(values) == dict(sampling)), "")

@@ -1,7 +1,7 @@
 """Speculative prefill: the engine prefills a question while the user types or attaches files.
 
-Enter then waits only for the last tokens. The prefix stays in the KV cache, so a changed text is
-prefilled from where it differs. No unsent text reaches the prefix cache on disk.
+Then Enter waits only for the last tokens. The prefix stays in the KV cache, so changed text is
+prefilled from the first difference on. Unsent text never reaches the on-disk prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgeinfer.runtime.events import Event, Finished, Progress
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Interval (s) of prefill while the user types without a pause.
+#: Interval (s) between prefills while the user types without a pause.
 ALONG_S = 1.0
 
 
@@ -38,13 +38,13 @@ class EarlyPrefill:
 class ReadAhead:
     """Prefills the request that would be sent, at the lowest priority; one request at a time.
 
-    `cached_tokens` counts its cached tokens, once the engine has reported them.
+    `cached_tokens` counts its cached tokens once the engine has reported them.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self.enabled = True  # off in a rehearsal before a park, which must leave no thread
+        self.enabled = True  # off during a rehearsal, because a parked process may have no such thread
         self.cached_tokens = 0
         self._conversation = 0
         self._state: tuple[object, ...] = ()
@@ -54,11 +54,11 @@ class ReadAhead:
         self._prefill: EarlyPrefill | None = None
 
     def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
-        """Look at the composer, some times a second. Return True if `begin` is to be called.
+        """Check the input field; called some times per second. Return True if `begin` should be called.
 
-        That is once the text has not changed since the last look, or `ALONG_S` after the last prefill;
-        only for whole words, and only while no answer is generated. A running prefill is left to end
-        if the text was only appended to: otherwise fast typing would cancel every one of them.
+        That is the case once the text has not changed since the last check, or `ALONG_S` after the last
+        prefill, only for whole words, and only while no answer is generated. A running prefill
+        continues if text was only appended; otherwise fast typing would cancel each one.
         """
         if not self.enabled:
             return False
@@ -81,7 +81,7 @@ class ReadAhead:
             return False
         try:
             request = session.request_if_sent(complete, attachments, editing)
-        except EdgeInferError:  # shown when it is sent
+        except EdgeInferError:  # shown when the question is sent
             return False
         if request is None:
             return False
@@ -114,7 +114,7 @@ class ReadAhead:
     def follow(self, prefill: EarlyPrefill) -> None:
         """Record the progress of a prefill until it ends."""
         assert prefill.generation is not None
-        with contextlib.suppress(EdgeInferError):  # shown when it is sent
+        with contextlib.suppress(EdgeInferError):  # shown when the question is sent
             for event in prefill.generation:
                 if prefill is self._prefill:
                     self._note(event)
@@ -128,7 +128,7 @@ class ReadAhead:
             return None
         try:
             prefill.generation = prefill.engine.submit(prefill.request)
-        except EdgeInferError:  # shown when it is sent
+        except EdgeInferError:  # shown when the question is sent
             self._prefill = None
             return None
         if self._prefill is not prefill:  # stopped meanwhile
@@ -142,7 +142,7 @@ class ReadAhead:
             self.cached_tokens = event.usage.prompt_tokens
 
     def stop(self) -> None:
-        """Cancel the prefill; the prefix computed so far stays cached. Any thread."""
+        """Cancel the prefill; the finished part stays cached. Any thread."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None and prefill.generation is not None:
             prefill.generation.cancel()

@@ -1,8 +1,6 @@
 """The plain chat: one line in, words out, no cursor movement and no colour.
 
-For screen readers, dumb terminals and pipes.
-
-It understands the same commands as the app.
+It is for screen readers, dumb terminals and pipes, and has the same commands as the app.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ class Repl:
         self._unfolded = False
 
     def run(self) -> None:
-        """Read and answer to the end of input. Then raises a script's first error; without a model,
-        immediately.
+        """Read and answer until the input ends. Then raises the first error of a script; without a
+        model it raises immediately.
         """
         start = describe_start(self.launch.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
@@ -105,7 +103,7 @@ class Repl:
             self._take("/tools on")
 
     def _read(self) -> str | None:
-        """Read one line, None at the end. A backslash at its end continues it on the next."""
+        """Read one line; None at the end. A backslash at its end continues it on the next line."""
         lines: list[str] = []
         looks = self.launch.config.read_ahead
         if looks and self._read_ahead.look("", self._attachments, self._editing):
@@ -125,7 +123,7 @@ class Repl:
             lines.append(line[:-1])
 
     def _line(self, prompt: str, *, remembers: bool = False) -> str | None:
-        """Read one line, None at the end; `remembers` it in the history of a terminal."""
+        """Read one line; None at the end. `remembers` adds it to the terminal's history."""
         if self._source is not sys.stdin or not self._interactive:
             self._write(prompt)
             line = self._source.readline()
@@ -142,12 +140,10 @@ class Repl:
 
     @cached_property
     def _history(self) -> ModuleType | None:
-        """Load readline, by which `input` edits lines, with past questions; return it, or None without
-        it.
-        """
+        """Load readline, with which `input` edits lines, with past questions; None if it is missing."""
         try:
             import readline  # 2 ms
-        except ImportError:  # the shipped file has none
+        except ImportError:  # the shipped file has no readline
             return None
         readline.set_auto_history(False)
         for text in reversed(self.session.store.past_questions()):
@@ -166,14 +162,14 @@ class Repl:
         except EdgeInferError as error:
             self._trouble(error)
             if isinstance(error, ContextLengthError):
-                ways = "/drop leaves the oldest turns out, /summarise sends a summary in their place."
+                ways = "/drop stops sending the oldest turns, /summarise sends a summary instead."
                 self.show_text(ways)
 
     def _look(self) -> None:
         """Show the turns that another process has added."""
         shown_ids = {turn.id for turn in self.session.path}
         if self.session.refresh():
-            self.show_text("The conversation was changed elsewhere.")
+            self.show_text("Another window changed the conversation.")
             self._show_turns([turn for turn in self.session.path if turn.id not in shown_ids])
 
     def _show_turns(self, turns: Sequence[Turn]) -> None:
@@ -227,7 +223,7 @@ class Repl:
             self.show_answer(self.session.regenerate())
 
     def show_answer(self, answer: Answer) -> None:
-        """Write the answer as it streams; Ctrl-C stops it and keeps the partial text."""
+        """Write the answer while it streams; Ctrl-C stops it and keeps the partial text."""
         self._write("Answer: ")
         thinking = False
         with _ctrl_c_stops(answer):
@@ -273,16 +269,15 @@ class Repl:
     def decide(self, card: Card) -> Decision:
         if not self._interactive:
             self.show_text(card.text())
-            return Decision("no", "no user is here to allow it")
+            return Decision("no", "there is no user to allow it")
         return card.ask(self._ask_user)
 
     def _ask_user(self, text: str) -> str | None:
         stop = self.session.tools.running if self.session.tools is not None else None
         self.show_text(text)
         self._write("? ")
-        with contextlib.suppress(OSError):  # nothing to wait for: a text in memory, or Windows
-            # a blocking read would continue after the calls have been stopped, and take the next
-            # question
+        with contextlib.suppress(OSError):  # a text in memory, or Windows: there is nothing to wait for
+            # after the calls were stopped, a blocking read would continue and take the next question
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:
@@ -317,7 +312,7 @@ class Repl:
 
     def put_back(self, text: str, editing: int | None = None) -> None:
         self._editing = editing
-        self.show_text(f"It was: {text}\nType it anew.")
+        self.show_text(f"Your text was: {text}\nType it again.")
 
     def attach(self, attachment: Attachment) -> None:
         counted = self._count_tokens(attachment)
@@ -364,10 +359,10 @@ class Repl:
             return name
         for row in rows:
             if row.store:
-                self.show_text(f"Here from {row.store}, used where it is: /model {row.name}")
+                self.show_text(f"{row.store} has it, and it can be used in place: /model {row.name}")
         if self._answer_to(f"{error.message}. Fetch it now? (y/n)") not in ("y", "yes"):
             raise error
-        from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
+        from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
 
         pull(name, report)
         return name
@@ -385,7 +380,7 @@ class Repl:
             short = f" ({row.fit.shortage})" if row.fit and row.fit.shortage else ""
             facts = f"{row.parameters}{size}, {row.licence}{base}{verdict}{short}{state}"
             self.show_text(f"{row.name}: {facts}")
-        self.show_text("Take one: /model NAME")
+        self.show_text("Choose one: /model NAME")
 
     def pick_session(self, query: str) -> None:
         self.show_text(sessions_text(self.session, query))
@@ -407,7 +402,7 @@ class Repl:
         self.show_text("Set, for the full app.")
 
     def edit_outside(self) -> None:
-        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to go on")
+        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to continue")
 
     def summarise(self, first_sent: Turn) -> None:
         engine = self.session.idle_engine()
@@ -429,7 +424,7 @@ def _first_line(text: str) -> str:
 
 @contextlib.contextmanager
 def _ctrl_c_stops(running: Answer | ChatTools) -> Iterator[None]:
-    """Let Ctrl-C stop an answer or calls; only the main thread can catch signals."""
+    """Let Ctrl-C stop an answer or calls; only the main thread can receive signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None
     try:

@@ -1,4 +1,4 @@
-"""The requests that a conversation sends: its turns as messages, with sampling and tools."""
+"""The requests of a conversation: its turns as messages, with sampling and tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PromptContext:
     tools: ChatTools | None
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Return a branch's messages. Raises InvalidRequestError for an undecodable picture."""
+        """Return a branch's messages. Raises InvalidRequestError if a picture cannot be decoded."""
         summary, sent = sent_part(list(turns))
         of_model = self.engine.info.system_prompt if self.engine else ""
         told = f"Summary of the conversation so far:\n{summary}" if summary else ""
@@ -64,7 +64,7 @@ class PromptContext:
 
 
 def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:
-    """Return the calls of each answer since the last question."""
+    """Return the tool calls of each answer since the last question."""
     since = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
     return [turn.calls for turn in since if turn.calls][::-1]
 

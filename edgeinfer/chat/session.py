@@ -1,10 +1,10 @@
 """The chat without a screen: turns, branches, and generation into the store.
 
-The Textual app and the plain chat drive it. A user's turn is stored first, then the engine is asked,
-then the answer's turn is stored and grows. A failed turn is kept with its reason.
+The Textual app and the plain chat use it. A user's turn is stored first, then the engine is asked, then
+the answer's turn is stored and grows. A failed turn is stored with its reason.
 
-The front end drives an answer: `for event in answer.generation: answer.add(event)`, and shows what
-`flush()` returns, as often as it likes. `flush` returns nothing that is not stored.
+The front end drives an answer: it adds each event of `answer.generation` with `answer.add(event)`, and
+shows the text that `flush()` returns, as often as it likes. `flush` returns only stored text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ChatSession:
 
     @cached_property
     def store(self) -> ConversationStore:
-        """Open the store on first use, which delays no first paint; one in memory if that fails."""
+        """The store, opened on first use to not delay the first paint; in memory if that fails."""
         try:
             return self._open_store()
         except StoreError as error:
@@ -85,36 +85,36 @@ class ChatSession:
 
     @property
     def question(self) -> Turn | None:
-        """Return the last question on show: the last turn, or the one it answers."""
+        """Last question shown: the last turn, or the question it answers."""
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     @property
     def retries_after_cut(self) -> bool:
-        """Return True if the last question failed, and turns before it are no longer sent."""
+        """Return whether the last question failed and earlier turns are no longer sent."""
         failed = self.head is not None and self.head.failed_empty
         return failed and any(t.cut_summary is not None for t in self.path)
 
     @property
     def answers(self) -> bool:
-        """Return True while this session generates an answer, or runs its calls."""
+        """Return whether this session is generating an answer or running its calls."""
         if self.tools is not None and self.tools.running is not None:
             return True
         return self.answer is not None and self.answer.done is None
 
     @property
     def answer_elsewhere(self) -> Turn | None:
-        """Return the answer that another process writes, as of the last `refresh`."""
+        """Answer that another process is writing, as of the last `refresh`."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
         return head if is_streaming and not self.answers else None
 
     @property
     def busy(self) -> bool:
-        """Return True while an answer to this conversation is written, by any process."""
+        """Return whether any process is writing an answer to this conversation."""
         return self.answers or self.answer_elsewhere is not None
 
     def refuse_busy(self) -> None:
-        """Raise UsageError while an answer is written."""
+        """Raise UsageError while an answer is being written."""
         if self.answers:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         owner = self.conversation.id
@@ -133,7 +133,7 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin another conversation with the same model and options; stored with its first turn."""
+        """Begin another conversation with the same model and options; its first turn stores it."""
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
@@ -150,9 +150,9 @@ class ChatSession:
         self._hold()
 
     def refresh(self) -> bool:
-        """Read the conversation again if another process changed it; return whether one did.
+        """Read the conversation again if another process changed it; return whether it did.
 
-        Checking an unchanged one takes 0.05 ms. A deleted conversation is left for a new one. Raises
+        Checking an unchanged one takes 0.05 ms. A deleted conversation is replaced by a new one. Raises
         StoreError.
         """
         before = self.conversation
@@ -187,7 +187,7 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window was the first to open the conversation: it stores the draft."""
+        """Return whether this window opened the conversation first, so that it stores the draft."""
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -197,7 +197,7 @@ class ChatSession:
                     self._draft_of = owner
                 except UsageError:
                     return False
-                except StoreError:  # drafts cannot be kept there either
+                except StoreError:  # then drafts cannot be stored there either
                     return True
         return True
 
@@ -206,12 +206,12 @@ class ChatSession:
             self.owns_draft()
 
     def release_draft(self) -> None:
-        """Leave the conversation and its draft to other windows. Idempotent."""
+        """Let other windows open the conversation and its draft. Idempotent."""
         self._draft_lease.release()
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the conversation used last that no other window has open; return a note, or ""."""
+        """Open the latest conversation that no other window has open; return a note, or ""."""
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)
@@ -231,14 +231,14 @@ class ChatSession:
     # turns
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a question at the end of the branch, in place of one whose answer failed empty.
+        """Store a question at the end of the branch; it replaces one whose answer failed empty.
 
-        Raises UsageError if it is empty, StoreError if it cannot be stored; nothing has changed then.
+        Raises UsageError if it is empty, StoreError if it cannot be stored; then nothing has changed.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
     def _parent_of_next(self) -> int | None:
-        """Return the turn that the next question follows; a question without an answer is replaced."""
+        """Return the turn before the next question; a question without an answer is replaced."""
         head = self.head
         if head is not None and head.failed_empty:
             head = self._turns.get(head.parent_id or 0)
@@ -247,31 +247,31 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store an alternative of a question, which stays; its attachments are kept, new ones added."""
+        """Store an alternative to a question; attachments of the old one are kept, new ones added."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError("only a question can be edited", hint="regenerate an answer: `/regen`")
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
-        """Answer the end of the branch. Raises as `Engine.submit`, once a failed turn is stored."""
+        """Answer the end of the branch. Raises as `Engine.submit`, after storing the failed turn."""
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
         return self._begin(head.id)
 
     def regenerate(self) -> Answer:
-        """Answer the last question once more; the answers so far are kept as alternatives."""
+        """Answer the last question again; earlier answers are kept as alternatives."""
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(question.id)
 
     def continue_cut(self) -> Answer:
-        """Continue a cut answer; it stays one turn."""
+        """Continue an answer that was cut off; it stays one turn."""
         head = self.head
         if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
-            raise UsageError("the last answer was not cut", hint="")
+            raise UsageError("the last answer was not cut off", hint="")
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
@@ -286,20 +286,20 @@ class ChatSession:
 
     @property
     def calls(self) -> Turn | None:
-        """Return the last answer if its calls have no result yet."""
+        """Last answer if its tool calls have no result yet, otherwise None."""
         head = self.head
         return head if self.tools is not None and head is not None and head.waits_for_results else None
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # SQLite may reuse a deleted conversation's id, but its tool permissions must end with it
+        # SQLite may reuse a deleted conversation's id; its tool permissions must not be reused
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function for any thread that runs the calls of the last answer.
 
-        The conversation is this session's until `note_calls`. Raises UsageError if another has it,
-        StoreError.
+        This session keeps the conversation's lease until `note_calls`. Raises UsageError if another
+        process has it, StoreError.
         """
         tools = self.tools
         assert tools is not None
@@ -310,7 +310,8 @@ class ChatSession:
     def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
         """Run and store the calls of the last answer, in this thread; return as `note_calls`.
 
-        The conversation is this session's meanwhile. Raises UsageError if another has it, StoreError.
+        Keeps the conversation's lease meanwhile. Raises UsageError if another process has it,
+        StoreError.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id
@@ -322,9 +323,9 @@ class ChatSession:
             lease.release()
 
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
-        """Store the results of a turn's calls; return whether they are to be answered.
+        """Store the results of a turn's calls; return whether the model should answer them.
 
-        They are not if the user stopped them or left the conversation. Raises StoreError.
+        It should not if the user stopped them or left the conversation. Raises StoreError.
         """
         try:
             self.store.set_calls(turn.id, calls)
@@ -422,12 +423,12 @@ class ChatSession:
     # branches
 
     def alternatives(self, turn_id: int) -> tuple[int, int]:
-        """Return a turn's place among its siblings, from 1, and their number."""
+        """Return a turn's number among its siblings, from 1, and their count."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         return ids.index(turn_id) + 1, len(ids)
 
     def page(self, turn_id: int, step: int) -> bool:
-        """Show the alternative `step` places on, and its branch; return False if there is none."""
+        """Show the alternative `step` further, and its branch; return False if there is none."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         index = ids.index(turn_id) + step
         if not 0 <= index < len(ids):
@@ -436,12 +437,12 @@ class ChatSession:
         return True
 
     def back_to(self, turn_id: int | None) -> None:
-        """Show the branch only up to this turn (None: nothing); the rest stays in the tree."""
+        """Show the branch only up to this turn (None: nothing); later turns stay in the tree."""
         self.store.update(self.conversation.id, head_id=turn_id)
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
-        """Copy the branch on show into a separate conversation and open it."""
+        """Copy the current branch into a separate conversation and open that."""
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="")
@@ -457,7 +458,7 @@ class ChatSession:
             parent = self._append(self.store.add(copy)).id
 
     def cut(self, turn_id: int, summary: str) -> None:
-        """Stop sending the turns before this one; `summary` stands for them."""
+        """Stop sending the turns before this one; `summary` replaces them."""
         self.store.cut(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
@@ -465,13 +466,13 @@ class ChatSession:
 
     @property
     def prompt(self) -> PromptContext:
-        """The conversation, engine and tools that a request is built from."""
+        """The conversation, engine and tools from which requests are built."""
         return PromptContext(self.conversation, self.engine, self.tools)
 
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request of sending `text` now, or None; `editing`: the question it replaces."""
+        """Return the request for sending `text` now, or None; `editing` is the question it replaces."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:
@@ -484,7 +485,7 @@ class ChatSession:
 
 
 def title_of(text: str) -> str:
-    """Return a conversation's first title: the first line of its question, cut at a word."""
+    """Return a conversation's first title: the first line of its question, cut off at a word."""
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line

@@ -27,7 +27,7 @@ from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_setti
 from edgeinfer.cluster.replica import EndpointReplica
 
 _MANY = 10_000
-#: Interval (s) between two counts of waiting requests: Serve's 10 s would be most of a start from 0.
+#: Interval (s) between counts of waiting requests; Serve's 10 s would be most of a start from 0.
 _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
@@ -45,17 +45,17 @@ class ModelDeployment:
         await self._replica.ready()
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """See `EndpointReplica.answer`."""
+        """Yield the chunks of an answer; see `EndpointReplica.answer`."""
         async for chunk in self._replica.answer(request):
             yield chunk
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that raises here several times."""
+        """Raise if the replica is not healthy; Ray then replaces it after several calls."""
         await self._replica.check()
         self._metrics.export(await self._replica.metrics())
 
     async def __del__(self) -> None:
-        """Called by Ray when it removes the replica."""
+        """End the endpoint when Ray removes the replica."""
         await self._replica.close()
 
 
@@ -85,7 +85,7 @@ class _Handle:
 def application(
     arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
 ) -> serve.Application:
-    """Make an application of `{"models": [...]}` or one model's fields. Raises UsageError."""
+    """Make an application from `{"models": [...]}` or one model's fields. Raises UsageError."""
     settings = read_settings(arguments)
     models = {model.model: _deployment(model, of) for model in settings.models}
     front = serve.deployment(
@@ -117,7 +117,7 @@ def _deployment(model: ModelSettings, of: type[ModelDeployment]) -> Any:
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Routes a request to the replica with its longest known prefix, otherwise to the least busy one.
 
-    An extension by Ray Serve's own interface (https://docs.ray.io/en/latest/serve/advanced-guides/
+    It extends Ray Serve's own interface (https://docs.ray.io/en/latest/serve/advanced-guides/
     custom-request-router.html).
     """
 
@@ -139,7 +139,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             for replica in self.select_available_replicas(candidate_replicas)
         }
         warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # Serve takes the first of equally busy replicas
+        # Serve takes the first of equally busy replicas, so shuffle them
         everyone = random.sample(candidate_replicas, len(candidate_replicas))
         return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
 
@@ -158,13 +158,13 @@ def _request(pending: PendingRequest | None) -> Request | None:
 
 
 class MetricsExport:
-    """Exports an endpoint's metrics to Ray, which puts `ray_` before names and adds two labels."""
+    """Exports an endpoint's metrics to Ray, which prefixes names with `ray_` and adds two labels."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, metrics.Gauge] = {}
 
     def export(self, text: str) -> None:
-        """Set a gauge per series of Prometheus text; those of counters and histograms are sums."""
+        """Set a gauge for each series of Prometheus text; counters and histograms become sums."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 gauge = self._gauges.get(sample.name)

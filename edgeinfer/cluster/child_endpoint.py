@@ -1,4 +1,5 @@
-"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: a command that dies with its parent.
+"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: run a command that dies with its
+parent.
 
 PARENT is the pid of the starting process, FD a listening socket, which the command inherits as if
 systemd had passed it (sd_listen_fds(3)).
@@ -16,7 +17,7 @@ _FIRST_LISTENER = 3
 
 
 def main() -> int:
-    """Return the command's exit status, or 1 if the parent has ended already."""
+    """Return the command's exit status, or 1 if the parent has already ended."""
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     process.die_with_parent()
     if os.getppid() != parent:

@@ -36,7 +36,7 @@ class Deployment(Protocol):
 
 
 class FrontEnd:
-    """Routes by the `model` of a request; the first model answers those that name none."""
+    """Routes by a request's `model`; the first model answers requests that name none."""
 
     def __init__(
         self, models: Mapping[str, Deployment], start_s: float, hosts: Sequence[str] = ()
@@ -47,11 +47,11 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Forward to a replica; answer health and the list of models here, waking no replica."""
-        path = request.scope["path"]  # a foreign Host may make no URL
+        """Forward to a replica; answer health and the list of models here, without a replica."""
+        path = request.scope["path"]  # a foreign Host may not form a URL
         route = app.match_route(path)
         try:
-            self._gate.check_host(request.headers)  # an endpoint sees a Host that is made anew
+            self._gate.check_host(request.headers)  # the endpoint behind gets a new Host header
         except Problem as problem:
             return _refusal(route.dialect, problem)
         if path in _OWN:
@@ -73,7 +73,7 @@ class FrontEnd:
         return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
-        """Forward; once more if the replica died before its response started."""
+        """Forward the request; repeat once if the replica died before its response started."""
         for _ in range(2):
             chunks = self._models[named].answer(request)
             try:
@@ -110,7 +110,7 @@ def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Diale
 
 
 async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """Yield the body. A stream whose replica dies ends with an error event; other answers are cut."""
+    """Yield the body. If a replica dies, a stream ends by an error event; other answers are cut."""
     try:
         async for chunk in chunks:
             assert isinstance(chunk, bytes)
@@ -129,7 +129,7 @@ def _unavailable() -> Problem:
 
 
 def _not_started(named: str, after_s: float) -> Problem:
-    message = f"No replica of {named} has started within {after_s:g} s; `serve status` says why."
+    message = f"No replica of {named} has started within {after_s:g} s; `serve status` tells why."
     return unavailable(message, "model_unavailable", 10)
 
 
@@ -148,12 +148,12 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
 
 
-#: Fields of all dialects that become the prompt, in the order in which templates write them.
+#: Fields of all dialects that form the prompt, in the order in which templates write them.
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
 def decoded(body: bytes) -> object:
-    """Decode JSON; return None for a wrong body, which the endpoint will refuse."""
+    """Decode JSON; None for an invalid body, which the endpoint will refuse."""
     try:
         return msgspec.json.decode(body) if body else None
     except msgspec.DecodeError:
@@ -161,7 +161,7 @@ def decoded(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Hash the prefixes of a decoded request (`prefix_affinity.prefix_hashes`)."""
+    """Return the prefix hashes of a decoded request (`prefix_affinity.prefix_hashes`)."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])

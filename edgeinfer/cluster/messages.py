@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 
-#: Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets anew.
+#: Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets itself.
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
 )
@@ -21,9 +21,10 @@ Headers = tuple[tuple[str, str], ...]
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model's deployment.
 
-    `serve` are further arguments of `edgeinfer serve`, as typed. Ray keeps `min_replicas` to
-    `max_replicas`, one per `target_ongoing_requests` that run or wait, and removes one that was not
-    needed for `idle_s` (s). A replica computes on `cpus` cores, which Ray reserves for it.
+    `serve` are further arguments of `edgeinfer serve`, as typed. Ray runs `min_replicas` to
+    `max_replicas` replicas, one per `target_ongoing_requests` running or waiting requests, and removes
+    a replica that was idle for `idle_s` (s). A replica computes on `cpus` cores, which Ray reserves for
+    it.
     """
 
     model: str
@@ -39,7 +40,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The models of an application; the first answers requests that name none.
 
-    A request that no replica accepted after `start_s` (s) is answered with a 503. `hosts` are accepted
+    A request that no replica accepted within `start_s` (s) is answered with a 503. `hosts` are accepted
     host names besides loopback's and addresses.
     """
 
@@ -55,7 +56,7 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
         settings = msgspec.convert(table, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"the application's arguments are wrong: {error}", hint="docs/guides/ray.md has the fields"
+            f"invalid arguments of the application: {error}", hint="see docs/guides/ray.md"
         ) from error
     names = [model.model for model in settings.models]
     doubled = {name for name in names if names.count(name) > 1}
@@ -65,7 +66,7 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
 
 
 class Request(NamedTuple):
-    """A client's request. `prefix_hashes`: of its prompt, by `prefix_affinity.prefix_hashes`."""
+    """A client's request. `prefix_hashes` are those of its prompt (`prefix_affinity.prefix_hashes`)."""
 
     method: str
     target: str
@@ -75,23 +76,23 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A replica (Ray's id) has accepted the request; its answer follows."""
+    """The replica (Ray's id) that accepted the request; its answer follows."""
 
     replica: str
 
 
 class ResponseStart(NamedTuple):
-    """Status and headers."""
+    """Status and headers of a response."""
 
     status: int
     headers: Headers
 
 
-#: An answer is an `Ack`, a `ResponseStart`, then the body in pieces as they come.
+#: An answer is an `Ack`, a `ResponseStart`, then the body in pieces.
 Chunk = Ack | ResponseStart | bytes
 
 
 def strip_hop_by_hop(headers: Headers) -> Headers:
-    """Return the headers that a proxy passes on, with names in lower case."""
+    """Return the headers that a proxy forwards, with names in lower case."""
     lower = ((name.lower(), value) for name, value in headers)
     return tuple((name, value) for name, value in lower if name not in _HOP_BY_HOP | _SET_ANEW)

@@ -1,4 +1,4 @@
-"""A replica: `edgeinfer serve` of one model on its own socket, resumed if its node has a snapshot.
+"""A replica: `edgeinfer serve` for one model on its own socket, resumed if its node has a snapshot.
 
 The first start on a node is cold; the endpoint builds the snapshot when it is idle, as everywhere.
 """
@@ -28,12 +28,12 @@ from edgeinfer.platform import process
 #: Limit (s) of a start that loads 15 GB from a slow disk; Ray's own limit is longer.
 _READY_S = 600.0
 _HEALTH_S = 10.0
-#: How long (s) the endpoint may take to end; it cuts the requests it drains after 10 s by default.
+#: How long (s) the endpoint may take to end; by default it cancels draining requests after 10 s.
 _ENDING_S = 15.0
 
 
 class EndpointReplica:
-    """One endpoint and a client of it. Made and used in the event loop of a replica's actor."""
+    """One endpoint and its client. Belongs to the event loop of a replica's actor."""
 
     def __init__(self, settings: ModelSettings, name: str) -> None:
         self._name = name
@@ -43,7 +43,7 @@ class EndpointReplica:
         self._client = httpx2.AsyncClient(
             transport=httpx2.AsyncHTTPTransport(uds=path, limits=httpx2.Limits(max_connections=None)),
             base_url="http://localhost",
-            timeout=None,  # a long prompt is prefilled for as long as it takes
+            timeout=None,  # prefilling a long prompt may take any time
         )
 
     async def ready(self) -> None:
@@ -58,7 +58,7 @@ class EndpointReplica:
             await self.is_healthy()
 
     async def metrics(self) -> str:
-        """Return the endpoint's Prometheus text, "" if it requires a key for that or times out."""
+        """Return the endpoint's Prometheus text; "" if that needs a key or times out."""
         try:
             response = await self._client.get("/metrics", timeout=_HEALTH_S)
         except httpx2.HTTPError:
@@ -66,7 +66,7 @@ class EndpointReplica:
         return response.text if response.is_success else ""
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the answer as it comes. Closing the iterator ends the generation."""
+        """Yield the answer in pieces. Closing the iterator ends the generation."""
         yield Ack(self._name)
         async with self._client.stream(
             request.method, request.target, headers=list(request.headers), content=request.body
@@ -78,7 +78,7 @@ class EndpointReplica:
                 yield piece
 
     async def close(self) -> None:
-        """End the endpoint by SIGTERM: running requests end first, within its limit."""
+        """End the endpoint with SIGTERM: running requests finish first, within its limit."""
         self._endpoint.terminate()
         try:
             await asyncio.to_thread(self._endpoint.wait, _ENDING_S)
@@ -89,13 +89,13 @@ class EndpointReplica:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def is_healthy(self) -> bool:
-        """Return True if the endpoint is healthy. Raises RuntimeError if it has ended."""
+        """Return whether the endpoint is healthy. Raises RuntimeError if it has ended."""
         if self._endpoint.poll() is not None:
             raise RuntimeError(f"`edgeinfer serve` ended with {self._endpoint.returncode}")
         return (await self._client.get("/health")).is_success
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-        """Start the endpoint, listening at `path` from now on; it dies with the calling thread."""
+        """Start the endpoint, listening at `path`; it dies with the calling thread."""
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)

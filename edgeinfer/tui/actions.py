@@ -84,7 +84,7 @@ class AppFront:
         questions = [e for e in entries if isinstance(e, Question)]
         last = (answers or questions)[-1:]
         if not last or not self.view.transcript.toggle_fold(last[0]):
-            raise UsageError("there is no reasoning to unfold", hint="")
+            raise UsageError("there is no reasoning to show", hint="")
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         self.answering.wait_for(work, then)
@@ -96,7 +96,7 @@ class AppFront:
         self._load(name, n_ctx)
 
     def pick_model(self, model: str = "", *, first: bool = False) -> None:
-        """Show the models; `first`: none is here yet, and `model` was asked for."""
+        """Show the models. `first`: none is pulled yet, and `model` was requested."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
@@ -108,7 +108,7 @@ class AppFront:
         if name:
             self._load(name)
         elif self.answering.unanswered and not self.view.loader.progress:
-            self.show_text("The question is answered once a model is here: /model")
+            self.show_text("The question will be answered once a model is pulled: /model")
         self.view.composer.focus()
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
@@ -180,7 +180,7 @@ class AppFront:
     # names for completion
 
     def names(self) -> Names:
-        """Return functions that list the names of an argument, by its kind."""
+        """Return functions that list the names for an argument, by its kind."""
         return {
             "model": _catalogue,
             "prompt": lambda: [
@@ -201,7 +201,7 @@ def _catalogue() -> Sequence[tuple[str, str]]:
 
 
 def _copy(app: App[Any], text: str) -> None:
-    """Copy by OSC 52, which works over SSH, and by tmux, which swallows that sequence."""
+    """Copy with OSC 52, which works over SSH, and with tmux, which swallows that sequence."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
         command = [tmux, "load-buffer", "-w", "-"]
@@ -209,7 +209,7 @@ def _copy(app: App[Any], text: str) -> None:
 
 
 def _edit(app: App[Any], text: str) -> str:
-    """Edit `text` in $VISUAL, $EDITOR or vi. Raises UsageError if that cannot be run, or fails."""
+    """Edit `text` in $VISUAL, $EDITOR or vi. Raises UsageError if that fails."""
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
     path = Path(name)
@@ -219,11 +219,11 @@ def _edit(app: App[Any], text: str) -> str:
         with app.suspend():
             status = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
         if status:
-            message = f"{command[0]} ended with {status}; the text is as it was"
+            message = f"{command[0]} exited with {status}; the text was not changed"
             raise UsageError(message, hint="set EDITOR to an editor")
         return path.read_text("utf-8").rstrip("\n")
     except SuspendNotSupported as error:
-        raise UsageError("the app cannot leave this terminal", hint="type here") from error
+        raise UsageError("this terminal cannot run an editor", hint="type the text here") from error
     except FileNotFoundError as error:
         raise UsageError(f"there is no editor {command[0]}", hint="set EDITOR to an editor") from error
     finally:
@@ -231,7 +231,7 @@ def _edit(app: App[Any], text: str) -> str:
 
 
 class TurnActions:
-    """Acts on the chosen or clicked turn."""
+    """Acts on the selected or clicked turn."""
 
     def __init__(self, view: View, front: AppFront) -> None:
         self._view = view
@@ -241,7 +241,7 @@ class TurnActions:
         self._code_at = 0
 
     def walk(self, step: int) -> None:
-        """Choose the turn before (-1) or after (1); past the last one, focus the composer."""
+        """Select the turn before (-1) or after (1); after the last one, focus the input field."""
         if self._transcript.move_cursor(step):
             self._code_at = 0
             self._transcript.focus(scroll_visible=False)
@@ -250,13 +250,13 @@ class TurnActions:
         self._view.refresh_status()
 
     def leave(self) -> None:
-        """Choose no turn, and focus the composer."""
+        """Select no turn, and focus the input field."""
         self._transcript.clear_cursor()
         self._view.composer.focus()
         self._view.refresh_status()
 
     def act(self, action: str) -> None:
-        """Do `action` to the chosen turn; errors are shown."""
+        """Apply `action` to the selected turn; errors are shown."""
         entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
             try:
@@ -277,7 +277,7 @@ class TurnActions:
                 self._page(turn.id, 1 if action == "next" else -1)
             case "edit":
                 if turn.role != "user":
-                    raise UsageError("only a question can be edited", hint="Ctrl+R answers once more")
+                    raise UsageError("only a question can be edited", hint="Ctrl+R answers again")
                 self.leave()
                 self._front.put_back(turn.content, editing=turn.id)
             case "fork":
@@ -285,7 +285,7 @@ class TurnActions:
                 self._session.fork()
                 self.leave()
                 self._view.show_session()
-                self._transcript.notify("A copy of its own, up to there.")
+                self._transcript.notify("This is a copy of the conversation up to that turn.")
 
     def _page(self, turn_id: int, step: int) -> None:
         if not self._session.busy and self._session.page(turn_id, step):
@@ -303,7 +303,7 @@ class TurnActions:
         self._code_at += 1
 
     def click(self, message: Transcript.Clicked) -> None:
-        """Do what the clicked mark stands for: fold, copy, or show another alternative."""
+        """Act on the clicked mark: fold, copy, or show another alternative."""
         entry = message.entry
         kind, _, number = message.mark.partition(":")
         if kind == "fold":

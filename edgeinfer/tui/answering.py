@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class Answering:
-    """Streams answers. `unanswered`: the last turn of a branch that waits for a model, else 0."""
+    """Streams answers. `unanswered`: the last turn of a branch that waits for a model, otherwise 0."""
 
     @dataclass
     class RoomWanted(Message):
-        """The context is full: the user must choose what to leave out."""
+        """Message: the context is full, so the user must choose what to leave out."""
 
         error: EdgeInferError
 
@@ -45,7 +45,9 @@ class Answering:
 
     @dataclass
     class CardShown(Message):
-        """A call waits for what the user types, which goes into `typed`; None once `running` is set."""
+        """Message: a call waits for the user, whose input goes into `typed`; None once `running` is
+        set.
+        """
 
         text: str
         typed: SimpleQueue[str | None]
@@ -74,7 +76,7 @@ class Answering:
             self._begin(self._session.begin_answer)
 
     def answer_waiting(self) -> None:
-        """Answer the question that waited for the model, unless another branch is on show."""
+        """Answer the question that waited for the model, unless another branch is shown."""
         waiting, self.unanswered = self.unanswered, 0
         if waiting and waiting == self._session.conversation.head_id:
             self.answer_after_cut()
@@ -134,9 +136,9 @@ class Answering:
     # what other processes write
 
     def look(self) -> None:
-        """Show what another process has changed, and its answer as it streams."""
+        """Show changes by another process, and its answer while it streams."""
         before = self._session.answer_elsewhere
-        with contextlib.suppress(StoreError):  # the next look may succeed
+        with contextlib.suppress(StoreError):  # the next check may succeed
             if self._session.refresh():
                 self._show_changed(before)
             elif (new := self._session.follow()).text or new.reasoning:
@@ -145,7 +147,7 @@ class Answering:
     def _show_changed(self, before: Turn | None) -> None:
         self._view.show_session(stays=True)
         if not self._session.conversation.id:
-            self._view.add_remark(Remark("The conversation was deleted elsewhere."))
+            self._view.add_remark(Remark("Another window deleted the conversation."))
         if before is not None and self._session.answer_elsewhere is None:
             self._view.transcript.post_message(self.Ended(self._session.head or before))
 
@@ -200,11 +202,11 @@ class Answering:
             self._view.transcript.notify("\n".join(said), severity="warning", timeout=10)
 
     def decide(self, card: Card) -> Decision:
-        """Show a card and wait for the decision. In the thread that runs the calls."""
+        """Show a card and wait for the decision. Runs on the thread of the calls."""
         return card.ask(self._ask)
 
     def _ask(self, text: str) -> str | None:
-        """Show a text and wait for what is typed; return None if the calls are stopped."""
+        """Show a text and wait for the user's input; None if the calls are stopped."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
         stop = tools.running if tools is not None else None
@@ -215,20 +217,20 @@ class Answering:
         return typed.get()
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show how a call goes on. Any thread."""
+        """Show the progress of a call. Any thread."""
         self._view.transcript.post_message(self.UseShown(use, progress))
 
     def show_card(self, message: CardShown) -> None:
         if message.running.is_set:
             return
         self._typed = message.typed
-        self._view.calling = "a call waits for you"
+        self._view.calling = "a call waits for your decision"
         self._view.add_remark(Remark(message.text))
         self._view.refresh_status()
 
     def show_progress(self, message: UseShown) -> None:
         tools = self._session.tools
-        if tools is not None and tools.running is not None:  # else the calls have ended meanwhile
+        if tools is not None and tools.running is not None:  # otherwise the calls have ended meanwhile
             progress = f"{call_name(message.use)} {message.progress}"
             self._view.calling = progress if message.progress else "calling…"
         if not message.progress:
@@ -236,7 +238,7 @@ class Answering:
         self._view.refresh_status()
 
     def take_decision(self, text: str) -> bool:
-        """Take what was typed as the decision that a call waits for; return False if none does."""
+        """Use the typed text as the decision about a waiting call; return False if no call waits."""
         typed, self._typed = self._typed, None
         if typed is not None:
             self._view.calling = "calling…"
@@ -270,7 +272,7 @@ class Answering:
             self._view.refresh_status()
 
     def stop(self) -> bool:
-        """Stop the answer or summary being generated; return False if there is none."""
+        """Stop the running answer or summary; return False if there is none."""
         if self._view.streaming is not None:
             self._view.streaming.answer.stop()
             return True

@@ -28,7 +28,7 @@ from typing import Any
 
 from textual.theme import Theme
 
-#: Each colour of the dark and of the light theme; `border` and `dim` are those of lines.
+#: Colours of the dark and of the light theme; `border` and `dim` are for lines.
 _COLOURS = """
     primary     #7fa8d1  #2c6494
     secondary   #8fb3a0  #477a63
@@ -68,8 +68,8 @@ DARK = _theme("edgeinfer-dark", 1, dark=True, selection="30%")
 LIGHT = _theme("edgeinfer-light", 2, dark=False, selection="25%")
 
 
-#: Parsed style sheets by theme, left by `rehearsal.rehearse` in a process that will be parked: 10 ms
-#: of the first paint.
+#: Parsed style sheets by theme, from `rehearsal.rehearse` in the parked process: saves 10 ms of the
+#: first paint.
 PARSED: dict[str, ParsedStyles] = {}
 
 
@@ -96,7 +96,7 @@ class ChatApp(App[None]):
         self.chat = ChatScreen(launch)
 
     def _begin_with(self, theme: str) -> str:
-        """Set the theme before anything is styled, so that every style is parsed and applied once."""
+        """Set the theme before anything is styled, so that each style is parsed and applied once."""
         name = theme if theme in self.available_themes else DARK.name
         self.set_reactive(App.theme, name)
         self.stylesheet.set_variables(self.get_css_variables())
@@ -105,7 +105,7 @@ class ChatApp(App[None]):
         return name
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Skip Textual's call for the initial theme, which is applied already."""
+        """Skip Textual's call for the initial theme, which is already applied."""
         if self._styled_for != self.theme:
             self._styled_for = self.theme
             super().refresh_css(animate)
@@ -138,16 +138,16 @@ class ChatApp(App[None]):
 
     @on(ChatScreen.Left)
     def leave(self) -> None:
-        """End the app; the conversation is stored already."""
+        """End the app; the conversation is already stored."""
         self.chat.leave()
         self.exit()
 
     def notify(self, message: str, **settings: Any) -> None:
-        """Show a message as it is: it may quote a user, a model or a server."""
+        """Show a message without markup: it may quote a user, a model or a server."""
         super().notify(message, **settings | {"markup": False})
 
     def action_repaint(self) -> None:
-        """Draw every cell again: after `fg` the terminal is empty, and Textual draws only changes."""
+        """Draw every cell again: after `fg` the terminal is empty, but Textual draws only changes."""
         self.refresh()
 
     def action_leave(self) -> None:
@@ -167,7 +167,7 @@ class ChatApp(App[None]):
         super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
-        """Print a traceback with local variables only if EDGEINFER_DEBUG asks for it."""
+        """Print a traceback with local variables only if EDGEINFER_DEBUG is set."""
         if os.environ.get("EDGEINFER_DEBUG") == "1":
             super()._fatal_error()
         else:

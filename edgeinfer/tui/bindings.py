@@ -1,4 +1,4 @@
-"""Every key of the chat: its id for `[chat.keys]`, its action and effect; help reads this."""
+"""Every key of the chat: its id for `[chat.keys]`, its action and effect; the help reads this table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Key(NamedTuple):
     priority: bool = False
 
 
-#: Per place: id, keys, action, tooltip.
+#: Place → id, keys, action and tooltip of each binding.
 _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
     "composer": (
         ("send", "enter", "send", "Send what is typed, or take the chosen completion"),
@@ -71,7 +71,7 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
         ("session-undo", "ctrl+u", "undelete", "Bring back what was deleted last"),
     ),
 }
-#: Places whose keys go before a text field's, but for Esc.
+#: Places whose keys precede a text field's, except for Esc.
 _PRIOR: tuple[Where, ...] = ("chat", "models", "sessions")
 _KEY_ROWS = ((where, row) for where, rows in _ROWS.items() for row in rows)
 KEYS = tuple(Key(*row, where, where in _PRIOR and row[0] != "stop") for where, row in _KEY_ROWS)
@@ -88,7 +88,7 @@ HEADINGS: dict[Where, str] = {
 
 
 def bindings(where: Where) -> list[Binding]:
-    """Return the bindings of one place, as Textual takes them."""
+    """Return the bindings of one place in Textual's form."""
     return [
         Binding(k.keys, k.action, k.tooltip, show=False, priority=k.priority, id=k.id)
         for k in KEYS

@@ -1,4 +1,4 @@
-"""The chat screen: passes keys and messages to the helper they concern."""
+"""The chat screen: forwards keys and messages to the helper that handles them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import Loader, Streaming, View
 
-#: Ways out when the context is full and there are older turns: command, label, what it means.
+#: Choices when the context is full and there are older turns: command, label, explanation.
 _ROOM_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
@@ -38,7 +38,7 @@ class ChatScreen(Screen[None]):
     BINDINGS: ClassVar[list[Binding]] = [*bindings("chat"), *bindings("turn")]  # type: ignore[assignment]
 
     class Left(Message):
-        """The user wants to leave the chat."""
+        """Message: the user wants to leave the chat."""
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class ChatScreen(Screen[None]):
 
     def _not_loaded(self, model: str, error: EdgeInferError) -> None:
         self.refresh_status()
-        if isinstance(error, ModelNotPulledError):  # the question waits for the model to be picked
+        if isinstance(error, ModelNotPulledError):  # the question waits until a model is picked
             self.front.pick_model(model, first=True)
             return
         waiting, self.answering.unanswered = self.answering.unanswered, 0
@@ -183,7 +183,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message; put all back into the composer after a failure or a switch."""
+        """Send the next queued message; after a failure or a switch, put all into the input field."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -209,7 +209,7 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Pasted)
     def _attach_paste(self, message: Composer.Pasted) -> None:
-        """Attach a long paste; offer ways out immediately if the context cannot hold it."""
+        """Attach a long paste; offer choices immediately if the context cannot hold it."""
         pasted = self.attachments.paste(message.text)
         engine = self.session.engine
         if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:
@@ -257,7 +257,7 @@ class ChatScreen(Screen[None]):
         self.offer_room(message.error)
 
     def offer_room(self, error: EdgeInferError) -> None:
-        """Say that the context is full, and offer the ways out."""
+        """Show that the context is full, and offer the choices."""
         questions = [turn for turn in self.session.path if turn.role == "user"]
         choices = [*_ROOM_CHOICES] if len(questions) > 1 else []
         if self.session.engine is not None:
@@ -324,7 +324,7 @@ class ChatScreen(Screen[None]):
     # keys
 
     def on_key(self, event: events.Key) -> None:
-        """Send typed characters to the composer, wherever the focus is."""
+        """Send typed characters to the input field, wherever the focus is."""
         reading = self.focused is self.transcript and self.transcript.selection is None
         if reading and event.is_printable and event.character:
             event.stop()
@@ -349,7 +349,7 @@ class ChatScreen(Screen[None]):
     def action_interrupt(self) -> None:
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
-            self.front.copy(selected, "what was marked")
+            self.front.copy(selected, "the selection")
             self.clear_selection()
         elif self.streaming is not None:
             self.answering.stop()

@@ -31,12 +31,12 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 
-#: A paste with more lines or characters than this is attached instead of being typed.
+#: A paste with more lines or characters than this is attached, not typed.
 _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Composer(TextArea):
-    """A text field that sends on Enter. `editing` is the turn its text will replace, if any."""
+    """A text field that sends on Enter. `editing` is the turn that its text will replace, if any."""
 
     BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
 
@@ -44,31 +44,31 @@ class Composer(TextArea):
 
     @dataclass
     class Sent(Message):
-        """The user pressed Enter on this text."""
+        """Message: the user pressed Enter on this text."""
 
         text: str
         editing: int | None
 
     @dataclass
     class Choosing(Message):
-        """Up (-1), down (1) or take (0) while completions are shown."""
+        """Message: Up (-1), down (1) or accept (0) while completions are shown."""
 
         step: int
 
     class Left(Message):
-        """Ctrl-D in an empty field."""
+        """Message: Ctrl-D in an empty field."""
 
     @dataclass
     class Pasted(Message):
-        """A long text was pasted; it was not typed into the field."""
+        """Message: a long text was pasted; it was not typed into the field."""
 
         text: str
 
     class Removed(Message):
-        """Backspace in an empty field."""
+        """Message: Backspace in an empty field."""
 
     class TakenBack(Message):
-        """Up in an empty field while messages are queued."""
+        """Message: Up in an empty field while messages are queued."""
 
     def __init__(self, placeholder: str, id: str | None = None) -> None:
         super().__init__(
@@ -95,23 +95,23 @@ class Composer(TextArea):
 
     @property
     def before_cursor(self) -> str:
-        """Return the text up to the cursor."""
+        """Text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
 
     # history
 
     def set_past(self, typed: list[str]) -> None:
-        """Set the texts that Up brings back, newest first."""
+        """Set the earlier texts that Up shows, newest first."""
         self._past, self._past_index = list(typed), 0
 
     def remember(self, text: str) -> None:
-        """Add a sent text, which Up brings back first."""
+        """Add a sent text, which Up shows first."""
         if text.strip() and (not self._past or self._past[0] != text):
             self._past.insert(0, text)
         self._past_index = 0
 
     def fill(self, text: str) -> None:
-        """Replace what is typed and go to its end."""
+        """Replace the text and go to its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
@@ -176,13 +176,14 @@ class Composer(TextArea):
             self.post_message(self.Left())
 
     def _toggle_cursor_blink_visible(self) -> None:
-        """Keep the cursor: a blink would be drawn twice a second while an answer streams."""
+        """Do not blink: the cursor would be drawn twice a second while an answer streams."""
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":  # a binding sends; TextArea would insert a line
+        if event.key == "enter":  # a binding sends the text; TextArea would insert a line
             event.prevent_default()
             return
-        # joiners (U+200C, U+200D) and tags spell words and emoji; Textual takes only printable keys
+        # joiners (U+200C, U+200D) and tags are part of words and emoji, but Textual accepts only
+        # printable keys
         if event.character and unicodedata.category(event.character[0]) == "Cf":
             event.stop()
             event.prevent_default()
@@ -192,7 +193,7 @@ class Composer(TextArea):
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
-            event.prevent_default()  # Textual goes on with TextArea's handler otherwise
+            event.prevent_default()  # otherwise Textual also calls TextArea's handler
             self.post_message(self.Pasted(event.text))
         elif mention := dropped_picture(event.text):
             event.prevent_default()
@@ -200,7 +201,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Shows queued messages in `line`; taking one back puts it into the composer."""
+    """Shows queued messages in `line`; a message that is taken back goes into the input field."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -212,13 +213,13 @@ class Queue:
         self._show()
 
     def next(self) -> str:
-        """Remove and return the first message, "" if none waits."""
+        """Remove and return the first message, "" if there is none."""
         text = self._waiting.pop(0) if self._waiting else ""
         self._show()
         return text
 
     def take_back(self) -> bool:
-        """Put the last message before what is typed; return False if none waits."""
+        """Put the last message before the typed text; return False if there is none."""
         if not self._waiting:
             return False
         typed = [self._waiting.pop(), self._composer.text]
@@ -232,19 +233,19 @@ class Queue:
 
     def _show(self) -> None:
         lines = ["queued: " + " ".join(text.split()) for text in self._waiting]
-        self._line.update("\n".join([*lines, "Esc or ↑ takes the last one back"]))
+        self._line.update("\n".join([*lines, "Esc or ↑ returns the last one"]))
         self._line.display = self._composer.has_queue = bool(lines)
 
 
 class Completions(OptionList, can_focus=False):
-    """Shows completions, if there are any; the composer keeps the focus."""
+    """Shows completions, if there are any; the input field keeps the focus."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
         self.offered: list[CommandCompletion] = []
 
     def offer(self, completions: Sequence[CommandCompletion]) -> None:
-        """Show these, the first one chosen; none hides the list."""
+        """Show these, with the first one selected; none hides the list."""
         if list(completions) == self.offered:
             return
         self.offered = list(completions)
@@ -257,7 +258,7 @@ class Completions(OptionList, can_focus=False):
             self.highlighted = 0
 
     def step(self, by: int) -> None:
-        """Choose the next or previous completion, wrapping around."""
+        """Select the next or previous completion, wrapping around."""
         if self.offered:
             self.highlighted = ((self.highlighted or 0) + by) % len(self.offered)
 
@@ -266,12 +267,12 @@ class Completions(OptionList, can_focus=False):
         return self.offered[self.highlighted] if self.offered and self.highlighted is not None else None
 
 
-#: Bytes per token of English text; an estimate until a model counts.
+#: Bytes per token of English text, an estimate until a model counts.
 _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Files and pastes for the next question, shown in `line`; the text names no `unnamed` one."""
+    """Files and pastes for the next question, shown in `line`; `unnamed` ones are not in its text."""
 
     def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
         self._session = session
@@ -286,8 +287,8 @@ class AttachmentList:
         self.show()
 
     def paste(self, text: str) -> Attachment:
-        """Attach a pasted text; return the attachment, with its token count if a model that can count
-        is loaded.
+        """Attach a pasted text; return the attachment, with its token count if a model is loaded that
+        can count.
         """
         names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)
@@ -306,13 +307,13 @@ class AttachmentList:
             self._missing = missing
             before, self._named = self._named, {}
             for path in paths:
-                with contextlib.suppress(EdgeInferError):  # reported when it is sent
+                with contextlib.suppress(EdgeInferError):  # reported when the question is sent
                     self._named[path] = before.get(path) or self._count_tokens(read(path))
             self.show()
 
     @property
     def current(self) -> list[Attachment]:
-        """Return the attachments, as last read."""
+        """Attachments as last read."""
         return [*self.unnamed, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
@@ -321,7 +322,7 @@ class AttachmentList:
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
     def clear(self) -> None:
-        """Remove all attachments, because they were sent."""
+        """Remove all attachments after they were sent."""
         self.unnamed, self._named = [], {}
         self._missing = []
         self.show()

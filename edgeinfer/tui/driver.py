@@ -1,8 +1,8 @@
-"""The terminal, which may not be this process's controlling terminal.
+"""The terminal driver for a terminal that may not be this process's controlling terminal.
 
 A resumed process gets its terminal as descriptors, and its signals from the launcher. So this driver
-reads and writes the given descriptors, takes the size from them, and suspends the process that the
-shell waits for.
+reads and writes these descriptors, asks them for the size, and suspends the process for which the shell
+waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TerminalDriver(LinuxDriver):
         self._n_early = 0
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """Return the window's size now; COLUMNS and LINES are those the shell started with."""
+        """Return the window's current size; COLUMNS and LINES give the size at the shell's start."""
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self.fileno)
             if columns > 0 and rows > 0:
@@ -52,14 +52,14 @@ class TerminalDriver(LinuxDriver):
         self._n_early = self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
-        """Return how many bytes were typed before, when the terminal made newlines of Enter."""
+        """Return how many bytes were typed before, while the terminal converted Enter to newlines."""
         count = array("i", [0])
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fileno, termios.FIONREAD, count)
         return count[0]
 
     def ready(self) -> None:
-        """Begin to read keys: a widget takes them now."""
+        """Begin to read keys; a widget can now receive them."""
         self._is_ready.set()
 
     # keys
@@ -67,8 +67,8 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until told to stop.
 
-        Unlike Textual's, it ends immediately, not at the next tenth of a second; it accepts bytes that
-        are no UTF-8; and a terminal that is gone ends the app instead of breaking it.
+        Unlike Textual's version, it ends immediately, not at the next tenth of a second. It accepts
+        bytes that are not UTF-8, and a closed terminal ends the app without an error.
         """
         self._waker = os.pipe()
         poller = select.poll()
@@ -99,7 +99,7 @@ class TerminalDriver(LinuxDriver):
             return b""
 
     def disable_input(self) -> None:
-        """Stop reading: Textual's, with the thread woken."""
+        """Stop reading: Textual's method, and wake the thread."""
         self._stop_reading()
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
@@ -114,7 +114,7 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            for fd in self._waker or ():  # not by the thread: it may end before the write above
+            for fd in self._waker or ():  # not in the thread, which may end before the write above
                 os.close(fd)
             self._waker = None
         self.exit_event.clear()
@@ -123,22 +123,22 @@ class TerminalDriver(LinuxDriver):
         if self._auto_restart:
             self.suspend_application_mode()
             self._must_signal_resume = True
-        if os.getsid(0) == os.getpid():  # started by a launcher, which sees this stop and stops too
+        if os.getsid(0) == os.getpid():  # a launcher started this process; it stops too
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             os.killpg(0, signal.SIGSTOP)  # the whole job: the shell may wait for any of its processes
 
 
 def claim_terminal() -> TextIO | None:
-    """Make descriptor 0 a terminal if stdin is a pipe. Return a stream to it, None without one.
+    """Make descriptor 0 a terminal if stdin is a pipe. Return its stream, None without a terminal.
 
-    Output goes to the first of stdout, stderr, stdin that is a terminal. Nothing needs a controlling
-    terminal.
+    Output goes to the first of stdout, stderr, stdin that is a terminal. A controlling terminal is not
+    needed.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:
         return None
     if not os.isatty(0):
-        os.dup2(fd, 0)  # a terminal's descriptor reads and writes, whichever it was opened as
+        os.dup2(fd, 0)  # a terminal's descriptor can be read and written, however it was opened
         sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     return open(os.dup(fd), "w", encoding="utf-8", errors="replace")

@@ -1,6 +1,6 @@
-"""Runs the app once, without a terminal, so that first-use imports and parsed styles are in memory.
+"""Runs the app once, without a terminal, so that lazy imports and parsed styles are in memory.
 
-No user, no configuration, no file: the store is in memory, and the engine is a scripted one.
+It uses no user data, no configuration and no file: the store is in memory, and the engine is scripted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _ANSWER = (
 )
 _KEYS = "f1 escape f3 escape slash s tab ctrl+up escape pageup ctrl+end".split()
 _CHARACTERS = {"slash": "/", "s": "s"}
-#: Refreshes until a key's effect is painted: app, widget, layout of an opened screen, paint.
+#: Number of refreshes until a key's effect is painted: app, widget, layout of an opened screen, paint.
 _REFRESHES = 4
 _PAINT_S = 0.2
 _LONGEST_S = 20.0
 
 
 class _ScriptedEngine:
-    """The part of an engine that the rehearsal asks for; every answer is `_ANSWER`."""
+    """The part of an engine that the rehearsal uses; every answer is `_ANSWER`."""
 
     is_open = True
     info = EngineInfo(model="rehearsal", n_ctx=4096, n_ctx_train=4096)
@@ -61,11 +61,11 @@ class _ScriptedEngine:
         return []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine holds no resources."""
 
 
 class _RehearsalHost(Host):
-    """Never loads a model, never reads a configuration."""
+    """A host that never loads a model and never reads a configuration."""
 
     def __init__(self) -> None:
         super().__init__(Start(how="resumed"), Config())
@@ -76,14 +76,14 @@ class _RehearsalHost(Host):
         return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Leave nothing: a process that is parked holds no descriptor."""
+        """Do nothing: a process that will be parked must hold no descriptor."""
 
 
 def rehearse() -> None:
     """Run the app once for each built-in theme, and keep the parsed styles.
 
-    That makes the first paint cheap, in a process that will be parked. It leaves no thread, no
-    descriptor, no file and no changed setting. About 1.2 s.
+    This makes the first paint of a resumed process cheap. It leaves no thread, no descriptor, no file
+    and no changed setting. Takes about 1.2 s.
     """
     removed = {
         name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ
@@ -110,7 +110,7 @@ def _launch(theme: str) -> Launch:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        # an unfinished rehearsal costs a launch some milliseconds, not the snapshot
+        # an unfinished rehearsal only makes a launch some milliseconds slower
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
                 await _perform(app, pilot)
@@ -132,10 +132,10 @@ async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 
 async def _wait_painted(app: ChatApp) -> None:
-    """Wait until a key's effect is painted; `Pilot.press` takes 1 s a key while a model loads."""
+    """Wait until a key's effect is painted; `Pilot.press` takes 1 s per key while a model loads."""
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)
-        with contextlib.suppress(TimeoutError):  # a screen that is left meanwhile paints no more
+        with contextlib.suppress(TimeoutError):  # a screen that was left meanwhile is not painted
             await asyncio.wait_for(painted.wait(), _PAINT_S)
     await app.animator.wait_until_complete()

@@ -1,7 +1,7 @@
-"""Use what Textual and Rich offer only under private names, in one place.
+"""Use private names of Textual and Rich, in one place.
 
-Read in the versions below; `tests/tui/test_textual_internals.py` tries every name, and fails when
-another version is installed than was read.
+The names were checked in the versions below; `tests/tui/test_textual_internals.py` tries every name,
+and fails if another version is installed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from textual.css.model import RuleSet
 
 __all__ = ["METHODS", "READ_IN", "ParsedStyles", "XTermParser", "divide_line", "keymap", "use_parsed"]
 
-#: Versions in which these names were read.
+#: Versions in which these names were checked.
 READ_IN = {"textual": "8.2", "rich": "15.0"}
 
-#: Private methods that our subclasses replace or call, by Textual's class.
+#: Private methods that our subclasses override or call, by Textual class.
 METHODS: dict[str, tuple[str, ...]] = {
     "textual.app:App": ("_handle_exception", "_fatal_error", "_close_messages_no_wait"),
     "textual.widgets:TextArea": ("_on_key", "_toggle_cursor_blink_visible"),
@@ -31,15 +31,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-#: Style sheets by their text, as Textual's parser leaves them.
+#: Parsed style sheets by their text.
 ParsedStyles = LRUCache[tuple[Any, ...], list[RuleSet]]
 
 
 def keymap(app: App[Any]) -> dict[str, str]:
-    """Return the user's own keys, by the id of the binding."""
+    """Return the user's own keys by binding id."""
     return dict(app._keymap)
 
 
 def use_parsed(app: App[Any], parsed: ParsedStyles) -> None:
-    """Let `app` look up style sheets in `parsed`, and add to it what it parses."""
+    """Let `app` look up style sheets in `parsed`, and add those that it parses."""
     app.stylesheet._parse_cache = parsed

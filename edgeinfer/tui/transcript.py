@@ -1,4 +1,4 @@
-"""The conversation: draws lines in view only (decision 060), follows its tail only if already there."""
+"""The conversation: draws only visible lines (decision 060), and scrolls along only from the end."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NAMES = """
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Entries, top to bottom. `cursor`: index of the entry chosen while walking the turns, or None."""
+    """Entries, top to bottom. `cursor`: index of the selected entry, or None."""
 
-    FOCUS_ON_CLICK = False  # a click that selects text leaves the composer focused
+    FOCUS_ON_CLICK = False  # after a click that selects text, the input field keeps the focus
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
 
     @dataclass
     class Clicked(Message):
-        """A mark in an entry was clicked: `mark` is "copy:N", "fold" or "page"."""
+        """Message: a mark in an entry was clicked: `mark` is "copy:N", "fold" or "page"."""
 
         entry: Entry
         mark: str
@@ -59,7 +59,7 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def text_width(self) -> int:
-        """Return the width (cells) of a line of text."""
+        """Width (cells) of a line of text."""
         return max(20, min(self.scrollable_content_region.width - 3, MAX_WIDTH))
 
     # entries
@@ -72,7 +72,7 @@ class Transcript(ScrollView, can_focus=True):
         self._relayout()
 
     def add(self, entry: Entry) -> None:
-        """Add an entry at the end; scroll to it if the end was in view."""
+        """Add an entry at the end; scroll to it if the end was visible."""
         self.entries.append(entry)
         self._relayout()
 
@@ -110,7 +110,7 @@ class Transcript(ScrollView, can_focus=True):
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return
-        for _ in range(8):  # drawing may shift what is in view; it settles in one or two rounds
+        for _ in range(8):  # drawing may shift the visible lines; this settles in one or two rounds
             top = max(0, round(self.scroll_y) - height)
             first = bisect_right(self._bottoms, top)
             last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
@@ -144,7 +144,7 @@ class Transcript(ScrollView, can_focus=True):
     # the cursor among turns
 
     def move_cursor(self, step: int) -> bool:
-        """Choose the turn before (-1) or after (1) the chosen one; return False if there is none."""
+        """Select the turn before (-1) or after (1) the selected one; return False if there is none."""
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
         cursor = len(self.entries) if self.cursor is None else self.cursor
         ahead = [i for i in turns if (i - cursor) * step > 0]
@@ -190,7 +190,7 @@ class Transcript(ScrollView, can_focus=True):
         local = row - (self._bottoms[index - 1] if index else 0)
         if local >= len(lines):
             return Strip.blank(width, self.rich_style)
-        key = (lines[local], index == self.cursor)  # equal lines look alike wherever they stand
+        key = (lines[local], index == self.cursor)  # equal lines look the same at any position
         strip = self._strips.get(key)
         if strip is None:
             if len(self._strips) > 4000:
@@ -245,7 +245,7 @@ class Transcript(ScrollView, can_focus=True):
         return style
 
     def _blend(self, name: str) -> Style:
-        """Return a component's style, translucent colours mixed with ours, which Rich cannot do."""
+        """Return a component's style with translucent colours blended, which Rich cannot do."""
         partial = self.get_component_rich_style(name, partial=True)
         color = self.get_component_rich_style(name).color if partial.color else None
         return partial + Style(color=color) if color else partial

@@ -1,7 +1,7 @@
 """Shows a session on the chat screen: its turns and state, a streaming answer, a loading model.
 
-Drawing shares the processor with the engine's threads. A pause follows each drawing, long enough that
-drawing takes at most `SHARE` of one core, and at least a thirtieth of a second.
+Drawing shares the processor with the engine's threads. Each drawing is followed by a pause of at least
+a thirtieth of a second, so that drawing takes at most `SHARE` of one core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from edgeinfer.tui.transcript import Transcript
 
 
 class Part(NamedTuple):
-    """A piece of the line: a higher `weight` stays longer; `shortens` may lose its end."""
+    """A part of the status line. A higher `weight` stays longer; `shortens`: its end may be cut off."""
 
     text: str
     weight: int
@@ -46,10 +46,10 @@ class Part(NamedTuple):
     shortens: bool = False
 
 
-#: On a narrower terminal (cells) the hint would push out the state.
+#: On a narrower terminal (cells) the hint would displace the state.
 _LEAST_FOR_HINT = 60
 
-#: A part that may be shortened is left out rather than shorter than this (cells).
+#: Shortest form (cells) of a part that may be shortened; a shorter one is left out.
 _SHORTEST = 14
 
 
@@ -62,7 +62,7 @@ class Status(Widget):
         self._hint = ""
 
     def show(self, parts: tuple[Part, ...], hint: str = "") -> None:
-        """Show these; draw only if something changed."""
+        """Show these parts; draw only if something changed."""
         if (parts, hint) != (self._parts, self._hint):
             self._parts, self._hint = parts, hint
             self.refresh()
@@ -93,7 +93,7 @@ class Loader:
 
     @dataclass
     class Ended(Message):
-        """A load has ended: with an engine, or with an error."""
+        """Message: a load has ended, with an engine or with an error."""
 
         serial: int
         model: str
@@ -113,12 +113,12 @@ class Loader:
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # not a worker of Textual's: leaving would wait for it
+        # not a Textual worker, because leaving the app would wait for it
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
     def finish(self, message: Ended) -> bool:
-        """Return True if the ended load is the latest one; then nothing is loading."""
+        """Return whether the ended load is the latest one; then nothing is loading any more."""
         if message.serial != self._serial:
             return False
         self.progress = ""
@@ -133,7 +133,7 @@ class Loader:
         outcome: Engine | EdgeInferError
         try:
             outcome = self._engines.get(model, n_ctx, progress)
-        except OSError as failure:  # the launcher that would have started a worker is gone
+        except OSError as failure:  # the launcher, which would start a worker, has ended
             outcome = EngineClosedError(f"{model} cannot be started: {failure}")
         except EdgeInferError as failure:
             outcome = failure
@@ -149,7 +149,7 @@ class Loader:
 SHARE = 0.04
 
 #: Interpreter switch interval (s) while an answer streams. Python's 5 ms would delay every token that
-#: comes during a drawing: the engine needs the interpreter for a moment between two tokens.
+#: arrives during a drawing: the engine needs the interpreter for a moment between two tokens.
 _SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
@@ -212,7 +212,7 @@ class Streaming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Estimate the rate since the first token; the end reports the exact one."""
+        """Estimated rate since the first token; the end reports the exact one."""
         elapsed = time.monotonic() - self.began
         return self.tokens / elapsed if self.tokens and elapsed > 0.2 else 0.0
 
@@ -229,8 +229,8 @@ class View:
     """Shows `session` in the widgets of the chat screen.
 
     `streaming` is the answer being generated and `summarising` the summary, None if there is none;
-    `Answering` sets them, and `calling`, what tools do in words. `cached_tokens` counts the cached
-    tokens of the open conversation.
+    `Answering` sets them, and the text `calling` about tools. `cached_tokens` counts the cached tokens
+    of the open conversation.
     """
 
     def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
@@ -248,12 +248,12 @@ class View:
 
     @property
     def start_text(self) -> str:
-        """Describe the start of the chat; its time is known once the model can compute."""
+        """Description of the chat's start; its time is known once the model is ready."""
         return describe_start(self._launch.host.start)
 
     @property
     def model(self) -> str:
-        """Return the conversation's model, or the one the chat was started with."""
+        """The conversation's model, or the one with which the chat was started."""
         return self.session.conversation.model or self._launch.model
 
     def show_welcome(self) -> None:
@@ -261,7 +261,7 @@ class View:
         self.refresh_status()
 
     def show_session(self, *, stays: bool = False) -> None:
-        """Show the branch and its end; the place that is read, if it `stays`."""
+        """Show the branch and its end; with `stays`, keep the scroll position."""
         transcript = self.transcript
         scroll_y = None if not stays or transcript.following else transcript.scroll_y
         entries = [self.entry(turn) for turn in self.session.path]
@@ -290,7 +290,7 @@ class View:
                 self.transcript.redrawn(entry)
 
     def note_prompt(self, answer: Answer) -> None:
-        """Report the cached tokens of its prompt to `edgeinfer ps`."""
+        """Report the answer's cached prompt tokens to `edgeinfer ps`."""
         if answer.cache_report is not None:
             self._launch.host.note_prompt(answer.cache_report)
 
@@ -309,12 +309,12 @@ class View:
                 self.transcript.redrawn(entry)
 
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
-        """Show an error with its hint, and put the input back."""
+        """Show an error with its hint, and put the text back into the input field."""
         self.add_remark(Remark(error.message, "error", hint(error)))
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show the hint of a failed turn, which shows its error itself; put the input back."""
+        """Show the hint of a failed turn, whose error is already shown; put the text back."""
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)

@@ -154,7 +154,7 @@ class TestAttachments:
 
     @pytest.mark.parametrize(
         ("sizes", "word"),
-        [([3 << 20, 3 << 20], "holds more than"), ([1] * 1001, "1,000 files"), ([], "no text file")],
+        [([3 << 20, 3 << 20], "has more than"), ([1] * 1001, "1,000 files"), ([], "no text file")],
     )
     def test_folder_has_limits(self, tmp_path, sizes, word):
         for number, size in enumerate(sizes):
@@ -193,7 +193,7 @@ class TestExport:
     def test_nothing_is_overwritten(self, tmp_path):
         path = formats.write(tmp_path / "x.md", "one")
         assert path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(StoreError, match="there already"):
+        with pytest.raises(StoreError, match="already exists"):
             formats.write(tmp_path / "x.md", "two")
         assert path.read_text() == "one"
         with pytest.raises(StoreError, match="No such file"):

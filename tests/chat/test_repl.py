@@ -156,7 +156,7 @@ def test_model_of_another_program_is_offered_if_none_is_pulled(tmp_path):
     OllamaStore(Path.home(), gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     out, _ = talk(tmp_path, "n", host=host)
-    assert "Here from Ollama, used where it is: /model ollama/tiny:1b" in out
+    assert "Ollama has it, and it can be used in place: /model ollama/tiny:1b" in out
 
 
 def test_continue_opens_the_last_conversation(tmp_path):
@@ -182,7 +182,8 @@ def test_turns_of_another_program_are_shown_and_continued(tmp_path):
     source.readline = functools.partial(next, lines(), "")  # type: ignore[method-assign]
     Repl(launch, source, out).run()
     assert (
-        "changed elsewhere.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two." in out.getvalue()
+        "changed the conversation.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two."
+        in out.getvalue()
     )
 
 
@@ -221,7 +222,7 @@ def test_full_context_offers_ways_out(tmp_path):
 
     engine = Small([["x" * 500]])
     out, repl = talk(tmp_path, *(["y" * 600] * 3), "/drop", engine=engine, host=None)
-    assert "/drop leaves the oldest turns out" in out
+    assert "/drop stops sending the oldest turns" in out
     assert repl.session.path[-1].content == "x" * 500
     assert [t.cut_summary for t in repl.session.path].count("") == 1
 
@@ -260,7 +261,7 @@ def test_script_continues_after_an_error_and_ends_with_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("n_ctx", "said"),
-    [(2048, "(stopped at 96 tokens · /continue"), (408, "(cut: no room left in the context")],
+    [(2048, "(stopped at 96 tokens · /continue"), (408, "(cut off: the context is full")],
 )
 def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
     info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=n_ctx)
@@ -306,7 +307,7 @@ def test_script_is_asked_for_no_call(tmp_path):
     call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
     host = with_tools([call, end(reason="tool_calls")], words("I cannot know."))
     out, _ = talk(tmp_path, "Rome?", "/quit", host=host, kind=io.StringIO, with_tools=True)
-    assert "refused: the user said no: no user is here to allow it" in out
+    assert "refused: the user said no: there is no user to allow it" in out
     assert "Answer: I cannot know." in out
 
 
@@ -315,7 +316,7 @@ def test_tools_are_switched_on_and_off(tmp_path):
     assert "No tools. `/tools on`" in out
     assert "plain: add, weather, fail" in out
     assert "The model has no tools." in out
-    assert "/tools has no 'x'" in out
+    assert "/tools: no option 'x'" in out
     assert repl.session.tools is None
 
 

@@ -477,7 +477,7 @@ def test_a_file_that_cannot_be_opened_is_not_to_be_moved_aside(tmp_path):
     path.mkdir()
     with pytest.raises(StoreError, match="unable to open") as refused:
         ConversationStore.open(path)
-    assert "check who may read" in refused.value.hint
+    assert "check the permissions of" in refused.value.hint
 
 
 def test_missing_migration_is_noticed(tmp_path):

@@ -562,7 +562,7 @@ async def test_typing_after_a_click_goes_to_the_composer(drive):
 async def test_editor_that_cannot_be_run_is_reported_and_the_text_stays(drive):
     async with drive() as d:
         await d.type("half a thought", "ctrl+o")
-        await d.until(lambda: "cannot leave this terminal" in d.screen_text())
+        await d.until(lambda: "this terminal cannot run" in d.screen_text())
         assert d.chat.composer.text == "half a thought"
 
 
@@ -693,7 +693,7 @@ async def test_changes_of_another_program_are_shown_and_the_place_kept(drive, pa
         await d.until(lambda: d.session.conversation.title == "Another title")
         assert abs(d.chat.transcript.scroll_y - scroll_y) < 3
         other.store.delete(other.conversation.id)
-        await d.until(lambda: "deleted elsewhere" in d.screen_text())
+        await d.until(lambda: "deleted the conversation" in d.screen_text())
         await d.ask("anew")
         assert d.turns() == ["anew", "Yes."]
 

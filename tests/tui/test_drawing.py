@@ -213,7 +213,7 @@ def test_answer_shows_how_it_ended():
     assert cut[-1].startswith("◌ stopped at 1,500 tokens")
     assert last(status="failed", error="it broke") == ["✗ it broke"]
     assert last(content="x", page=(2, 3))[-1] == "‹ 2/3 ›"
-    assert last() == ["(no words)"]
+    assert last() == ["(empty answer)"]
 
 
 def test_estimated_heights_are_near_the_drawn_ones():

@@ -1,9 +1,9 @@
 """The conversations of a user in one SQLite file. Every write is committed before its method returns.
 
-A streaming answer goes to a journal piece by piece, so shown text survives `kill -9`; its end folds
-the journal into the turn. A reader sees content and journal joined: as "streaming" while a process
-holds the conversation's lease, otherwise as "interrupted". One thread a store; several processes may
-hold the file open (write-ahead log).
+A streaming answer is written to a journal piece by piece, so shown text survives `kill -9`; its end
+moves the journal into the turn. A reader sees content and journal joined: as "streaming" while a
+process holds the conversation's lease, otherwise as "interrupted". A store is for one thread; several
+processes may open the file (write-ahead log).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema and return its number.
 
-    The file `name` is copied first, so that the previous version can still read the copy. Foreign
-    keys are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a
-    statement fails; nothing is changed then.
+    The file `name` is copied first, so that the previous version can still read the copy. Foreign keys
+    are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement
+    fails; then nothing has changed.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _version(db)) == len(scripts):
         return reached
     if 0 < reached < len(scripts):
         _copy(db, name, reached)
-    db.execute("PRAGMA foreign_keys = OFF")  # otherwise DROP TABLE deletes the turns
+    db.execute("PRAGMA foreign_keys = OFF")  # with foreign keys, DROP TABLE would delete the turns
     db.execute("BEGIN IMMEDIATE")
     try:
         reached = _version(db)  # another process may have migrated it while this one waited
@@ -77,12 +77,12 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
 
 
 def _list_beside(name: str, pattern: str) -> list[Path]:
-    """List the files whose names continue that of the file; none of a store in memory."""
+    """List the files whose names begin with the file's name; none for a store in memory."""
     return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
 
 
 def _copies(name: str) -> list[Path]:
-    """List the copies that were made before migrations of the file, without their journals."""
+    """List the copies made before migrations of the file, without their journals."""
     paths = _list_beside(name, ".schema-*")
     return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
 
@@ -96,7 +96,7 @@ def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
     try:
         db.execute("VACUUM INTO ?", (scratch,))
         with contextlib.closing(_connect(scratch)) as copy:
-            if _version(copy) == version:  # no other process has migrated the file meanwhile
+            if _version(copy) == version:  # otherwise another process has migrated the file meanwhile
                 os.replace(scratch, f"{name}.schema-{version}")
     finally:
         Path(scratch).unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> 
 
 def _connect(uri: str) -> sqlite3.Connection:
     db = sqlite3.connect(uri, isolation_level=None, timeout=5.0, uri=True)
-    db.execute("PRAGMA secure_delete = ON")  # a deleted conversation leaves the file too
+    db.execute("PRAGMA secure_delete = ON")  # overwrite deleted conversations in the file
     return db
 
 
@@ -123,7 +123,7 @@ def _hint_of_newer(name: str, version: int) -> str:
     if copy.exists():  # SQLite would apply the newer file's write-ahead log to the copy
         remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
         move = shlex.join(["mv", str(copy), name])
-        copying = f"take the copy from before: {remove}; {move}"
+        copying = f"use the copy made before: {remove}; {move}"
         return f"use that version, or end every edgeinfer and {copying}"
     return "use that version, or move the file aside"
 
@@ -133,7 +133,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Yield one statement at a time: `executescript` would commit their transaction."""
+    """Yield one statement at a time, because `executescript` would commit their transaction."""
     gathered = ""
     for line in script.splitlines(keepends=True):
         gathered += line
@@ -142,22 +142,22 @@ def _statements(script: str) -> Iterator[str]:
             gathered = ""
 
 
-#: If an answer got no new piece for this long (ms), its process is taken for dead.
+#: After this time (ms) without a new piece of an answer, its process counts as dead.
 STALE_MS = 60_000
 
 #: How long (s) pre-migration copies are kept.
 _KEEP_COPIES_S = 30 * 24 * 3600.0
 
-#: Age (s) from which an unfinished copy is taken for abandoned.
+#: Age (s) from which an unfinished copy counts as abandoned.
 _COPYING_S = 3600.0
 
 #: How long (ms) deleted conversations are kept, for undo.
 UNDO_MS = 24 * 3600 * 1000
 
-#: Marks around matched words in a snippet; neither can be in a stored text that a terminal shows.
+#: Marks around matched words in a snippet; stored text that a terminal shows contains neither.
 MARK, UNMARK = "\x02", "\x03"
 
-#: Most turns that a search looks at, newest first.
+#: Most turns that a search examines, newest first.
 HITS = 4000
 
 _COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"
@@ -190,7 +190,7 @@ _SNIPPETS = f"""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: Types of the columns that are JSON; columns have the names of the fields.
+#: Types of the columns that hold JSON; columns are named as the fields.
 _JSON: dict[str, Any] = {
     "attachments": tuple[Attachment, ...],
     "calls": tuple[ToolUse, ...],
@@ -217,9 +217,9 @@ def _store_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        hint = f"move {name} aside: a new one is made"
+        hint = f"rename {name}: a new file will be created"
         if "unable to open" in str(error) or "readonly" in str(error):
-            hint = f"check who may read and write {name} and its folder"
+            hint = f"check the permissions of {name} and its folder"
         elif any(phrase in str(error) for phrase in ("full", "No space", "disk I/O")):
             hint = "free some disk space; if there is enough, check the disk"
         elif "locked" in str(error):
@@ -241,8 +241,9 @@ class ConversationStore:
         file = path or store_path()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # never an existing one: closing any descriptor of a file ends SQLite's locks on it in this
-            # process, and another one that closes the store would then delete the log in use
+            # only a new file: closing a descriptor of an existing one would end SQLite's locks on it in
+            # this process, and another process that closes the store would delete the log that is in
+            # use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             pass
@@ -265,7 +266,7 @@ class ConversationStore:
         return cls(db, str(file), clock)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         self.db.close()
 
     # conversations
@@ -316,10 +317,10 @@ class ConversationStore:
         return new
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """Return all turns of a conversation by id, unfinished ones joined with their journal."""
+        """Return all turns of a conversation by id; unfinished ones include their journal."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
-        # only the head turn streams; an older unfinished answer was killed
+        # only the head turn can be streaming; an older unfinished answer was killed
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
         for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
@@ -333,7 +334,7 @@ class ConversationStore:
         return turns
 
     def acquire(self, conversation_id: int) -> Lease:
-        """Acquire the lease of a conversation, for one answer. Raises UsageError if another has it."""
+        """Acquire a conversation's lease for one answer. Raises UsageError if another has it."""
         try:
             acquired = lease.acquire(self._leases, conversation_id)
         except OSError as error:
@@ -343,7 +344,7 @@ class ConversationStore:
         return acquired
 
     def is_answering(self, conversation_id: int) -> bool:
-        """Return whether a process writes an answer of this conversation now."""
+        """Return whether a process is writing an answer of this conversation."""
         return lease.is_held(self._leases, conversation_id)
 
     @property
@@ -351,10 +352,11 @@ class ConversationStore:
         return Path(self.name).with_suffix(".leases") if self.name else None
 
     def reopen(self, turn_id: int) -> None:
-        """Reopen an ended turn for streaming; its journal is folded in first."""
+        """Reopen an ended turn for streaming; its journal is moved into it first."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # rows of the journal are numbered from 1 again: followers must see that it is another one
+            # the journal's rows are numbered from 1 again: followers must notice that it is a new
+            # journal
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -362,7 +364,7 @@ class ConversationStore:
             )
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of a streaming answer (0.05 ms); nothing is shown before it returns."""
+        """Add a piece of a streaming answer (0.05 ms); show it only after this returns."""
         with _store_errors(self.name):
             self.db.execute(
                 "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
@@ -378,17 +380,17 @@ class ConversationStore:
             self._set("conversation", turn.conversation_id, {"updated_ms": self.clock()})
 
     def set_calls(self, turn_id: int, calls: tuple[ToolUse, ...]) -> None:
-        """Write an answer's calls with their results."""
+        """Store an answer's tool calls with their results."""
         with _store_errors(self.name):
             self._set("turn", turn_id, {"calls": calls})
 
     def cut(self, turn_id: int, summary: str) -> None:
-        """Stop sending the turns before this one; `summary` stands for them."""
+        """Stop sending the turns before this one; `summary` replaces them."""
         with _store_errors(self.name):
             self._set("turn", turn_id, {"cut_summary": summary})
 
     def clean_up(self) -> int:
-        """Fold the journals of answers whose process died; return how many."""
+        """Move the journals of killed answers into their turns; return how many."""
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(
@@ -403,17 +405,17 @@ class ConversationStore:
         return len(dead)
 
     def overdue(self) -> list[Conversation]:
-        """Return the ids of conversations deleted more than a day ago."""
+        """Return the conversations that were deleted more than a day ago."""
         rows = self._rows("SELECT id FROM conversation WHERE deleted_ms < ?", self.clock() - UNDO_MS)
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Purge deleted conversations, also from pre-migration copies; restored ones stay."""
+        """Purge deleted conversations, also from pre-migration copies, unless they were restored."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
         gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
-        for path in _list_beside(self.name, ".*.new*"):  # of a process that was killed as it copied
+        for path in _list_beside(self.name, ".*.new*"):  # unfinished copies of a killed process
             with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _COPYING_S:
                     path.unlink()
@@ -430,18 +432,18 @@ class ConversationStore:
     # following what other processes write
 
     def change_count(self) -> tuple[int, int]:
-        """Return a value that differs after a write by this or another connection (6 µs)."""
+        """Return a value that changes with each write by this or another connection (6 µs)."""
         with _store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
-        """Return a value that differs after a conversation was added, changed or deleted."""
+        """Return a value that changes when a conversation is added, changed or deleted."""
         sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
         ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
     def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that changes with every write but an answer's pieces; None if deleted."""
+        """Return a value that changes with every write except an answer's pieces; None if deleted."""
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
@@ -456,7 +458,7 @@ class ConversationStore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """During the block, read one consistent state of the file, whatever others write."""
+        """During the block, read one consistent state of the file, whatever other processes write."""
         with _store_errors(self.name):
             self.db.execute("BEGIN")
             try:
@@ -467,7 +469,7 @@ class ConversationStore:
     # finding conversations again
 
     def listing(self, limit: int = 500) -> list[Summary]:
-        """Return the conversations that hold a turn, newest first."""
+        """Return the conversations that have turns, newest first."""
         sql = (
             f"SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms FROM conversation c"
             " WHERE c.deleted_ms IS NULL AND turns > 0 ORDER BY c.updated_ms DESC, c.id DESC LIMIT ?"
@@ -475,10 +477,11 @@ class ConversationStore:
         return list(map(_summary, self._rows(sql, limit)))
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
-        """Return conversations with all the words, the last as a prefix: titles first, then the newest.
+        """Return conversations with all the words (the last one as a prefix): titles first, then the
+        newest.
 
-        One snippet each, from the newest turn that has them. Of a word in very many turns the newest
-        `HITS` are looked at: ranking all of them would take a quarter of a second in 20,000 turns.
+        Each has one snippet, from the newest turn with the words. Of a frequent word only the newest
+        `HITS` turns are examined: ranking all of them would take a quarter of a second in 20,000 turns.
         """
         query = match_query(query_text)
         if not query:
@@ -490,7 +493,7 @@ class ConversationStore:
         return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
 
     def past_questions(self, limit: int = 200) -> list[str]:
-        """Return what the user typed before, newest first, without repeats."""
+        """Return what the user typed before, newest first, each once."""
         rows = self._rows(
             "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
             " WHERE t.role = 'user' AND c.deleted_ms IS NULL ORDER BY t.id DESC LIMIT ?",
@@ -504,7 +507,7 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # the status first: leaving "streaming" indexes the text, and that must be the whole text
+        # set the status first: leaving "streaming" indexes the text, which must be complete
         self._set("turn", turn_id, {"status": "streaming"})
         self.db.execute(
             "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
@@ -543,7 +546,7 @@ class ConversationStore:
 
 
 def written_elsewhere() -> UsageError:
-    """Return the refusal of a second writer."""
+    """Make the error for a second writer."""
     message = "an answer to this conversation is being written elsewhere"
     return UsageError(message, hint="wait for its end, or stop it there")
 
@@ -557,7 +560,7 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
     for name in values.keys() & _JSON.keys():
         try:
             values[name] = msgspec.json.decode(values[name], type=_JSON[name])
-        except msgspec.MsgspecError as error:  # a damaged file: the rest is worth showing
+        except msgspec.MsgspecError as error:  # one damaged value: show all others
             _log.warning("%s %s: %s cannot be read: %s", kind.__name__, row[0], name, error)
             del values[name]
     return kind(**values)
@@ -569,13 +572,13 @@ def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
 
 
 def match_query(text: str) -> str:
-    """Return the FTS5 expression of typed words, the last one as a prefix; "" for no words."""
+    """Return the FTS5 expression for typed words, the last one as a prefix; "" for no words."""
     terms = _WORD.findall(text)
     return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 
 def _is_current(path: Path) -> bool:
-    """Return whether the store has this version's schema: a version on trial migrates nothing."""
+    """Return whether the store has this version's schema; a version on trial does not migrate."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as db,
@@ -585,9 +588,9 @@ def _is_current(path: Path) -> bool:
 
 
 def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
-    """Purge deleted conversations that can no longer be undone. A failure is left to the next purge.
+    """Purge deleted conversations that can no longer be restored. A failure is left to the next purge.
 
-    Cached blocks go first: a purge that is killed midway finds its conversations again.
+    Cached blocks are deleted first: if a purge is killed, the next one still finds its conversations.
     """
     if open_store is None and not _is_current(store_path()):
         return

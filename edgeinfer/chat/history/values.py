@@ -1,7 +1,7 @@
 """Conversations as plain values, and pure functions over the tree of a conversation's turns.
 
 Editing a question or regenerating an answer adds a sibling; nothing is overwritten.
-`Conversation.head_id` is the last turn of the branch on show, which `branch_to` walks.
+`Conversation.head_id` is the last turn of the current branch, which `branch_to` returns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from edgeinfer.units import format_cost
 
 Role = Literal["user", "assistant"]
 
-#: How a turn ended. "streaming" in the store means its process died or is still at it; a reader shows
-#: "interrupted".
+#: How a turn ended. "streaming" in the store means that its process still writes or has died; a reader
+#: shows "interrupted".
 Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
 
-#: Statuses of an answer that can be continued where it was cut.
+#: Statuses of an answer that can be continued where it was cut off.
 CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"})
 
 
@@ -38,7 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer's cost: tokens, time to the first (ms), rate (tokens/s), seconds in all and saved."""
+    """An answer's cost: tokens, time to the first (ms), rate (tokens/s), total and saved time (s)."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -52,19 +52,19 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost(self) -> str:
-        """Describe time and savings; "" of an answer stored without them."""
+        """Description of time and savings; "" for an answer without these figures."""
         if not self.seconds:
             return ""
         return format_cost(self.seconds, self.cached_tokens, self.saved_s)
 
     @property
     def context_tokens(self) -> int:
-        """Return the context (tokens) that this turn and all before it fill."""
+        """Context (tokens) that this turn and all earlier ones fill."""
         return self.prompt_tokens + self.completion_tokens
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `cut_summary`, if not None, stands for the turns before it, no longer sent.
+    """One turn. `cut_summary`, if not None, replaces all earlier turns, which are no longer sent.
 
     An answer with `calls` is followed by the answer to their results.
     """
@@ -86,37 +86,37 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed_empty(self) -> bool:
-        """Return True for an answer that failed before its first token."""
+        """Return whether this is an answer that failed before its first token."""
         return self.role == "assistant" and self.status == "failed" and not (self.content or self.calls)
 
     @property
     def waits_for_results(self) -> bool:
-        """Return True for an answer with calls that have no result yet."""
+        """Return whether this is an answer with tool calls that have no result yet."""
         return any(use.status == "pending" for use in self.calls)
 
     @property
     def context_full(self) -> bool:
-        """Return True if this answer was cut because the context was full."""
+        """Return whether this answer was cut off because the context was full."""
         n_ctx = self.stats.n_ctx
         return self.status == "length" and 0 < n_ctx <= self.stats.context_tokens + 1
 
     @property
     def cut(self) -> str:
-        """Say why this answer was cut and what to type next; return "" if it was not cut, or failed."""
+        """Why this answer was cut off and what to type next; "" if it was not cut off, or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"
         at_limit = f"stopped at {self.stats.completion_tokens:,} tokens"
         reason = {
-            "length": "cut: no room left in the context" if self.context_full else at_limit,
+            "length": "cut off: the context is full" if self.context_full else at_limit,
             "stopped": "stopped",
             "interrupted": "interrupted",
         }.get(self.status)
-        return f"{reason} · /continue goes on" if reason else ""
+        return f"{reason} · /continue continues it" if reason else ""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling`: options that the user set; `tools`: whether the page offers tools in
-    it.
+    """A conversation. `sampling` has the options that the user set; `tools` says whether the page
+    offers tools in it.
     """
 
     id: int = 0
@@ -132,12 +132,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Return the owner of its cached blocks, which are deleted with it; "" until it is stored."""
+        """Owner of its cached blocks, which are deleted with it; "" until it is stored."""
         return f"chat-{self.id}" if self.id else ""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation in a list. `turns` are its questions; `snippet` is where a search found words."""
+    """A conversation in a list. `turns` counts its questions; `snippet` shows the searched words."""
 
     id: int
     title: str
@@ -148,7 +148,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> str:
-        """Return `1 question` or `12 questions`."""
+        """Text such as `1 question` or `12 questions`."""
         return f"{self.turns:,} question{'s' * (self.turns != 1)}"
 
 
@@ -156,7 +156,7 @@ Turns = Mapping[int, Turn]
 
 
 def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
-    """Return the turns from the first to `head_id`; empty if there is none."""
+    """Return the turns from the first to `head_id`; empty for None."""
     walked: list[Turn] = []
     turn = turns.get(head_id) if head_id is not None else None
     while turn is not None:
@@ -167,14 +167,14 @@ def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
 
 
 def siblings(turns: Turns, turn_id: int) -> list[Turn]:
-    """Return the alternatives of a turn, itself among them, oldest first."""
+    """Return the alternatives of a turn, including itself, oldest first."""
     turn = turns[turn_id]
     same_parent = (t for t in turns.values() if t.parent_id == turn.parent_id)
     return sorted((t for t in same_parent if t.role == turn.role), key=lambda t: t.id)
 
 
 def newest_leaf(turns: Turns, turn_id: int) -> int:
-    """Return the newest end of the branches through `turn_id`."""
+    """Return the newest leaf below `turn_id`."""
     children: dict[int, int] = {}
     for turn in turns.values():
         if turn.parent_id is not None:

@@ -1,1 +1,1 @@
-"""Conversations as wrapped lines of styled text, without colours or widgets: pure functions, values."""
+"""Conversations as wrapped lines of styled text: pure functions and values, no colours, no widgets."""

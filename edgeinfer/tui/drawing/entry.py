@@ -1,6 +1,6 @@
 """Entries of the transcript: a question, an answer, or a remark of the app.
 
-An entry is drawn once it comes into view; until then its height is an estimate.
+An entry is drawn once it is visible; until then its height is an estimate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
         self._width = 0
 
     def lines(self, width: int) -> list[Line]:
-        """Return the entry's lines and a blank one; do not change them."""
+        """Return the entry's lines and a blank one; the caller must not change them."""
         if width != self._width:
             self._width = width
             self._lines = [*self._draw(width), BLANK]
@@ -51,7 +51,7 @@ class Entry:
         return width == self._width
 
     def invalidate(self) -> None:
-        """Draw anew when next shown."""
+        """Draw the entry again when it is next shown."""
         self._width = 0
 
     def _draw(self, width: int) -> list[Line]:
@@ -66,7 +66,7 @@ def _rows(text: str, width: int) -> int:
 
 
 class TurnEntry(Entry):
-    """A turn. `page` is (which, of how many) alternatives."""
+    """A turn. `page` is its number among its alternatives, and their count."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(TurnEntry):
-    """A model's turn. It grows by `grow` while it streams; `finish` draws it whole."""
+    """A model's turn. It grows by `grow` while it streams; `finish` draws it completely."""
 
     def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
         super().__init__(turn, page)
@@ -135,7 +135,7 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def finish(self, turn: Turn, page: tuple[int, int]) -> None:
-        """End the answer as `turn`, and draw it whole."""
+        """Replace the answer by `turn`, and draw it completely."""
         self.turn = turn
         self.page = page
         self.streaming = False
@@ -144,14 +144,14 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def wait(self, text: str) -> None:
-        """Show a text until the first token comes."""
+        """Show a text until the first token arrives."""
         if text != self.waiting:
             self.waiting = text
             self.invalidate()
 
     @property
     def can_unfold(self) -> bool:
-        """Return True if there is reasoning, or a result of a call, to unfold."""
+        """Return whether there is reasoning, or a result of a call, to show."""
         return bool(self.turn.reasoning or self.turn.calls or (self._thought and self._thought.source))
 
     def _draw(self, width: int) -> list[Line]:
@@ -210,7 +210,7 @@ class AnswerEntry(TurnEntry):
         if self.page[1] > 1:
             lines.append(style_line(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
         if not has_text and not lines:
-            lines.append(style_line("  (no words)", "dim"))
+            lines.append(style_line("  (empty answer)", "dim"))
         return [BLANK, *lines] if has_text and lines else lines
 
     def _estimate(self, width: int) -> int:
@@ -219,7 +219,7 @@ class AnswerEntry(TurnEntry):
 
 
 def call_name(use: ToolUse) -> str:
-    """Return server and tool of a call as people read them."""
+    """Return server and tool of a call in readable form."""
     return clean(use.name).replace("__", " · ", 1)
 
 

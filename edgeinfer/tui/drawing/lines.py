@@ -1,7 +1,6 @@
 """A line of text with named styles: wrap it, indent it, pad it, cut it.
 
-The names are the transcript's component classes, so a theme decides what they look like; `link:URL` is
-a link.
+The names are the transcript's component classes, so the theme sets their colours; `link:URL` is a link.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from edgeinfer.tui.textual_internals import divide_line
 
 
 class Span(NamedTuple):
-    """Characters `start` to `stop` look like `style`; later spans win."""
+    """Characters `start` to `stop` have `style`; later spans override earlier ones."""
 
     start: int
     stop: int
@@ -45,7 +44,7 @@ def style_line(text: str, style: str) -> Line:
 
 
 def wrap(line: Line, width: int) -> list[Line]:
-    """Cut at words, and inside too long ones, into pieces of at most `width` cells."""
+    """Break a line at words, and inside words that are too long, into pieces of up to `width` cells."""
     text = line.text
     if len(text) <= width and cell_len(text) <= width:
         return [line]
@@ -54,7 +53,7 @@ def wrap(line: Line, width: int) -> list[Line]:
 
 
 def fold(line: Line, width: int) -> list[Line]:
-    """Cut at `width` cells exactly: for code, whose spaces count."""
+    """Break a line exactly at `width` cells: for code, whose spaces count."""
     text = line.text
     if len(text) <= width and cell_len(text) <= width:
         return [line]
@@ -70,7 +69,7 @@ def fold(line: Line, width: int) -> list[Line]:
 
 
 def cut(line: Line, start: int, stop: int, *, strip: bool = False) -> Line:
-    """Return the characters from `start` to `stop` with their styles; `strip`: no blanks at the end."""
+    """Return characters `start` to `stop` with their styles; `strip` removes blanks at the end."""
     piece = line.text[start:stop].rstrip() if strip else line.text[start:stop]
     piece_stop = start + len(piece)
     spans = ((max(a, start), min(b, piece_stop), style) for a, b, style in line.spans)
@@ -79,7 +78,7 @@ def cut(line: Line, start: int, stop: int, *, strip: bool = False) -> Line:
 
 
 def under(line: Line, style: str) -> Line:
-    """Put `style` under the line's own styles."""
+    """Apply `style` below the line's own styles."""
     return line._replace(spans=(Span(0, len(line.text), style), *line.spans))
 
 
@@ -102,7 +101,7 @@ def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
 
 
 def right(line: Line, label: str, style: str, width: int) -> Line:
-    """Put `label` at the line's right edge, if there is room."""
+    """Put `label` at the line's right edge, if there is enough room."""
     gap = width - cell_len(line.text) - cell_len(label)
     if gap < 1:
         return line

@@ -27,7 +27,7 @@ from edgeinfer.tui.drawing.lines import (
     wrap,
 )
 
-#: Style by Pygments' token name; other tokens look like plain code.
+#: Style by Pygments token name; other tokens look like plain code.
 _STYLES = {
     "Comment": "code-comment",
     "Keyword": "code-keyword",
@@ -47,7 +47,7 @@ _STYLES = {
 
 
 def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
-    """Draw a block of `width` cells. `number` counts the answer's blocks from 1, as `/copy code N`."""
+    """Draw a block of `width` cells. `number` is its index in the answer, from 1: `/copy code N`."""
     label = clean(language)[:20] or "text"
     head = Line(f"  {label}", (Span(2, 2 + len(label), "code-label"),), "code")
     lines = [right(head, f"copy {number} ", f"copy:{number}", width)]
@@ -57,7 +57,7 @@ def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
 
 
 def highlight(text: str, language: str) -> list[Line]:
-    """Style the code's lines by its tokens; they are unstyled if the language is unknown."""
+    """Style the code's lines by token; code in an unknown language is not styled."""
     lexer = _lexer(language)
     if lexer is None:
         return [Line(line) for line in text.split("\n")]
@@ -83,7 +83,7 @@ def highlight(text: str, language: str) -> list[Line]:
 
 @lru_cache(maxsize=64)
 def _lexer(language: str) -> Any:
-    from pygments.lexers import get_lexer_by_name  # 10 ms, and then some for each language
+    from pygments.lexers import get_lexer_by_name  # 10 ms, plus time for each language
     from pygments.util import ClassNotFound
 
     if not language:
@@ -109,7 +109,7 @@ _BULLETS = ("•", "◦", "▪")
 
 
 class Drawer:
-    """Draws blocks and numbers its code blocks, from `first_code` on."""
+    """Draws blocks and numbers their code blocks from `first_code` on."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
@@ -222,7 +222,7 @@ def _walk(
 
 
 _GAP = " │ "
-#: The share of a cell's blanks that goes before its text.
+#: Share of a cell's blanks that goes before its text.
 _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
@@ -276,7 +276,7 @@ def _row(
 
 
 class Body:
-    """A document and its lines. Its settled blocks can no longer change when text is appended."""
+    """A document and its lines. Its settled blocks do not change when text is appended."""
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source
@@ -287,7 +287,7 @@ class Body:
         self._draw(text)
 
     def redraw(self, width: int) -> None:
-        """Draw everything, at this width."""
+        """Draw everything again at this width."""
         self.width = width
         self.lines: list[Line] = []
         self._document = GrowingMarkdown()

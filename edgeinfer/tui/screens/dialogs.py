@@ -30,7 +30,7 @@ def sheet(title: str, keys: str, *, small: bool = False) -> Vertical:
 
 
 class ListScreen(ModalScreen[Answer]):
-    """A text field over a list; the arrow keys choose in the list while the field keeps the focus."""
+    """A text field over a list; arrow keys select in the list while the field keeps the focus."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "step(1)", "Next", show=False, priority=True),
@@ -38,14 +38,14 @@ class ListScreen(ModalScreen[Answer]):
     ]
 
     def field(self, placeholder: str, text: str = "") -> Input:
-        """Make the field, whose cursor does not blink."""
+        """Make the field; its cursor does not blink."""
         field = Input(text, placeholder=placeholder, id="words")
         field.cursor_blink = False
         return field
 
     @property
     def at(self) -> int:
-        """Return the index of the chosen row, -1 if there is none."""
+        """Index of the selected row, -1 if there is none."""
         highlighted = self.query_one(OptionList).highlighted
         return -1 if highlighted is None else highlighted
 
@@ -56,7 +56,7 @@ class ListScreen(ModalScreen[Answer]):
 
 
 class ChoiceScreen(ModalScreen[str | None]):
-    """`choices` are (id, label, meaning); the answer is an id, None if it was left."""
+    """`choices` are (id, label, explanation); the result is an id, None if the screen was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
 

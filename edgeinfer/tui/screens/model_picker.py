@@ -35,12 +35,12 @@ _OFFLINE = (
     "`edgeinfer pull FILE.gguf`."
 )
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-#: Least width (cells) for all columns; a narrower list shows only names and sizes.
+#: Minimum width (cells) for all columns; a narrower list shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """The answer is the model to use. `first`: none is here, so one or three are offered."""
+    """The result is the model to use. `first`: none is pulled, so one or three models are offered."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
@@ -179,7 +179,7 @@ class ModelScreen(ListScreen[str | None]):
 
     @work(thread=True, group="pull")
     def _pull(self, name: str) -> None:
-        from edgeinfer.models.pull import pull  # 30 ms: hashing, and what the network needs
+        from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
 
         app = self.app
 
@@ -233,7 +233,7 @@ class ModelScreen(ListScreen[str | None]):
             return
         self._progress("")
         if isinstance(error, InterruptedByUser):
-            self.notify("Stopped. What was fetched is kept.")
+            self.notify("Stopped. Downloaded data is kept.")
         elif error is not None:
             self._show_error(error)
 
@@ -242,7 +242,7 @@ class ModelScreen(ListScreen[str | None]):
 
 
 def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
-    """Return one line of `room` cells for a model; `note` stands for whether it fits and is here."""
+    """Return a line of `room` cells for a model; `note` replaces whether it fits and is pulled."""
     about = "~" if row.size_is_estimate else ""
     size = f"{about}{format_bytes(row.size_bytes)}" if row.size_bytes else ""
     name = f"{row.name} (base)" if row.purpose == "base" else row.name
@@ -268,9 +268,9 @@ def _cut(text: str, width: int) -> str:
 
 
 def detail(row: ModelChoice) -> str:
-    """Return up to four lines about the chosen model."""
+    """Return up to four lines about the selected model."""
     facts = [
-        f"from {row.store}, used where it is" if row.store else row.title,
+        f"from {row.store}, used in place" if row.store else row.title,
         row.purpose,
         f"{row.context_length:,} tokens of context" if row.context_length else "",
         f"{row.licence}: not an open-source licence" if is_restricted(row.licence) else row.licence,

@@ -1,4 +1,4 @@
-"""The list of conversations: searched while the user types; opens and deletes them."""
+"""The list of conversations: search while typing, open, delete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgeinfer.tui.screens.dialogs import ListScreen, sheet
 
 
 class SessionScreen(ListScreen[int | None]):
-    """The answer is the conversation to open, None if it was left."""
+    """The result is the conversation to open, None if the screen was left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Leave", show=False),
@@ -79,7 +79,7 @@ class SessionScreen(ListScreen[int | None]):
     def action_delete(self) -> None:
         chosen = self.selection
         if chosen is not None and self._run(lambda: self.commander.delete(chosen.id)):
-            self.notify(f"Deleted “{chosen.title}”. Ctrl+U brings it back.", timeout=4)
+            self.notify(f"Deleted “{chosen.title}”. Ctrl+U restores it.", timeout=4)
             self._search()
 
     def action_undelete(self) -> None:
@@ -87,7 +87,7 @@ class SessionScreen(ListScreen[int | None]):
             self._search()
 
     def _run(self, action: Callable[[], object]) -> bool:
-        """Run an action; show its error and return False if it has one."""
+        """Run an action; if it fails, show its error and return False."""
         try:
             action()
         except EdgeInferError as error:
@@ -119,7 +119,7 @@ def _snippet(text: str) -> Content:
 
 
 def ago(ms: int) -> str:
-    """Return a time since then: `now`, `5 min`, `3 h` or `12 d`."""
+    """Return the time since then: `now`, `5 min`, `3 h` or `12 d`."""
     minutes = ms // 60_000
     if minutes < 1:
         return "now"
