@@ -1,3 +1,3 @@
-"""edgeinfer: local language models that feel already loaded."""
+"""edgeinfer: local language models that start at once."""
 
 __version__ = "0.2.0"

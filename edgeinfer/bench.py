@@ -1,12 +1,12 @@
-"""Measure OpenAI-compatible servers, ours and others, in llama-bench's terms: rounds in turn.
+"""Measure OpenAI-compatible servers, ours and others, with llama-bench's tests, in alternating rounds.
 
-`pp512`: tokens of a prompt, without the cached ones, over the time to the first token. `tg128`: tokens
-after the first over the time after the first. `tg128 x4`: four streams at once, all their tokens after
-the first over the time from the first of them to the last. `turn`: the time to the first token where
-all of the prompt but its last words is cached. `@d4096`: after so many tokens, which are cached.
+`pp512`: prompt tokens without the cached ones, divided by the time to the first token. `tg128`: tokens
+after the first, divided by the time after it. `tg128 x4`: four streams at once; all their tokens after
+the first, divided by the time from the earliest first token to the last. `turn`: time to the first
+token if all but the last words of the prompt are cached. `@d4096`: after this many cached tokens.
 
-The client shares the processors with the server that it measures, so it stamps what comes, looks for no
-more than the end of the answer, and reads the answer then.
+The client shares the processors with the measured server. So it only records times of arrival and looks
+for the end of the answer; it parses the answer afterwards.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Longest answer that is read (bytes), and the longest time to read one (s).
+#: Longest answer (bytes) that is read, and longest time (s) of reading one.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: Most concurrent answers, each read by a thread.
+#: Most concurrent answers; a thread reads each.
 MOST_STREAMS = 256
 _STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's address (`http://host:port`), the model to ask, and the API key; "" for none."""
+    """A server's address (`http://host:port`), the model, and the API key ("" for none)."""
 
     url: str
     model: str = ""
@@ -51,17 +51,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Return whether the address is of this machine."""
+        """Return whether the address is on this machine."""
         return urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
 
     @property
     def label(self) -> str:
-        """Return the address and the model, as a name."""
+        """Address and model as a name."""
         return f"{urlsplit(self.url).netloc} {self.model}".strip()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `arrivals`: seconds to each event with text; `cached_tokens` None: not told."""
+    """An answer. `arrivals`: seconds to each event with text; `cached_tokens` None: not reported."""
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -79,7 +79,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Body:
-    """`pieces` of a body with the times of their arrival: callbacks of httptools."""
+    """`pieces` of a body with their times of arrival; httptools calls its methods."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
@@ -104,9 +104,10 @@ def _connect(url: SplitResult) -> socket.socket:
 def _exchange(
     connection: socket.socket, request: bytes, began: float
 ) -> tuple[int, list[tuple[float, bytes]]]:
-    """Return the status, and each line of the body with the seconds from `began` until it had arrived.
+    """Return the status, and each line of the body with the seconds from `began` to its arrival.
 
-    Reads block: next to a server that keeps both processors busy, an event loop cost its decode 2 %.
+    Reads block: with a server that keeps both processors busy, an event loop slowed its decoding by 2
+    %.
     """
     body, size = _Body(), 0
     parser = httptools.HttpResponseParser(body)
@@ -148,15 +149,15 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            finally:  # ends a cancelled task's thread; TLS's own shutdown would let it send in clear
+            finally:  # ends a cancelled task's thread; TLS's shutdown could make it send unencrypted
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-        raise ServeError(f"{target.url} does not answer: {error or 'no end of its answer'}") from error
+        raise ServeError(f"{target.url} does not answer: {error or 'the answer has no end'}") from error
 
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
-    """Stream one completion. Raises ServeError, also for an answer without text or number of tokens."""
+    """Stream one completion. Raises ServeError, also if text or token counts are missing."""
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     model = {"model": target.model} if target.model else {}
     status, lines = await _post(target, path, fields | model | body)
@@ -184,7 +185,7 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
             cached_tokens=None if cached is None else int(cached),
         )
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ServeError(f"{target.url}{path} streams no text with token counts (`usage`)") from error
+        raise ServeError(f"{target.url}{path} streams no text, or no token counts (`usage`)") from error
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
@@ -203,21 +204,21 @@ _WORDS = (
 #: Request that makes any chat model count for longer than a measurement takes.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: Extra request fields, tried in this order until a server accepts one set: llama.cpp's and ours, or
-#: none.
+#: Extra request fields (llama.cpp's and ours, or none), tried in this order until a server accepts a
+#: set.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: The bytes that the fixed work between measurements hashes.
+#: Data that the fixed job between measurements hashes.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths (tokens), numbers of streams, and rounds. `pp` or `tg` 0 leaves that test out."""
+    """Lengths (tokens), numbers of streams, and rounds. 0 for `pp` or `tg` skips that test."""
 
     pp: int = 512
     tg: int = 128
@@ -227,7 +228,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A figure of one round, in tokens/s or ms, and its energy (J per token) if the machine tells."""
+    """A figure of one round, in tokens/s or ms, and its energy (J per token) if measurable."""
 
     value: float
     unit: str
@@ -235,7 +236,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A test of one server. `beside`: the median of the rounds' ratios to the first server's."""
+    """A test of one server. `beside`: the median, over the rounds, of the ratio to the first server."""
 
     side: str
     test: str
@@ -249,7 +250,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side:
-    """A server that is measured. `key` owns the cached prefixes of its requests."""
+    """A measured server. `key` owns the cached prefixes of its requests."""
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
         self.name, self.target = name, target
@@ -257,7 +258,7 @@ class Side:
         self._meter = meter if meter is not None and target.is_here else None
         self._path, self._fields = _FORMS[0]
         self._words_per_token, self._fixed_tokens = 1.0, 0.0
-        self._random = random.Random(f"{key} {name}")  # ours share a cache on disk
+        self._random = random.Random(f"{key} {name}")  # ours share a cache on disk: vary the prompts
         self.notes: set[str] = set()
         self.last_prompt = self.last_turn = ""
 
@@ -283,7 +284,7 @@ class Side:
         return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
     def prompt(self, tokens: int, *, behind: str = "") -> str:
-        """Make a text of about `n` tokens that is not a prefix of another, or append it to a text."""
+        """Make a text of about `n` tokens that begins like no other, or append it to a text."""
         if not tokens:
             return behind
         fixed = 0.0 if behind else self._fixed_tokens
@@ -291,7 +292,7 @@ class Side:
         return f"{behind} {text}".lstrip()
 
     async def ask(self, prompt: str, n: int) -> Answer:
-        """Ask for `n` tokens, greedily. Raises ServeError."""
+        """Request `n` tokens, sampled greedily. Raises ServeError."""
         messages = [{"role": "user", "content": prompt}]
         content = {"prompt": prompt} if self._path == "/v1/completions" else {"messages": messages}
         fields = self._fields | ({"prompt_cache_key": self.key} if self._fields else {})
@@ -299,7 +300,7 @@ class Side:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Ask all concurrently; return the answers, and the energy used (J)."""
+        """Send all requests concurrently; return the answers, and the energy used (J)."""
         if self._meter:
             self._meter.used()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
@@ -320,7 +321,7 @@ class Side:
                 [answer], joules = await self.measure((self.last_prompt, 1))
                 cached = answer.cached_tokens
                 if depth and cached is None:
-                    self.notes.add(f"{self.name} does not tell cached tokens: @d counts all as cached")
+                    self.notes.add(f"{self.name} reports no cached tokens: @d assumes all cached")
                 n = answer.prompt_tokens - (before if cached is None else cached)
                 samples[f"pp{plan.pp}{depth_suffix}"] = _rate(n, answer.ttft_s, joules)
                 self.last_turn = f"turn {plan.pp + depth}"
@@ -340,21 +341,21 @@ class Side:
         answers, joules = await self.measure(*((prompt, n + 1) for prompt in prompts))
         n_tokens = sum(answer.completion_tokens - 1 for answer in answers)
         if n_tokens < n * len(prompts):
-            self.notes.add(f"{self.name}: answers ended before {n} tokens (it may not know ignore_eos)")
+            self.notes.add(f"{self.name}: answers ended before {n} tokens (no ignore_eos?)")
         first, last = min(a.ttft_s for a in answers), max(a.arrivals[-1] for a in answers)
         if first == last:
-            self.notes.add(f"{self.name} sent answers in one piece: tg is with their prefill")
+            self.notes.add(f"{self.name} sent answers in one piece: tg includes their prefill")
         return _rate(n_tokens, last - first or last, joules)
 
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     if tokens < 1 or seconds <= 0:
-        raise ServeError("an answer was too short to be measured", hint="ask for more tokens: -p, -n")
+        raise ServeError("an answer was too short to be measured", hint="use more tokens: -p, -n")
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 
 
 def noise_ms() -> float:
-    """Return how long (ms) a fixed work takes now."""
+    """Return how long (ms) a fixed job takes now."""
     began = time.perf_counter()
     hashlib.sha256(_NOISE).digest()
     return (time.perf_counter() - began) * 1000
@@ -363,7 +364,7 @@ def noise_ms() -> float:
 async def measure(
     sides: Sequence[Side], plan: Plan, report: Callable[[str, float | None], None]
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
-    """Measure in turn, odd rounds backwards: rounds and times of fixed work. Raises ServeError."""
+    """Measure in turn, odd rounds backwards. Return rounds and fixed jobs' times. Raises ServeError."""
     for side in sides:
         report(f"asking {side.name}", None)
         await side.prepare()

@@ -1,7 +1,7 @@
-"""Describes errors to a person: the one table of next steps and exit codes.
+"""Describes errors to a person: the table of hints and exit codes.
 
-A subclass without a row takes its parent's. A hint with names is given where the error is raised
-(`hint=`).
+A subclass without a row uses its parent's. If a hint contains names, the code that raises the error
+gives it (`hint=`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from edgeinfer import errors as e
 from edgeinfer.safe_text import without_controls
 
-#: error class → (exit code, next command or step). Exit codes: 1 failure, 2 usage, 3 model not here, 4
-#: network, 5 verification, 6 no room, 7 snapshot, 8 engine, 130 interrupted; `verify` has 9 of its own.
+#: Error class → exit code, and the next command or step. Exit codes: 1 failure, 2 usage, 3 model not
+#: here, 4 network, 5 verification, 6 disk or memory full, 7 snapshot, 8 engine, 130 interrupted;
+#: `verify` also uses 9.
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
-    e.WrongScopeError: (2, "give it to a verb that takes it"),
+    e.WrongScopeError: (2, "use it with a command that accepts it"),
     e.ConfigError: (2, "fix the file or remove it: every key has a default"),
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
@@ -46,21 +47,21 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.InvalidRequestError: (2, "change the named field"),
     e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
     e.QueueFullError: (8, "try again in a moment"),
-    e.EngineClosedError: (8, "run the command again: it loads the model anew"),
+    e.EngineClosedError: (8, "run the command again: it loads the model again"),
     e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
     e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
     e.SnapshotMissingError: (7, "build it: `edgeinfer warm MODEL`"),
     e.SnapshotStaleError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.SnapshotUnsafeError: (7, "remove it: `edgeinfer snapshots rm NAME`"),
     e.SnapshotCorruptError: (7, "build it again: `edgeinfer warm MODEL`"),
-    e.SnapshotUntrustedError: (7, "trust its maker's key: `edgeinfer snapshots trust FINGERPRINT`"),
+    e.SnapshotUntrustedError: (7, "trust its exporter's key: `edgeinfer snapshots trust FINGERPRINT`"),
     e.DumpError: (7, "run `edgeinfer doctor`; launches stay cold until then"),
     e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"),
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
-    e.ReleaseUntrustedError: (5, "nothing was changed; do not install it by hand either"),
-    e.ReceiptError: (5, "ask for another receipt, or make one: `edgeinfer run --receipt FILE`"),
+    e.ReleaseUntrustedError: (5, "nothing was changed; do not install this release by hand either"),
+    e.ReceiptError: (5, "request another receipt, or make one: `edgeinfer run --receipt FILE`"),
     e.InterruptedByUser: (130, ""),
 }
 
@@ -71,7 +72,7 @@ def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
 
 
 def hint(error: e.EdgeInferError) -> str:
-    """Return the next step, or "" if there is none."""
+    """Return the error's hint, or "" if there is none."""
     return error.hint if error.hint is not None else row(type(error))[1]
 
 
@@ -83,7 +84,7 @@ def exit_code(error: e.EdgeInferError) -> int:
 def describe_error(error: e.EdgeInferError) -> str:
     """Format an error for stderr: `error: …`, a blank line, `hint: …`; terminal escapes are removed.
 
-    What the user stopped, or answered no to, is not an error.
+    If the user stopped the command or declined, there is no "error:".
     """
     step = hint(error)
     prefix = "" if isinstance(error, e.InterruptedByUser) else "error: "

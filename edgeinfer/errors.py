@@ -1,8 +1,8 @@
-"""Every error edgeinfer raises on purpose.
+"""Every error that edgeinfer raises on purpose.
 
-Each class has a stable `code` (its name in kebab case) that `--json`, the endpoint and scripts may rely
-on. Its exit code and hint stand in one table, `edgeinfer.error_text`; nothing else formats an error.
-Between processes an error travels as the strings of `to_fields`.
+Each class has a stable `code` (its name in kebab case) on which `--json`, the endpoint and scripts may
+rely. Exit codes and hints are in one table, `edgeinfer.error_text`, which is the only code that formats
+errors. Between processes an error is sent as the strings of `to_fields`.
 
 Standard library only: the launcher imports this.
 """
@@ -19,14 +19,14 @@ _by_code: dict[str, type[EdgeInferError]] = {}
 
 
 def kebab(name: str) -> str:
-    """Convert `ModelNotPulled` to `model-not-pulled`, without `re`, which would slow the launcher."""
+    """Convert `ModelNotPulled` to `model-not-pulled`, without `re`, which would slow launches."""
     return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).lstrip("-")
 
 
 class EdgeInferError(Exception):
-    """A failure without a code of its own.
+    """A failure without a more specific class.
 
-    `message` tells what happened; `hint`, if set, replaces the table's next step. `details` names the
+    `message` says what happened; `hint`, if set, replaces the table's. `details` names the
     constructor's other arguments.
     """
 
@@ -34,7 +34,7 @@ class EdgeInferError(Exception):
     details: tuple[str, ...] = ("hint",)
 
     def __init_subclass__(cls) -> None:
-        if cls.__module__ == __name__:  # one that a package defines for itself has its parent's code
+        if cls.__module__ == __name__:  # a package's own class has its parent's code
             cls.code = kebab(cls.__name__.removesuffix("Error"))
             _by_code[cls.code] = cls
 
@@ -49,7 +49,7 @@ class UsageError(EdgeInferError):
 
 
 class WrongScopeError(UsageError):
-    """An option of another scope: a load, launch or request option given where it has no effect."""
+    """A load, launch or request option was used where it has no effect."""
 
 
 class ConfigError(EdgeInferError):
@@ -93,11 +93,11 @@ class ModelBusyError(CatalogError):
 
 
 class InvalidGgufError(CatalogError):
-    """The file has no GGUF header that fits it."""
+    """The file is not a GGUF, or its header does not fit it."""
 
 
 class ConversionError(CatalogError):
-    """A checkpoint, or an adapter, cannot become a GGUF file."""
+    """A checkpoint or an adapter cannot be converted to a GGUF file."""
 
 
 class QuantizeError(CatalogError):
@@ -145,7 +145,7 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # from another process they come as text
+        # they arrive as text from another process
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 
@@ -155,11 +155,11 @@ class UnsupportedConstraintError(InvalidRequestError):
 
 
 class QueueFullError(EngineError):
-    """The bounded queue is full."""
+    """The queue is full."""
 
 
 class DecodeError(EngineError):
-    """llama.cpp failed while it computed."""
+    """llama.cpp failed during a computation."""
 
 
 class EngineClosedError(EngineError):
@@ -171,15 +171,15 @@ class SnapshotError(EdgeInferError):
 
 
 class SnapshotsUnavailableError(SnapshotError):
-    """This machine cannot dump or restore."""
+    """This machine cannot dump or restore processes."""
 
 
 class SnapshotMissingError(SnapshotError):
-    """No snapshot fits these options."""
+    """There is no snapshot with these options."""
 
 
 class SnapshotStaleError(SnapshotError):
-    """The manifest differs from this machine in `key`."""
+    """The snapshot does not match this machine: `key` differs."""
 
     details = ("hint", "key")
 
@@ -189,7 +189,7 @@ class SnapshotStaleError(SnapshotError):
 
 
 class SnapshotUnsafeError(SnapshotError):
-    """Wrong owner, wrong mode, or a symlink: never restored."""
+    """A snapshot with the wrong owner or mode, or a symlink: it is never restored."""
 
 
 class SnapshotCorruptError(SnapshotError):
@@ -197,7 +197,7 @@ class SnapshotCorruptError(SnapshotError):
 
 
 class SnapshotUntrustedError(SnapshotError):
-    """A snapshot from elsewhere is unsigned, or signed by a key that is not trusted."""
+    """An imported snapshot is not signed, or signed by an untrusted key."""
 
 
 class DumpError(SnapshotError):
@@ -209,53 +209,53 @@ class RestoreError(SnapshotError):
 
 
 class BlockDamagedError(EdgeInferError):
-    """A file of the block store is truncated or altered: it is not used."""
+    """A file of the prefix cache is truncated or altered; it is not used."""
 
 
 class ToolServerError(EdgeInferError):
-    """A tool server that cannot be started, broke the protocol, or has ended."""
+    """A tool server cannot be started, violates the protocol, or has ended."""
 
 
 class ServeError(EdgeInferError):
-    """The endpoint cannot bind, or may not."""
+    """The endpoint cannot bind its address, or must not."""
 
 
 class StoreError(EdgeInferError):
-    """The store of conversations, or the counts for `drift`, cannot be read or written."""
+    """The conversations, or the counts for `drift`, cannot be read or written."""
 
 
 class ShippingError(EdgeInferError):
-    """The shipped file is not one, is damaged, or cannot be unpacked here."""
+    """The shipped file is invalid or damaged, or cannot be unpacked here."""
 
 
 class ReceiptError(EdgeInferError):
-    """The receipt is malformed or private, or it cannot be checked by this engine."""
+    """A receipt is invalid or private, or this engine cannot check it."""
 
 
 class ReleaseUntrustedError(ShippingError):
-    """A release is not signed by a key of this program, or is older than one seen, or expired."""
+    """A release is not signed by a key of this program, is older than a known one, or has expired."""
 
 
 class InterruptedByUser(EdgeInferError):
-    """Ctrl-C; nothing is lost."""
+    """The user pressed Ctrl-C; nothing is lost."""
 
 
 def every_class() -> list[type[EdgeInferError]]:
-    """List the root and every error below it, parents first."""
+    """List the root class and every error below it, parents first."""
     return [EdgeInferError, *_by_code.values()]
 
 
 def to_fields(error: EdgeInferError) -> dict[str, str]:
-    """Take an error apart for another process: code, message, and those of its details that are set."""
+    """Convert an error to strings for another process: code, message, and its details that are set."""
     details = {name: getattr(error, name) for name in error.details}
     set_ones = {name: str(value) for name, value in details.items() if value is not None}
     return {"code": error.code, "message": error.message, **set_ones}
 
 
 def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:
-    """Make the error that `to_fields` took apart; its cause and traceback stay where it was raised.
+    """Make the error from the strings of `to_fields`; cause and traceback are not included.
 
-    A code that this program does not know gives the root. Other fields are ignored.
+    An unknown code gives the root class. Unknown fields are ignored.
     """
     text = {name: os.fsdecode(value) for name, value in fields.items()}
     cls = _by_code.get(text.get("code", ""), EdgeInferError)

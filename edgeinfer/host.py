@@ -1,7 +1,7 @@
 """The host of a verb: how the process started, its engine, its launcher.
 
-A verb requests its engine from the host. The host loads the model, returns the one of the snapshot, or
-uses a worker process; the verb sees no difference.
+A verb requests its engine from the host. The host loads the model, returns the snapshot's engine, or
+uses a worker process; for the verb there is no difference.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Verbs that show no progress still show a loading stage that takes longer than this (s).
+#: Verbs without progress still report a loading stage that takes longer than this (s).
 _MOMENT_S = 0.5
 
-#: Arguments: (stage, fraction 0..1 or None when unknown); called from any thread.
+#: Callback with the stage and its fraction (0 to 1, or None if unknown); called on any thread.
 LoadProgress = Callable[[str, float | None], None]
 
 
@@ -51,12 +51,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready_ms(self) -> float:
-        """Return the time (ms) from exec to the last known stage, which is `ready`; 0 if none."""
+        """Time (ms) from exec to the last known stage, normally `ready`; 0 if none is known."""
         return max(self.stages_ms.values(), default=0.0)
 
 
 class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a running process's model; `was_built` is False if it existed already."""
+    """A snapshot of a running process's model; `was_built` is False if it already existed."""
 
     name: str
     disk_bytes: int
@@ -89,7 +89,7 @@ class Host:
         self._config = config
         self._cache_report = process_metadata.Note(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.Note(process_metadata.REPLICAS)
-        # time since exec = processor time, because this process has hardly waited
+        # the time since exec is this process's processor time: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
@@ -100,18 +100,18 @@ class Host:
         return self._config
 
     def _warn_of_key(self, message: str) -> None:
-        """Write a warning about config.toml to stderr; a worker's parent has written it already."""
+        """Write a warning about config.toml to stderr, unless a worker's parent has written it."""
         if not self._is_worker:
             sys.stderr.write(f"warning: {message}\n")
 
     @property
     def loaded_model(self) -> str:
-        """Return the model this process was resumed with; "" if it holds none."""
+        """Model with which this process was resumed; "" if there is none."""
         return ""
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
-        """Return the sockets that the launcher bound for `serve`; empty without a launcher."""
+        """Sockets that the launcher bound for `serve`; empty without a launcher."""
         return ()
 
     def resolve(self, model: str) -> ModelRef:
@@ -126,8 +126,8 @@ class Host:
     ) -> ModelFiles:
         """Find the files of a model and of its `draft` model, each a name or a GGUF's path.
 
-        The first use of another program's file hashes it, which is reported to `progress`, or on
-        stderr. Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
+        The first use of another program's file hashes it; `progress` or stderr reports that. Raises
+        UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         if draft and draft != NO_DRAFT:
@@ -137,7 +137,7 @@ class Host:
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:
-        """Return the model that `text` names, or None if it is, say, a prompt. Raises CatalogError."""
+        """Return the model `text`; None if it is something else, e.g. a prompt. Raises CatalogError."""
         from edgeinfer.models.reference import find  # imported here as in `resolve`
 
         return find(text)
@@ -145,7 +145,7 @@ class Host:
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` here. Raises as `files` does, ModelLoadError, OutOfMemoryError."""
+        """Load `model` in this process. Raises as `files`, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -162,7 +162,7 @@ class Host:
         return engine
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
-        """Have `engine` attach this launch's devices in the background, while the CPU computes."""
+        """Let `engine` attach this launch's devices in the background while the CPU computes."""
         from edgeinfer.runtime.llama.backends import OffloadRequest  # imported with the engine
 
         engine.attach_devices(
@@ -172,7 +172,7 @@ class Host:
     def keep_blocks(self, engine: LlamaEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
 
-        If it cannot be opened, a warning on stderr is enough: the engine then prefills instead.
+        If it cannot be opened, only a warning is written: the engine then prefills instead.
         """
         if not self.config.blocks.enabled:
             return
@@ -188,7 +188,7 @@ class Host:
         atexit.register(engine.store_blocks_before_exit)
 
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
-        """Have `engine` count its answers by day, if they are a person's and the user wants that."""
+        """Let `engine` count its answers by day, if a person asked for them and the user allows it."""
         if options.is_counted and self.config.drift.record:
             from edgeinfer.usage.daily_counts import (  # imported with the engine
                 DriftRecorder,
@@ -210,7 +210,8 @@ class Host:
     def _reached(self, stage: str) -> None:
         """Record the time at which the first engine reached this stage.
 
-        If a load failed, the time until the next one is the user's: of the model picker and its pull.
+        If a load failed, the time until the next load is not counted: the user spends it in the model
+        picker.
         """
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
@@ -220,7 +221,7 @@ class Host:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker if a launcher can start one, else here. Raises as `engine`."""
+        """Load `model` in a worker if a launcher can start one, otherwise here. Raises as `engine`."""
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
@@ -228,17 +229,17 @@ class Host:
         return None
 
     def listens_at(self, url: str) -> None:
-        """Publish the URL of this process's endpoint, for `edgeinfer ps`, and name it on a terminal."""
+        """Publish the URL of this process's endpoint for `edgeinfer ps`, and print it on a terminal."""
         if sys.stderr.isatty():
             sys.stderr.write(f"chat: edgeinfer web · API: {url}/v1 · Ctrl+C stops it\n")
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Take a snapshot of a loaded `model`, called `name` if that is not "", and wait for it.
+        """Take a snapshot of a loaded `model`, named `name` unless that is "", and wait for it.
 
         Running requests are not delayed. Raises SnapshotsUnavailableError, and what taking raises.
         """
         raise SnapshotsUnavailableError(
-            f"{self.start.reason or 'this process'}: no snapshot can be taken of it",
+            f"{self.start.reason or 'this process'}: a snapshot of it cannot be taken",
             hint=f"run `edgeinfer warm {model}`",
         )
 

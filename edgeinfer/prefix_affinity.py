@@ -9,21 +9,21 @@ from typing import Any
 
 #: Characters between two hashes: about the 256 tokens of a KV block.
 _STRIDE = 1024
-#: Most hashes of one prompt: only the first 256 Ki characters of longer texts count.
+#: Most hashes per prompt: only the first 256 Ki characters of longer texts count.
 _MAX_HASHES = 256
 #: Most hashes in the map: some 30 MB.
 _MAX_ENTRIES = 200_000
 
 
 class PrefixAffinity:
-    """Map prefix hashes to the replica that prefilled them last; evict the least recently used."""
+    """Maps prefix hashes to the replica that prefilled them last; evicts the least recently used."""
 
     def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         self._replica: OrderedDict[int, Any] = OrderedDict()
 
     def find(self, hashes: Sequence[int], replicas: Any) -> Any:
-        """Return the replica in `replicas` that prefilled the longest of these prefixes, else None."""
+        """Return the one of `replicas` that prefilled the longest of these prefixes, otherwise None."""
         for prefix in reversed(hashes):
             replica = self._replica.get(prefix)
             if replica is not None and replica in replicas:
@@ -40,11 +40,11 @@ class PrefixAffinity:
 
 
 def prefix_hashes(*parts: object) -> tuple[int, ...]:
-    """Hash the prefixes of a prompt of 1,024 characters, 2,048 and so on, shortest first.
+    """Hash the first 1,024 characters of a prompt, the first 2,048 and so on.
 
     `parts` are texts, or lists and dicts of them at any depth, in prompt order. A hash is 64 bits of
-    BLAKE2b over the whole prefix, so two prompts share as many hashes as they share strides. The last
-    stride counts though it is short, unless it is empty: short prompts have a hash too.
+    BLAKE2b over the whole prefix, so two prompts share as many hashes as they share strides. A shorter
+    last stride is hashed too, unless it is empty, so that short prompts have a hash.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)

@@ -1,7 +1,7 @@
-"""Turn typed options into values of the engine; the configuration fills in the rest.
+"""Convert typed options to values for the engine; the configuration supplies defaults.
 
-Options of the three scopes meet only here: load (another snapshot), launch (rides in the launch
-request), request (one generation).
+Only this module combines options of all three scopes: load (another snapshot), launch (part of the
+launch request), request (one generation).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TEXT_BYTES = 64 << 20
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """Return the typed load options over the configuration's."""
+    """Return the load options: typed ones, otherwise the configuration's."""
     flags = [option for option in LOAD_OPTIONS if option.flag]
     typed = {option.field: getattr(options, option.field, None) for option in flags}
     configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
@@ -81,8 +81,8 @@ def _file_text(path: str, option: str) -> str:
 
 
 def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:
-    """Read UTF-8 to the end. Raises UsageError beyond 64 MiB: /dev/zero and `yes` have no end."""
+    """Read UTF-8 to the end. Raises UsageError beyond 64 MiB, because /dev/zero and `yes` never end."""
     data = file.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
-        raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="give a part of it")
+        raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="use a part of it")
     return data.decode("utf-8", errors)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-#: Control characters that a terminal would obey: C0 and C1 without tab and newline, surrogates that
-#: cannot be written, and what changes the direction of the text around it.
+#: Characters that a terminal would obey or cannot show: C0 and C1 controls except tab and newline,
+#: surrogates, and characters that change the direction of text.
 _OBEYED = dict.fromkeys(
     (
         *(code for code in range(0x20) if code not in (0x09, 0x0A)),
@@ -16,7 +16,7 @@ _OBEYED = dict.fromkeys(
         *range(0xD800, 0xE000),
     )
 )
-#: Printable characters, for `str.isprintable`, that show nothing: fillers, variation selectors.
+#: Characters that are printable by `str.isprintable` but show nothing: fillers, variation selectors.
 _BLANK = {
     *(0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0x16FE4),
     *(*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)),
@@ -24,12 +24,12 @@ _BLANK = {
 
 
 def without_controls(text: str) -> str:
-    """Remove what a terminal would obey from `text`; keep tabs and newlines."""
+    """Remove control characters from `text`, except tabs and newlines."""
     return text.translate(_OBEYED)
 
 
 class _Escapes(dict[int, str]):
-    """Escapes by code, for str.translate. It stores nothing: the text could have every code."""
+    """Escapes by code, for str.translate. Nothing is cached, because text may contain every code."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -44,9 +44,9 @@ _ESCAPES = _Escapes()
 
 
 def escape_hidden(text: str) -> str:
-    r"""Write each invisible character as `\x1b`, `\u200b` or `\U000e0041`; keep tab and newline.
+    r"""Write each invisible character as `\x1b`, `\u200b` or `\U000e0041`, except tab and newline.
 
-    Nothing is lost: a backslash that would be read as the beginning of an escape is doubled.
+    The result is unambiguous: a backslash that could begin an escape is doubled.
     """
 
     def doubled(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Format bytes in decimal units, as disks and downloads are sold: `98.4 MB`."""
+    """Format bytes in decimal units, like sizes of disks and downloads: `98.4 MB`."""
     size = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 999.95:
@@ -48,7 +48,7 @@ def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration in Go's notation (`90s`, `1h30m`) or in plain seconds. Raises ValueError."""
+    """Parse a duration in Go's notation (`90s`, `1h30m`) or in seconds. Raises ValueError."""
     import re  # 5 ms, which the launcher saves
 
     plain = text.strip().lstrip("+")

@@ -1,6 +1,6 @@
-"""config.toml: every key has a type, a default and a sentence; unknown keys are refused by name.
+"""config.toml: every key has a type, a default and a description; unknown keys are errors.
 
-`EDGEINFER_CONFIG` names another file. A section belongs to the package that reads it.
+`EDGEINFER_CONFIG` gives another file. Each section belongs to the package that reads it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LoadKeys = msgspec.defstruct(
 
 
 class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
-    """How a model is loaded by default; the rows of `load_options` with a key."""
+    """Default load options: the rows of `load_options` with a key."""
 
     def __post_init__(self) -> None:
         for option in LOAD_OPTIONS:
@@ -80,7 +80,7 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
 
 
 class DriftConfig(_Section, frozen=True, kw_only=True):
-    """Counts of what a model is asked and how it answers."""
+    """Daily counts of a model's requests and answers."""
 
     record: Annotated[
         bool,
@@ -104,7 +104,7 @@ class GpuConfig(_Section, frozen=True, kw_only=True):
     ] = ()
 
 
-#: The rules of `agents.prompt_normalization`.
+#: The names of rules in `agents.prompt_normalization`.
 PromptRule = Literal["standing", "billing-header", "day", "environment", "note", "reminder"]
 
 
@@ -112,7 +112,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     """The HTTP endpoint."""
 
     host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
-    port: Annotated[int, key_doc("Port to bind; 0 takes a free one.", ge=0, le=65535)] = 8080
+    port: Annotated[int, key_doc("Port to bind; 0 chooses a free port.", ge=0, le=65535)] = 8080
     keep_alive_s: Annotated[
         float,
         key_doc("How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1),
@@ -163,11 +163,11 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
 
 
 class ToolServerConfig(_Section, frozen=True, kw_only=True):
-    """One MCP server: a program, or an address."""
+    """One MCP server: a program, or a URL."""
 
     command: Annotated[tuple[str, ...], key_doc("Program to start, and its arguments.")] = ()
     env: Annotated[dict[str, str], key_doc("Environment variables of the program.")] = {}
-    pass_env: Annotated[tuple[str, ...], key_doc("Variables that the program gets too.")] = ()
+    pass_env: Annotated[tuple[str, ...], key_doc("Further variables that the program gets.")] = ()
     url: Annotated[str, key_doc("URL of a server, instead of a program.")] = ""
     headers: Annotated[dict[str, str], key_doc("Headers of each request to the URL.")] = {}
 
@@ -236,15 +236,15 @@ class Config(_Section, frozen=True, kw_only=True):
 
 
 def config_path() -> Path:
-    """Return `EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    """Return `EDGEINFER_CONFIG`, otherwise config.toml in the configuration directory."""
     return Path(paths.config_file())
 
 
-#: Keys of earlier versions, which are ignored, each with its replacement.
+#: Keys of earlier versions, which are ignored → what replaces them.
 REMOVED_KEYS = {
     "load.flash-attention": "flash attention is chosen automatically",
     "snapshots.resume": "type `--resume never`, or set `auto-warm = false` and remove the snapshots",
-    "snapshots.disk-margin-gib": "building a snapshot leaves 4 GiB free",
+    "snapshots.disk-margin-gib": "building a snapshot always leaves 4 GiB free",
     "gpu.max-memory-gib": "`--gpu-layers N` limits the memory used on GPUs",
     "serve.replicas": "type `--replicas`",
     "serve.replicas-wait-s": "the number of replicas is fixed",
@@ -252,8 +252,8 @@ REMOVED_KEYS = {
     "serve.allowed-origins": "type `--allow-origin`",
     "serve.allowed-hosts": "type `--allow-host`",
     "serve.unknown-fields": "unknown fields are named in the header `x-edgeinfer-ignored`",
-    "tools.max-rounds": "10 rounds are allowed",
-    "tools.max-result-kib": "the limit is 32 KiB",
+    "tools.max-rounds": "the limit is always 10 rounds",
+    "tools.max-result-kib": "the limit is always 32 KiB",
 }
 
 
@@ -274,7 +274,7 @@ def load_config(
 def _parse(
     content: bytes, source: Path, on_removed: Callable[[str], None] = lambda _message: None
 ) -> Config:
-    import tomllib  # 5 ms, and not needed where the file is absent
+    import tomllib  # 5 ms, needed only if the file exists
 
     try:
         document = tomllib.loads(content.decode())
@@ -296,7 +296,7 @@ def _parse(
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for the first key that `struct` does not have, naming the nearest."""
+    """Raise ConfigError for the first key that `struct` lacks, naming the nearest one."""
     fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:
@@ -315,7 +315,7 @@ def offline(config: Config) -> bool:
 
 
 def refuse_offline(target: str) -> None:
-    """Raise OfflineError if the network is off. Every network access calls this first."""
+    """Raise OfflineError if the network is switched off. Call this before every network access."""
     if offline(load_config()):
         raise OfflineError(f"{target} needs the network, but offline mode is on")
 
@@ -326,12 +326,12 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
 
 
 def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | None = None) -> Config:
-    """Replace one key's value by `new_value(current)`, keeping comments and order; return the result.
+    """Replace a key's value by `new_value(current)`, keeping comments and order; return the result.
 
-    The current value is read from the file under a lock, None if it is not there: nothing that
-    another process changed is lost. None removes the key. Raises ConfigError, and changes nothing then.
+    The current value (None if missing) is read from the file under a lock, so that no change by another
+    process is lost. None removes the key. If it raises ConfigError, nothing has changed.
     """
-    import tomlkit  # 30 ms, and only a changed setting needs it
+    import tomlkit  # 30 ms, only to change a setting
 
     from edgeinfer.platform.disk import locked, new_file
 
@@ -356,7 +356,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
                 out.write(content)
         return config
     except OSError as error:
-        lasts = "the setting lasts until the chat ends"
+        lasts = "the setting is valid only until the chat ends"
         raise ConfigError(f"{file}: {error.strerror}", hint=lasts) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error

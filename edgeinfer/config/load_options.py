@@ -1,10 +1,10 @@
-"""The load options, a row each: flag, key of config.toml, field, default, values, help.
+"""The load options, one per row: flag, key of config.toml, field, default, values, help.
 
-Readers of this table: the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
+Users of this table: the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
 engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the launcher, which compares options
 with a snapshot's (`launcher.selection`).
 
-Standard library only, and of that only what is cheap: the launcher imports it.
+Only cheap modules of the standard library, because the launcher imports this.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 class LoadOption:
     """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
 
-    It is typed as `--name`, if `is_typed`, and configured as `name`; neither if that is "".
-    `of_snapshot`: another value needs another snapshot.
+    Its flag is `--name` if `is_typed`, its key `name`; it has neither if `name` is "". `of_snapshot`:
+    another value needs another snapshot.
     """
 
-    #: Whether values that are typed one after the other are joined with commas.
+    #: Whether repeated values are joined with commas.
     many = False
-    #: Whether a snapshot with this option is used only if the launch names it too (adapters, draft).
+    #: Whether a snapshot with this option is used only if the launch names the option too (adapters,
+    #: draft).
     exact = False
     #: Whether config.toml has a key for it.
     is_configured = True
@@ -60,7 +61,7 @@ class LoadOption:
         self.of_snapshot = of_snapshot
 
     def parse(self, text: str) -> Value:
-        """Parse a typed or configured text. Raises ValueError naming the allowed values."""
+        """Parse a typed or configured value. Raises ValueError with the allowed values."""
         if text in self.choices:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
@@ -76,9 +77,10 @@ class LoadOption:
 
 
 class AdaptersOption(LoadOption):
-    """Comma-separated adapters of different names: absolute paths, each with `:SCALE` unless that is 1.
+    """Comma-separated adapters with different names: absolute paths, each with `:SCALE` unless that is
+    1.
 
-    `NAME` stands for the pulled adapter of that name.
+    `NAME` means the pulled adapter of that name.
     """
 
     many = True
@@ -94,7 +96,7 @@ class AdaptersOption(LoadOption):
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
     def describe_range(self) -> str:
-        return "adapters of different names, NAME or FILE, each with :SCALE or without, or none"
+        return "adapters with different names (NAME or FILE, optionally with :SCALE), or none"
 
 
 class ModelOption(LoadOption):
@@ -107,9 +109,9 @@ class ModelOption(LoadOption):
         return os.path.abspath(os.path.expanduser(text)) if is_path else text
 
 
-#: Value that replaces the catalogue's adapters, or its draft model, by none.
+#: Value that disables the catalogue's adapters or its draft model.
 NO_ADAPTERS = NO_DRAFT = "none"
-#: Most tokens by which the vocabularies of a model and its draft model may differ: files are padded.
+#: Largest difference in size between the vocabularies of a model and its draft model: files are padded.
 MAX_DRAFT_PADDING = 512
 
 
@@ -119,7 +121,7 @@ def _adapter(entry: str) -> tuple[str, float]:
     scale = 1.0
     if colon and not os.path.exists(os.path.expanduser(entry)):
         entry, scale = head, float(tail)
-    if not -100 <= scale <= 100:  # also what is no number
+    if not -100 <= scale <= 100:  # also refuses what is not a number
         raise ValueError(f"the scale {tail} is not between -100 and 100")
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
         return os.path.abspath(os.path.expanduser(entry)), scale
@@ -139,7 +141,7 @@ def name_of_file(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
 
-#: Values that let the engine choose; every snapshot satisfies them.
+#: Values that let the engine choose; any snapshot satisfies them.
 ENGINE_CHOOSES = (0, "auto")
 
 N_CTX = LoadOption(
@@ -155,7 +157,7 @@ N_PARALLEL = LoadOption(
     0,
     "sequences decoded at once; 0: chosen from cores and memory",
     name="parallel",
-    high=240,  # llama.cpp has 256 sequence ids, of which finished conversations keep some
+    high=240,  # llama.cpp has 256 sequence ids, some of which keep finished conversations
     metavar="N",
 )
 N_THREADS = LoadOption(
@@ -165,7 +167,7 @@ N_THREADS = LoadOption(
     name="threads",
     high=1024,
     metavar="N",
-    of_snapshot=False,  # set on resume
+    of_snapshot=False,  # set at the resume
 )
 N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
 KV_TYPE = LoadOption(
@@ -232,7 +234,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """Return the non-default values of `options` that need a separate snapshot."""
+    """Return those non-default values of `options` that need a separate snapshot."""
     return {
         option.field: str(getattr(options, option.field))
         for option in LOAD_OPTIONS
@@ -241,7 +243,7 @@ def snapshot_options(options: object) -> dict[str, str]:
 
 
 def differing(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return the first wanted option that was neither `requested` nor `actual` so, or ""."""
+    """Return the first wanted option that is neither in `requested` nor in `actual`, or ""."""
     for name, value in wanted.items():
         if value not in (requested.get(name), actual.get(name)):
             return name
@@ -257,7 +259,7 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, s
         field
         for field in exact
         if wanted.get(field) != requested.get(field)
-        # "none" is what a model without a draft model of its own has anyway
+        # without an own draft model, a model has "none" anyway
         and not (field not in requested and wanted.get(field) == NO_DRAFT == actual.get(field))
     )
     return next(unrequested, "")

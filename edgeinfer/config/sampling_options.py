@@ -1,8 +1,8 @@
-"""The sampling options, a row each: field, kind, range, help, and the flag.
+"""The sampling options, one per row: field, kind, range, help, and the flag.
 
-Readers of this table: the parser (`cli.options`), the chat (`chat.presets`), the catalogue
+Users of this table: the parser (`cli.options`), the chat (`chat.presets`), the catalogue
 (`models.catalog`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
-`server.openai.translate`). Defaults are `runtime.requests.Sampling`'s.
+`server.openai.translate`). The defaults are those of `runtime.requests.Sampling`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class SamplingOption(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the name a person types: `top-p`."""
+        """Name that a person types: `top-p`."""
         return self.field.replace("_", "-")
 
     def parse(self, text: str) -> float | int:
-        """Parse a typed text. Raises ValueError outside the range."""
+        """Parse a typed value. Raises ValueError if it is out of range."""
         value = self.kind(text)
         if not self.low <= value <= self.high:
             raise ValueError(f"{text} is not {self.describe_range()}")

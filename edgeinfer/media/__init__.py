@@ -1,1 +1,1 @@
-"""Pictures and documents: read in processes with limits, as pixels and text."""
+"""Pictures and documents: processes with limits convert them to pixels and text."""

@@ -1,6 +1,6 @@
-"""Read documents: PDF, DOCX and HTML as text, with numbers of pages, or a PDF's pages as pictures.
+"""Read documents: PDF, DOCX and HTML as text, with page numbers, or a PDF's pages as pictures.
 
-Each file is read in a separate process with a picture's limits (`document_reader_process`).
+Each file is read in a separate process with the same limits as a picture (`document_reader_process`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Texts of the last documents by the SHA-256 of caller and file: a chat sends them again each turn.
+#: Texts of the last documents by the SHA-256 of caller and file: a chat sends them again in each turn.
 _N_CACHED = 8
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
@@ -49,7 +49,7 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
     text = _text(data, name, param)
     if not text:
         raise InvalidRequestError(
-            f"{name} holds no text",
+            f"{name} contains no text",
             hint="if it is a scan, use `edgeinfer run --image` with a vision model",
             param=param,
         )
@@ -57,7 +57,7 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
 
 
 def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
-    """Return the pages of a PDF as pictures' files. Raises as `text_of`."""
+    """Return the pages of a PDF as picture files. Raises as `text_of`."""
     output = _read(data, name, "pages", param)
     start, pages = 0, []
     while start < len(output):
@@ -68,7 +68,7 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 
 def pictures_in(path: Path) -> list[bytes]:
-    """Read a picture's file, or the pages of a PDF. Raises UsageError."""
+    """Read a picture file, or the pages of a PDF as pictures. Raises UsageError."""
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)
@@ -81,7 +81,7 @@ def pictures_in(path: Path) -> list[bytes]:
 
 
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
-    """Return the parts of a message that a file in base64, bare or as a `data:` URI, becomes.
+    """Convert a file (base64, bare or as a `data:` URI) to parts of a message.
 
     A PDF without text becomes pictures. Raises as `text_of`.
     """
@@ -92,7 +92,7 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
         try:
             return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]
         except UnicodeDecodeError:
-            raise _refusal(name, "it is no PDF, DOCX, HTML or UTF-8 text", param) from None
+            raise _refusal(name, "it is not a PDF, DOCX, HTML or UTF-8 text", param) from None
     if is_pdf(data) and not _text(data, name, param):
         return list(pages_of(data, name, param))
     return [f"File `{name}`:\n{text_of(data, name, param)}\n\n"]

@@ -1,8 +1,9 @@
-"""Read one document under limits: `python -m` this, `text`, `html` or `pages`; its bytes come on stdin.
+"""Read one document under limits: `python -m` this module, `text`, `html` or `pages`; the file comes on
+stdin.
 
-The answer to `text` and `html` is a line "ok" and the text, a form feed between pages; to `pages` "ok"
-and each picture of a page (PNG) after its length (u32); a refusal is `error MESSAGE`. The limits are
-those of `picture_decoder_process`, with more processor time.
+For `text` and `html` it writes a line "ok" and the text, with a form feed between pages; for `pages`
+"ok" and each page's picture (PNG) after its length (u32). A refusal is `error MESSAGE`. The limits are
+those of `picture_decoder_process`, with more CPU time.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: Most pages of a document as text, and as pictures: a request has at most 64 of those.
+#: Most pages of a document as text, and as pictures: a request may have 64 pictures.
 MAX_PAGES = {"text": 1000, "pages": 64}
 #: Longer side of a page's picture (pixels): A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
-#: The largest document part of a DOCX file, unpacked (bytes).
+#: Largest document part of a DOCX file, unpacked (bytes).
 _MOST_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-#: Ends of the elements whose content is no text.
+#: Ends of the elements whose content is not text.
 _ENDS = {
     name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
     for name in ("script", "style", "template", "noscript", "svg")
@@ -46,12 +47,12 @@ _LINES = frozenset(
     "header hr li main nav ol p pre section table title tr ul".split()
 )
 _BREAKS = {f"{_WORD}{tag}": "\t" if tag == "tab" else "\n" for tag in ("tab", "br", "cr", "p")}
-#: Deepest nesting of a DOCX file's elements; word processors write some dozens.
+#: Deepest nesting of a DOCX file's elements; word processors write a few dozen levels.
 _MOST_DEPTH = 512
 
 
 def main() -> int:
-    """Read the document of stdin; return 0 if there was an answer."""
+    """Read the document from stdin; return 0 if a result was written."""
     die_with_parent()
     data = sys.stdin.buffer.read()
     mode = sys.argv[1]
@@ -80,7 +81,7 @@ def main() -> int:
 def _pdf(data: bytes, mode: str) -> Iterator[bytes]:
     document = pypdfium2.PdfDocument(data)
     if len(document) > MAX_PAGES[mode]:
-        raise ValueError(f"it has {len(document)} pages, and {MAX_PAGES[mode]} are read at most")
+        raise ValueError(f"it has {len(document)} pages; at most {MAX_PAGES[mode]} are read")
     for page in document:
         if mode == "text":
             text = page.get_textpage().get_text_range()
@@ -99,7 +100,7 @@ def _picture(page: pypdfium2.PdfPage) -> bytes:
 
 
 def _docx(data: bytes) -> Iterator[bytes]:
-    """Yield the text of a Word document as one page: the file does not record pages."""
+    """Yield the text of a Word document as one page, because the file does not record pages."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         member = archive.getinfo("word/document.xml")
         if member.file_size > _MOST_XML:
@@ -110,7 +111,7 @@ def _docx(data: bytes) -> Iterator[bytes]:
 
 
 def _docx_texts(xml: BytesIO) -> Iterator[str]:
-    """Yield each text and break once, in one pass: paragraphs may lie in paragraphs (text boxes)."""
+    """Yield each text and break once, in one pass: paragraphs may be nested (text boxes)."""
     depth = 0
     for event, element in ElementTree.iterparse(xml, ("start", "end")):
         depth += 1 if event == "start" else -1
@@ -125,7 +126,7 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
 
 
 def _html(data: bytes, codec: str) -> bytes:
-    """Return the text of an HTML page, a line for each block."""
+    """Return the text of an HTML page, with a line for each block."""
     try:
         page = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -135,7 +136,7 @@ def _html(data: bytes, codec: str) -> bytes:
 
 
 def _html_texts(page: str) -> Iterator[str]:
-    """Yield the text between tags, and a break for a tag of a block, in time linear in the page."""
+    """Yield the text between tags, and a break for each tag of a block, in linear time."""
     position = start = 0
     is_pre, is_behind_break = False, True
     absent: set[str] = set()
@@ -167,10 +168,10 @@ def _break_of(name: str, *, is_end: bool) -> str:
 
 
 def _end_of(page: str, tag: re.Match[str], absent: set[str]) -> int:
-    """Return the end of a tag, of a comment or of an element whose content is no text.
+    """Return the end of a tag, of a comment, or of an element whose content is not text.
 
-    As in a browser, a quote in a tag hides `>` to the next one. `absent` are the ends that were looked
-    for in vain: they are not looked for again.
+    As in browsers, a quote inside a tag hides `>` up to the next quote. `absent` are ends that the page
+    does not have; they are not searched for again.
     """
     if tag[1] and "-->" not in absent:
         comment_end = page.find("-->", tag.start() + 2)

@@ -1,9 +1,9 @@
-"""Decode one picture under limits: `python -m` this, FORMAT.
+"""Decode one picture under limits: `python -m` this module, FORMAT.
 
-It reads the file's bytes from stdin and writes size and pixels to stdout: `WIDTH HEIGHT\\n` and 8-bit
-RGB, row by row; a refusal is `error MESSAGE`. The file may come from anyone, and decoders have had
-errors: before the first byte is decoded, the process gives up opening files and sockets, starting
-programs, and reaching other processes.
+It reads the file from stdin and writes size and pixels to stdout: `WIDTH HEIGHT\\n` and 8-bit RGB, row
+by row; a refusal is `error MESSAGE`. The file may come from anyone, and decoders have had bugs. So
+before the first byte is decoded, the process gives up opening files and sockets, starting programs, and
+reaching other processes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from PIL import (
 from edgeinfer.platform.confinement import allow_computing_alone
 from edgeinfer.platform.process import die_with_parent
 
-#: Limits of the process: address space, processor time. A picture of `MAX_PIXELS` takes about 400 MB.
+#: Limits of the process: address space and CPU time. A picture of `MAX_PIXELS` takes about 400 MB.
 MEMORY_BYTES = 512 << 20
 CPU_S = 5
 MAX_PIXELS = 32_000_000
-#: The longer side by the shorter: Qwen's own limit, and nothing else was trained on longer strips.
+#: Largest ratio of the sides: Qwen's own limit, and no model was trained on longer strips.
 MAX_RATIO = 200
-#: Most pixels kept; larger pictures are scaled down, since no projector uses more, and a request may
+#: Most pixels of the result. Larger pictures are scaled down: no projector uses more, and a request may
 #: have many pictures.
 KEPT_PIXELS = 4_000_000
 _FORMATS = {
@@ -48,7 +48,7 @@ _ROWS = 256
 
 
 def main(argv: list[str]) -> int:
-    """Decode the picture of stdin; return 0 if there was an answer."""
+    """Decode the picture from stdin; return 0 if a result was written."""
     die_with_parent()
     data = sys.stdin.buffer.read()
     warnings.simplefilter("ignore")
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def limit(cpu_s: int) -> None:
-    """Limit memory and processor time (s) of this process, and its system calls to computing."""
+    """Limit memory and CPU time (s) of this process, and its system calls to those of a computation."""
     for limited, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, cpu_s),
@@ -82,9 +82,9 @@ def _decode(data: bytes, kind: str) -> Image.Image:
     if max(picture.size) > MAX_RATIO * min(picture.size):
         raise ValueError(f"it has {size} pixels: one side is more than {MAX_RATIO} times the other")
     if picture.width * picture.height > MAX_PIXELS:
-        raise ValueError(f"it has {size} pixels, and {MAX_PIXELS:,} are read at most")
+        raise ValueError(f"it has {size} pixels; at most {MAX_PIXELS:,} are read")
     picture.load()
-    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: as it lies
+    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: do not rotate
         picture = ImageOps.exif_transpose(picture)
     return _shrink(_on_white(picture))
 
@@ -99,8 +99,8 @@ def _shrink(picture: Image.Image) -> Image.Image:
 
 
 def _on_white(picture: Image.Image) -> Image.Image:
-    """Convert to RGB; what is transparent becomes white."""
-    if picture.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+    """Convert to RGB; transparent parts become white."""
+    if picture.mode.startswith("I"):  # 16 bits per channel, which `convert` would clip at 255
         picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if not picture.has_transparency_data:
         return picture.convert("RGB")
@@ -114,14 +114,14 @@ def _on_white(picture: Image.Image) -> Image.Image:
 def _write(picture: Image.Image) -> None:
     out = sys.stdout.buffer
     out.write(b"%d %d\n" % picture.size)
-    for top in range(0, picture.height, _ROWS):  # all at once would take the picture's memory again
+    for top in range(0, picture.height, _ROWS):  # in blocks, which take little memory
         rows = picture.crop((0, top, picture.width, min(top + _ROWS, picture.height)))
         out.write(rows.tobytes())
     out.flush()
 
 
 def refuse(reason: str) -> None:
-    """Answer that the file cannot be read."""
+    """Report that the file cannot be read."""
     sys.stdout.buffer.write(b"error " + reason.encode("utf-8", "replace")[:500])
     sys.stdout.buffer.flush()
 

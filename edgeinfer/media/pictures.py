@@ -15,9 +15,9 @@ from threading import BoundedSemaphore
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: Stands in `Message.content` for each of its pictures, in order. A noncharacter: no text has it.
+#: Placeholder in `Message.content` for each picture, in order. A noncharacter, which no text contains.
 PICTURE_MARK = "\ufdd1"
-#: Text shown to people in place of the mark.
+#: Text that people see in place of the mark.
 SHOWN = "[picture]"
 
 
@@ -31,11 +31,11 @@ class Picture:
 
     def __post_init__(self) -> None:
         if min(self.width, self.height) < 1 or len(self.rgb) != 3 * self.width * self.height:
-            raise ValueError(f"{len(self.rgb)} bytes are no picture of {self.width}x{self.height}")
+            raise ValueError(f"{len(self.rgb)} bytes cannot be a picture of {self.width}x{self.height}")
 
 
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
-    """Return the `content` and `pictures` of a message of texts and files of pictures, in order."""
+    """Return the `content` and `pictures` of a message from texts and picture files, in order."""
     content: list[str] = []
     pictures: list[bytes] = []
     for piece in parts:
@@ -48,9 +48,9 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
 
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
-#: Largest file that is decoded (bytes).
+#: Largest file (bytes) that is decoded.
 MAX_FILE_BYTES = 32 << 20
-#: How long (s) to wait for the decoder. It limits its own processor time; a busy machine takes longer.
+#: How long (s) to wait for the decoder. It limits its own CPU time; a busy machine takes longer.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(
@@ -61,11 +61,12 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Most concurrent decoders: each may take 512 MB. One of several callers (API keys) gets at most two.
+#: Most concurrent decoders, each of which may take 512 MB. With several callers (API keys), one gets at
+#: most two.
 _decoders = BoundedSemaphore(3)
 _MOST_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-#: The caller whose files this thread decodes; "" is not limited.
+#: Caller whose files this thread decodes; "" is not limited.
 current_caller = ContextVar("current_caller", default="")
 
 
@@ -88,16 +89,16 @@ def is_picture(data: bytes) -> bool:
 
 
 def check_file(data: bytes, param: str = "messages") -> bytes:
-    """Return a file's bytes if they may be a picture. Raises InvalidRequestError about `param`."""
+    """Return a file's bytes if they may be a picture. Raises InvalidRequestError for `param`."""
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     if not is_picture(data):
-        raise _refusal("it is no JPEG, PNG, WebP or GIF file", param)
+        raise _refusal("it is not a JPEG, PNG, WebP or GIF file", param)
     return data
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Return the picture's file in base64, bare or as a `data:` URI. Raises as `check_file`."""
+    """Decode a picture file from base64, bare or as a `data:` URI. Raises as `check_file`."""
     return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
@@ -105,11 +106,11 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
     """Decode a file from base64 or a `data:` URI. On failure raises `refusal(reason)`."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
-        raise refusal(f"{scheme[1].lower()}: addresses are not fetched")
+        raise refusal(f"{scheme[1].lower()}: URLs are not fetched")
     encoded = text[uri.end() if uri else 0 :]
     with suppress(ValueError):
         return base64.b64decode(encoded, validate=True)
-    plain = "".join(encoded.split()).rstrip("=")  # line breaks, no padding, URL-safe
+    plain = "".join(encoded.split()).rstrip("=")  # allow line breaks, no padding, URL-safe
     plain = plain.replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
@@ -118,10 +119,9 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:
-    """Decode a file's bytes in a separate process, with limits: 0.1 s for a photo.
+    """Decode a file in a separate process, with limits: 0.1 s for a photo.
 
-    Raises InvalidRequestError, which names `param`, for a file that is none of the formats, broken, or
-    too large.
+    Raises InvalidRequestError, which names `param`, for a file of another format, broken or too large.
     """
     try:
         head, pixels = answer_of(_HELPER, check_file(data, param), format_of(data))
@@ -132,9 +132,9 @@ def decode(data: bytes, param: str = "messages") -> Picture:
 
 
 def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
-    """Return what a process that reads one file answers: its first line, and the rest.
+    """Return a file-reading process's result: its first line, and the rest.
 
-    Raises ValueError with the reason that it, or its limits, refuse the file for.
+    Raises ValueError with the reason why the process, or its limits, refused the file.
     """
     try:
         with _own_decoders(), _decoders:
@@ -151,7 +151,7 @@ def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
     if head.startswith(b"error "):
         raise ValueError(done.stdout[6:].decode("utf-8", "replace"))
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise ValueError("decoding it takes too much processor time")
+        raise ValueError("decoding it takes too much CPU time")
     if not line_end or done.returncode:
         raise ValueError(f"its decoder ended with status {done.returncode}")
     return head, output

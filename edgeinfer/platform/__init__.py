@@ -1,4 +1,4 @@
-"""The platform: CPUs, memory, processes, disks, sockets, and where our folders are.
+"""The platform: CPUs, memory, processes, disks, sockets, and the paths of our folders.
 
-Knows no model and no request. What the launcher imports of it needs only the standard library.
+It knows no models and no requests. Modules that the launcher imports need only the standard library.
 """

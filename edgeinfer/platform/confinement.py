@@ -1,4 +1,4 @@
-"""Limit this process to some files and some system calls: Landlock and seccomp, for any user."""
+"""Restrict this process to some files and system calls: Landlock and seccomp, for any user."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 from edgeinfer.platform import linux
 
-#: Numbers of Landlock's system calls, the same on all processors.
+#: Numbers of Landlock's system calls, equal on all processors.
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Access rights: run, read a file, list a folder; those that a file can have.
+#: Access rights: run, read a file, list a folder; and those that apply to files.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
-#: Number of access rights by Landlock version, and the bytes of its attributes (files, TCP, scopes).
+#: Number of access rights by Landlock version, and size (bytes) of its attributes (files, TCP, scopes).
 _RIGHTS = (13, 14, 15, 15, 16)
 _SIZES = (8, 8, 8, 16, 16, 24)
 
 
 def confine(writable: Sequence[str]) -> None:
-    """Let this process, and what it starts, change only files below `writable`; it may read all.
+    """Let this process and its children change only files below `writable`; they may read all files.
 
-    It takes `linux.refuse_new_privileges`. Newer kernels refuse TCP, abstract sockets and signals to
-    others as well. Raises OSError.
+    Call `linux.refuse_new_privileges` first. Newer kernels also refuse TCP, abstract sockets and
+    signals to other processes. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,26 +62,26 @@ _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
 _ERRNO = 0x00050000
 #: Instructions of the kernel's filters (linux/bpf_common.h): load a word, keep some of its bits, jump
-#: if it is equal or if a bit is set, return.
+#: if equal or if a bit is set, return.
 _LOAD = 0x20
 _AND = 0x54
 _IF_EQUAL = 0x15
 _IF_BITS = 0x45
 _RETURN = 0x06
-#: Offsets in seccomp_data; of an argument, its low half.
+#: Offsets in seccomp_data; for an argument, that of its low half.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
 _THIRD_ARGUMENT = 32
 _CLONE_THREAD = 0x00010000
-#: Bit that marks a call's number as one of x86-64's 32-bit interface (x32).
+#: Bit that marks a call of x86-64's 32-bit interface (x32).
 _X32 = 0x40000000
 
-#: For each architecture its audit number; `clone` and `clone3`; the calls that compute, use memory and
-#: open descriptors, or end the process: read write close fstat lseek mmap mprotect munmap brk
-#: rt_sigaction rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex clock_gettime
-#: getrandom gettid tgkill getpid sched_yield set_robust_list rseq.
+#: Architecture → its audit number; `clone` and `clone3`; the calls that compute, use memory and open
+#: descriptors, or end the process: read write close fstat lseek mmap mprotect munmap brk rt_sigaction
+#: rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex clock_gettime getrandom gettid
+#: tgkill getpid sched_yield set_robust_list rseq.
 _ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -100,8 +100,8 @@ _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425 437",
     "aarch64": "279 447 194 217 218 219 282 280 241 425 437",
 }
-#: Calls with a file mode, each with the mode's place among the arguments: chmod fchmod fchmodat
-#: fchmodat2 open creat openat mknod mknodat. A setuid program would give its user's rights to others.
+#: Calls with a file mode, each with the argument's index: chmod fchmod fchmodat fchmodat2 open creat
+#: openat mknod mknodat. A setuid program would give its user's rights to others.
 _MODES = {
     "x86_64": ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (85, 1), (257, 3), (133, 1), (259, 2)),
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
@@ -112,8 +112,8 @@ _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
 #: Numbers of socket and socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-#: inet inet6 netlink: those of a namespace. A unix socket reaches a program that listens in the folder,
-#: and vsock the host of a virtual machine.
+#: inet inet6 netlink, which are confined to a namespace. A unix socket reaches a program that listens
+#: in the folder, and vsock the host of a virtual machine.
 _FAMILIES = (2, 10, 16)
 #: Types allowed for socketpair: stream and seqpacket, whose ends can only send to each other.
 _PAIRS, _TYPE_BITS = (1, 5), 0xF
@@ -124,10 +124,10 @@ class _Program(ctypes.Structure):
 
 
 def allow_computing_alone() -> None:
-    """Refuse all further system calls but those of a computation; threads may start.
+    """Refuse all further system calls except those of a computation; threads may start.
 
-    The process keeps its descriptors and opens no others, and reaches no other process. Elsewhere than
-    on Linux, and on other processors than x86-64 and arm64, nothing happens. Raises OSError.
+    The process keeps its descriptors, but opens no others and reaches no other process. Does nothing on
+    other systems than Linux, and on other processors than x86-64 and arm64. Raises OSError.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if sys.platform == "linux" and architecture is not None:
@@ -136,11 +136,12 @@ def allow_computing_alone() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse calls for memory that belongs to no process, for keys, and those that exploits begin with.
+    """Refuse calls for memory outside of processes, for keys, and those with which exploits often
+    begin.
 
-    Modes have no setuid or setgid bit, and the buffers of sockets keep their size.
-    Sockets are only those of a network namespace, and pairs; other calls stay. It takes
-    `linux.refuse_new_privileges`. Does nothing where `allow_computing_alone` does nothing. Raises
+    Modes with setuid or setgid bits are refused, and so are larger socket buffers. Sockets are limited
+    to those of a network namespace, and pairs; other calls stay allowed. Call
+    `linux.refuse_new_privileges` first. Does nothing where `allow_computing_alone` does nothing. Raises
     OSError.
     """
     machine = platform.machine()
@@ -160,8 +161,8 @@ def _install(code: bytes) -> None:
 def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     """Assemble the filter: a call that is not listed gets EPERM.
 
-    `clone3`, whose arguments a filter cannot read, gets ENOSYS. The C library then starts its threads
-    by `clone`, which may make threads and no processes.
+    `clone3` gets ENOSYS, because a filter cannot read its arguments. Then the C library starts threads
+    with `clone`, which the filter allows for threads but not for processes.
     """
     clone, clone3 = clones
     steps = _of_architecture(architecture)

@@ -1,6 +1,6 @@
-"""Disks: free space, files that appear whole or not at all, locks, shared blocks, digests.
+"""Disks: free space, atomic files, locks, shared blocks, digests.
 
-Standard library only; a costly module is imported where it is needed.
+Standard library only; costly modules are imported inside functions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: ioctl number (linux/fs.h): let a file share blocks of another file of the same filesystem.
+#: ioctl number (linux/fs.h) that lets a file share blocks of another file of the same filesystem.
 _FICLONERANGE = 0x4020940D
 
 # --- room
 
 
 def free_bytes(place: str | Path) -> int:
-    """Return the bytes that this user may write to the disk of `place`, which need not exist yet."""
+    """Return the bytes that this user may write to the disk of `place`, which need not exist."""
     path = Path(place).absolute()
     room = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
     return room.f_bavail * room.f_frsize
@@ -45,7 +45,7 @@ def need_room(folder: Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError, whose message ends with `but`: what is not
+    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError; `but` ends its message and says what is not
     lost.
     """
     try:
@@ -53,7 +53,7 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        problem = f"no room left on the disk of {place}: {error.strerror}"
+        problem = f"the disk of {place} is full: {error.strerror}"
         raise DiskFullError(f"{problem}; {but}" if but else problem) from error
 
 
@@ -61,7 +61,7 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file, for reading if `flags` do not say else; only the user can access a new one.
+    """Open a file (for reading unless `flags` say otherwise); only this user can access a new one.
 
     Raises OSError, also for a pipe, a device or a folder.
     """
@@ -73,7 +73,7 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def sync(path: str | Path) -> None:
-    """Flush a file or a folder to the disk, so that a rename after it survives a power cut."""
+    """Flush a file or folder to the disk, so that a later rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,11 +85,11 @@ def sync(path: str | Path) -> None:
 def new_file(
     path: Path, mode: int | None = None, *, replaces: bool = True, folder: int | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a file to write that appears as `path`, whole, if the block succeeds. Raises OSError.
+    """Yield a file to write; if the block succeeds, it appears complete as `path`. Raises OSError.
 
-    `mode` None: 0666 under the umask. If not `replaces`, an existing file stays. `folder`: the open
-    folder that `path` is relative to. The temporary name is random: all resumed processes have the
-    same pid.
+    `mode` None: 0666 under the umask. Without `replaces`, an existing file stays. `folder` is the open
+    folder to which `path` is relative. The temporary name is random, because all resumed processes have
+    the same pid.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -111,7 +111,7 @@ def new_file(
 
 @contextmanager
 def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a `new_file`, and sync it and its folder to disk. Raises DiskFullError."""
+    """Yield a `new_file`; sync it and its folder to the disk. Raises DiskFullError."""
     with room_errors(path), new_file(path, mode) as file:
         yield file
         file.flush()
@@ -120,7 +120,7 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def open_own(path: Path) -> int:
-    """Open a regular file that only this user can access, without waiting on a FIFO. Raises OSError."""
+    """Open a regular file that only this user can access; never waits for a FIFO. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -136,9 +136,9 @@ def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
-    """Let the file `target` start with the blocks of `source` from `start` on; return whether it could.
+    """Let the file `target` share the blocks of `source` from `start` on; return whether it could.
 
-    Both are descriptors. `length` 0: up to the end; start and length are whole blocks.
+    Both are descriptors. `length` 0 means up to the end; start and length are whole blocks.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, length, 0))
@@ -151,7 +151,7 @@ def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> b
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False if it is locked already."""
+    """Lock an open file; return False if it is already locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,9 +161,9 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
-    """Hold the lock of a file, created if absent, for the block; yield its descriptor.
+    """Hold a file's lock during the block, creating the file if missing; yield its descriptor.
 
-    Waits while another process or thread has it. `busy` is called before the wait, and may raise.
+    Waits while another process or thread holds it. `busy` is called before the wait, and may raise.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -209,9 +209,9 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) 
 
 
 def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[bytes, int], None]) -> str:
-    """Return the SHA-256 of up to `length` bytes of an open file from `start` on.
+    """Return the SHA-256 of up to `length` bytes of an open file, beginning at `start`.
 
-    `seen` gets each chunk as it is read, and the bytes read so far.
+    `seen` is called with each chunk and the number of bytes read so far.
     """
     import hashlib  # 2 ms: OpenSSL
 
@@ -225,7 +225,7 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
 
 def bytes_below(folder: Path, ending: str = "") -> int:
-    """Return the size (bytes) of the files below a folder with this suffix; vanished ones count 0."""
+    """Return the size (bytes) of the files below a folder with this suffix; removed files count 0."""
     files_below = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(size_or_zero(path) for path in files_below if path.name.endswith(ending))
 
@@ -243,7 +243,7 @@ MOST_ENTRIES = 1000
 
 
 class CacheTable(Generic[T]):
-    """Values by key in the file `name` of the cache folder; `kind` is the type of the whole."""
+    """Values by key in the file `name` of the cache folder; `kind` is the type of the whole table."""
 
     def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
         self._name = name

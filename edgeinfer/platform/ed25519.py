@@ -1,7 +1,7 @@
-"""Ed25519 (RFC 8032) by the OpenSSL that Python is linked with.
+"""Ed25519 (RFC 8032) with the OpenSSL that Python is linked with.
 
-No package is needed for it: `libcrypto` is loaded wherever `hashlib` is. Keys are files that `openssl
-pkey` reads, signatures what `openssl pkeyutl -verify -rawin` checks.
+It needs no package: `libcrypto` is loaded wherever `hashlib` is. `openssl pkey` can read the key files,
+and `openssl pkeyutl -verify -rawin` can check the signatures.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
 
 @cache
 def _libcrypto() -> ctypes.CDLL:
-    """Open the library that `hashlib` has loaded. Raises EdgeInferError where it is not to be had."""
+    """Open the library that `hashlib` has loaded. Raises EdgeInferError if that is impossible."""
     for name in _NAMES:
         with suppress(OSError):
             library = ctypes.CDLL(name)
             for maker in (_PRIVATE, _PUBLIC, "EVP_MD_CTX_new"):
                 getattr(library, maker).restype = ctypes.c_void_p
             return library
-    problem = "this Python has an OpenSSL of its own inside, which cannot sign for others"
+    problem = "this Python has a built-in OpenSSL that other code cannot use for signatures"
     raise EdgeInferError(problem, hint="use the shipped file, or your distribution's Python")
 
 
 def fingerprint(public: bytes) -> str:
-    """Return a public key's name: `SHA256:` and the base64 digest of its DER form."""
+    """Return a public key's fingerprint: `SHA256:` and the base64 digest of its DER form."""
     digest = hashlib.sha256(_SPKI + public).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -52,7 +52,7 @@ def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
     crypto = _libcrypto()
     made = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
     if not made:
-        raise EdgeInferError("OpenSSL knows no such Ed25519 key")
+        raise EdgeInferError("OpenSSL does not accept the Ed25519 key")
     try:
         yield ctypes.c_void_p(made)
     finally:
@@ -70,7 +70,7 @@ def _context() -> Iterator[ctypes.c_void_p]:
 
 
 class SigningKey:
-    """A private key of 32 bytes."""
+    """A private key (32 bytes)."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -110,13 +110,13 @@ def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
 
 
 def new_key_text() -> str:
-    """Make a private key; return the text of its file."""
+    """Make a private key; return the content of its file."""
     body = base64.b64encode(_PKCS8 + os.urandom(KEY_BYTES)).decode()
     return f"{_BEGIN}\n{body}\n{_END}\n"
 
 
 def parse_key(text: str) -> SigningKey | None:
-    """Return the private key of a file's text; None if it is no Ed25519 key."""
+    """Return the private key in a file's text; None if it is not an Ed25519 key."""
     body = "".join(text.split())
     body = body.removeprefix("".join(_BEGIN.split())).removesuffix("".join(_END.split()))
     try:

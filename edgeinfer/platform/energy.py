@@ -1,4 +1,4 @@
-"""The energy that this machine has used, if it tells: RAPL, hwmon, or a battery in use."""
+"""The energy that this machine has used, if it reports it: RAPL, hwmon, or a battery in use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 _SYS = Path("/sys")
 _NONE = (
-    "no RAPL counter, no sensor of hwmon for the whole, no battery in use; virtual machines have none"
+    "no RAPL counter, hwmon sensor for the whole machine or battery in use; virtual machines have none"
 )
 
 
 class _Kind(NamedTuple):
-    """Files of energy (µJ) or power (µW); one `beside` each begins with the name of its subject."""
+    """Files of energy (µJ) or power (µW); each file's `beside` begins with its subject's name."""
 
     source: str
     files: str
@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
         return _text(file.with_name(beside)).startswith(self.name)
 
 
-#: Sources of energy figures. The first readable one is used: they overlap, and are never added.
+#: Sources of energy figures. Only the first readable one is used, because they overlap.
 _KINDS = (
     _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
     _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),
@@ -37,11 +37,11 @@ _KINDS = (
 
 
 class EnergyMeter:
-    """Reads joules between two calls of `used`.
+    """Reads the joules between two calls of `used`.
 
-    RAPL and hwmon's sockets count the processors' energy; a power meter or a battery, the machine's, is
-    integrated between calls, a second apart at best. `source` names what is read, `reason` tells why
-    nothing is; the other one is "".
+    RAPL and hwmon's sockets count the processors' energy; a power meter or a battery measures the
+    machine's power, which is integrated between calls, at most once a second. `source` describes the
+    source, `reason` says why there is none; the other one is "".
     """
 
     def __init__(self, sys: Path | None = None) -> None:
@@ -64,13 +64,13 @@ class EnergyMeter:
     def used(self) -> float | None:
         """Return the joules since the last call, 0 at first.
 
-        None if they cannot be read, and from then on; so, too, once a battery is charged.
+        Return None once they cannot be read any more, or once a battery is being charged.
         """
         values = [_number(file) for file in self._files if self._kind.measures(file)]
         readings = [value for value in values if value is not None]
         if not readings or len(readings) < len(self._files):
             self._files = []
-            self.reason = self.reason or f"the energy {self.source} is no longer told"
+            self.reason = self.reason or f"the energy {self.source} is no longer reported"
             return None
         now = time.monotonic()
         then, before = self._last or (now, readings)

@@ -1,12 +1,12 @@
-"""Read what this process may use of the machine: processors, memory, GPUs on its bus, a disk's rate.
+"""Read the resources of this process: processors, memory, GPUs on the bus, a disk's rate.
 
-Read from /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor. Knows
-no model. Standard library only.
+Sources are /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor.
+Knows no model. Standard library only.
 
-Memory that a control group still allows is its limit minus its usage, both of the same group, with the
-page cache inside the usage counted as free (`inactive_file` and `active_file`). So does the kernel's
-own MemAvailable for the whole machine: clean file pages, mapped weights among them, are taken back
-without swapping. Shared memory and locked pages are not in these two figures and stay counted as used.
+A control group still allows its limit minus its usage, both of the same group; the page cache in the
+usage counts as free (`inactive_file` and `active_file`). The kernel's MemAvailable for the whole
+machine is similar: clean file pages, including mapped weights, can be reclaimed without swapping.
+Shared memory and locked pages are not in these two figures and count as used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-#: Most bytes that `read_rate` reads, and the bytes of each read.
+#: Most bytes that `read_rate` reads, and the bytes per read.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
-#: How long (s) `read_rate` reads, and its number of threads: one thread gets a third of what an SSD
-#: gives to eight.
+#: How long (s) `read_rate` reads, and its threads: one thread gets a third of what eight get from an
+#: SSD.
 _RATE_S, _RATE_THREADS = 0.4, 8
 #: Bytes that all threads together read per round: more than the caches of most CPUs hold.
 _RATE_ROUND_BYTES = 128 << 20
@@ -33,9 +33,9 @@ _RATE_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes this process may still allocate, and what limits them.
+    """Bytes that this process may still allocate, and what limits them.
 
-    Unknown (no Linux): `total_bytes` is 0 and `available_bytes` is 2**62.
+    If unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
     """
 
     total_bytes: int
@@ -57,7 +57,7 @@ class Machine(Processors):
     memory: Memory
 
     def without(self, n_bytes: int) -> Machine:
-        """Return the machine with `n_bytes` of its memory taken."""
+        """Return the machine with `n_bytes` less free memory."""
         available_bytes = max(0, self.memory.available_bytes - n_bytes)
         return replace(self, memory=replace(self.memory, available_bytes=available_bytes))
 
@@ -72,12 +72,12 @@ class MemoryRate:
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
-    """Read what this process may use; `root` is the folder that holds /proc and /sys."""
+    """Read the resources of this process; `root` is the folder that contains /proc and /sys."""
     return Machine(**asdict(read_processors(root)), memory=read_memory(root))
 
 
 def read_processors(root: Path = _ROOT) -> Processors:
-    """Read which CPUs this process may use; `root` is the folder that holds /proc and /sys."""
+    """Read which CPUs this process may use; `root` is the folder that contains /proc and /sys."""
     everywhere = set(range(os.cpu_count() or 1))
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
     cores, quota = _physical_cores(cpus, root), _cpu_quota(root)
@@ -85,7 +85,7 @@ def read_processors(root: Path = _ROOT) -> Processors:
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
-    """Read the available memory: the kernel's figure, or what the tightest control group leaves."""
+    """Read the available memory: the kernel's figure, or less if a control group limits it."""
     info = _table(root / "proc/meminfo")
     if "MemAvailable:" not in info:
         return Memory(total_bytes=0, available_bytes=1 << 62, reason="unknown: no /proc/meminfo")
@@ -126,19 +126,19 @@ def resident_bytes() -> int:
 
 
 def memory_threads() -> int:
-    """Return the number of threads that `read_memory_rate` reads with."""
+    """Return the number of threads that `read_memory_rate` uses."""
     processors = read_processors()
     return max(1, min(processors.logical_cpus, round(processors.quota or processors.logical_cpus), 32))
 
 
 def read_memory_rate() -> MemoryRate:
-    """Measure how fast all CPUs read memory, which bounds decoding: the best of 4 rounds, 0.2 s."""
-    import ctypes  # with the pool 10 ms, only for this
+    """Measure the memory bandwidth of all CPUs, which limits decoding: the best of 4 rounds, 0.2 s."""
+    import ctypes  # 10 ms with the pool, only for this
     from concurrent.futures import ThreadPoolExecutor
 
     threads = memory_threads()
     busy = os.getloadavg()[0] > read_processors().logical_cpus / 4
-    memchr = ctypes.CDLL(None).memchr  # vectorized, and ctypes lets go of the GIL
+    memchr = ctypes.CDLL(None).memchr  # vectorized, and ctypes releases the GIL
     memchr.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t)
     memchr.restype = ctypes.c_void_p
     size = _RATE_ROUND_BYTES // threads
@@ -155,13 +155,13 @@ def read_memory_rate() -> MemoryRate:
 def read_rate(path: str | os.PathLike[str]) -> float:
     """Measure the rate (bytes/s) at which threads read the end of `path`, bypassing the page cache.
 
-    Takes up to 0.4 s; 0.0 if the file system cannot bypass its cache.
+    Takes up to 0.4 s. Returns 0.0 if the file system cannot bypass its cache.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     def read_blocks(fd: int) -> int:
         n_bytes = 0
-        with contextlib.closing(mmap.mmap(-1, _RATE_BLOCK)) as block:  # O_DIRECT wants whole pages
+        with contextlib.closing(mmap.mmap(-1, _RATE_BLOCK)) as block:  # O_DIRECT requires whole pages
             for offset in offsets:  # next() of a range is atomic
                 n_bytes += os.preadv(fd, [block], offset)
                 if time.perf_counter() - began > _RATE_S:
@@ -187,7 +187,7 @@ def read_rate(path: str | os.PathLike[str]) -> float:
 
 
 def read_ahead_bytes(path: str | os.PathLike[str], root: Path = _ROOT) -> int:
-    """Return the bytes that the kernel reads around a page fault in `path`; 0 if it does not tell."""
+    """Return the bytes that the kernel reads around a page fault in `path`; 0 if unknown."""
     device = os.stat(path).st_dev
     text = _text(root / f"sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     return int(text) * 1024 if text.isdecimal() else 0
@@ -207,13 +207,13 @@ def _cpu_quota(root: Path) -> float | None:
     for folder in _groups(root, "cpu"):
         older = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         fields = _text(folder / "cpu.max").split() or older
-        if len(fields) == 2 and all(word.isdecimal() for word in fields):  # "max" and -1 are no limit
+        if len(fields) == 2 and all(word.isdecimal() for word in fields):  # "max" and -1 mean no limit
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
     return min(quotas, default=None)
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield (limit, usage without page cache, the limit's file) of every group with a limit. Bytes."""
+    """Yield limit, usage without page cache (bytes), and limit file of every group with a limit."""
     for folder in _groups(root, "memory"):
         for limit_file, used_file, prefix in (
             ("memory.max", "memory.current", ""),
@@ -231,7 +231,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         top = root / "sys/fs/cgroup"
-        if controllers:  # version 1: a tree for each controller
+        if controllers:  # version 1 has a tree for each controller
             if controller not in controllers.split(","):
                 continue
             top /= controller
@@ -255,7 +255,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def describe_machine() -> str:
-    """Describe cores, processor, memory and kernel, as the head of a measurement does."""
+    """Describe cores, processor, memory and kernel in one line."""
     lines = _text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else "an unknown processor"

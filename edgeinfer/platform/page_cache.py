@@ -1,4 +1,4 @@
-"""The page cache: whether a file, or a page of it, is in it."""
+"""The page cache: whether it contains a file, or a page of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: Share of missing pages from which a file counts as cold; page faults read fewer well enough.
+#: Share of missing pages from which a file counts as cold; page faults read fewer fast enough.
 _COLD_PART = 0.05
 
 
@@ -15,8 +15,8 @@ def is_cold(path: str | Path) -> bool:
     """Return whether a sample of a file is not cached. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # or each probe reads more
-        # random offsets: a probed page gets cached, so probing it again would call the file warm
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # otherwise a probe reads more
+        # at random offsets: probing caches a page, so probing it again would make the file seem warm
         offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
         missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
     return missing > _PROBES * _COLD_PART

@@ -1,8 +1,8 @@
-"""Paths of the data, cache, state and configuration. `EDGEINFER_HOME` puts all under one directory.
+"""Paths of data, cache, state and configuration. `EDGEINFER_HOME` puts all below one directory.
 
-Linux follows the XDG base directory specification, as platformdirs does (a test compares the two).
-Functions that end in `_dir` return a `Path`, those that end in `_path` text: the launcher does without
-`pathlib`, which costs 12 ms of a launch that takes 40. Only `private_dir` makes a directory.
+On Linux they follow the XDG base directory specification, as platformdirs does (a test compares the
+two). Functions ending in `_dir` return a `Path`, those ending in `_path` return text for the launcher,
+because `pathlib` costs 12 ms of a launch that takes 40. Only `private_dir` creates a directory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: The model if none is named, and the variable in which a shipped file names the model inside it.
+#: The default model, and the variable in which a shipped file names the model inside it.
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
-#: Prefixes of the names of models in external stores: Ollama's, Hugging Face's, LM Studio's.
+#: Prefixes of model names in external stores: Ollama's, Hugging Face's, LM Studio's.
 FOUND = ("ollama/", "hf:", "lmstudio/")
-#: Address at which Ollama's clients look for it, and the variable that names another port.
+#: Address where Ollama's clients look for it, and the variable for another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
 _XDG = {
@@ -34,21 +34,21 @@ _XDG = {
 
 
 def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the port of `serve --ollama`; a variable that is no port is ignored."""
+    """Return the port of `serve --ollama`; an invalid variable is ignored."""
     named = environment.get(_OLLAMA_VARIABLE, "")
     return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the absolute directory of one kind of data ("config", "data", "cache", "state").
+    """Return the absolute directory for a kind of data ("config", "data", "cache", "state").
 
-    `environment` is that of the process whose directory it is.
+    `environment` is that of the process to which the directory belongs.
     """
     home = environment.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), kind)
     if sys.platform != "linux":
-        import platformdirs  # 6 ms; never on the Linux launch path
+        import platformdirs  # 6 ms; not on a launch on Linux
 
         return str(getattr(platformdirs, f"user_{kind}_dir")("edgeinfer", appauthor=False))
     variable, default = _XDG[kind]
@@ -64,7 +64,7 @@ def shared_with(environment: Mapping[str, str]) -> bool:
 
 
 def config_file() -> str:
-    """Return `EDGEINFER_CONFIG`, else config.toml in the configuration directory."""
+    """Return `EDGEINFER_CONFIG`, otherwise config.toml in the configuration directory."""
     return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")
 
 
@@ -79,7 +79,7 @@ def snapshots_path() -> str:
 
 
 def runtime_path() -> str:
-    """Return the folder of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, else under /tmp."""
+    """Return the folder of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, otherwise one under /tmp."""
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")
@@ -102,7 +102,7 @@ def config_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """Return the folder of models and conversations: what a user would miss."""
+    """Return the folder of models and conversations: data that a user would miss."""
     return _path(base("data"))
 
 
@@ -139,7 +139,7 @@ def shipped_file(name: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create `path` if absent and return it; only this user can access it (0700, no symlink).
+    """Create `path` if missing, and return it. Only this user can access it (0700, no symlink).
 
     Raises SnapshotUnsafeError if it exists with another owner, a wider mode, or as a symlink.
     """

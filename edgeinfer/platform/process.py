@@ -1,6 +1,6 @@
 """Start other processes of this program, set priorities, find the sockets that systemd passed.
 
-Standard library only, and of that what costs nothing: the launcher imports this.
+Only cheap modules of the standard library: the launcher imports this.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-#: Niceness of a background process, and the autogroup niceness of its session: the session gets a
-#: tenth of a busy processor.
+#: Niceness of a background process, and the autogroup niceness of its session, which gets a tenth of a
+#: busy processor.
 _LOWEST, _SESSION = 19, 10
-#: Attempts to set the autogroup, and the pause (s) between them: the kernel allows few such changes a
+#: Attempts to set the autogroup, and the pause (s) between them: the kernel allows few such changes per
 #: second, counted over all users.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Return the command that runs our `module`: of a checkout, an installation or the shipped file."""
+    """Return the command that runs our `module`, in a checkout, an installation or the shipped file."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
-    return [sys.executable, "-P", "-m", module, *args]  # -P: the current folder may have modules
+    return [sys.executable, "-P", "-m", module, *args]  # -P: the current folder may contain modules
 
 
 def fork_and_exec(
@@ -53,7 +53,7 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open closed standard streams on /dev/null: files would get their descriptors. Raises OSError."""
+    """Open closed standard streams on /dev/null: files would get their numbers. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -84,39 +84,39 @@ def close_all_but(*keep: int) -> None:
 
 
 def die_with_parent(number: int = _SIGKILL) -> None:
-    """Have Linux end this process by a signal when its parent thread ends. Raises OSError."""
+    """Let Linux end this process with a signal when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
-    import ctypes  # 1.7 ms; what supervises an app has it
+    import ctypes  # 1.7 ms; supervisors of an app have imported it already
 
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
         failed = ctypes.get_errno()
         raise OSError(failed, f"prctl(PR_SET_PDEATHSIG): {os.strerror(failed)}")
-    if os.getppid() != parent:  # it went while we asked
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 
 def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn`: Linux then ends the child, even after exec, when this thread ends."""
+    """Return a `preexec_fn` with which Linux ends the child, even after exec, when this thread ends."""
     if sys.platform != "linux":
         return None
     import ctypes
 
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # found here: the child only calls it
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # now: the child must only call it
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # it has ended meanwhile
+        if os.getppid() != parent:  # the parent has ended meanwhile
             os._exit(127)
 
     return prepare
 
 
 def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a child that Linux ends with this thread. Raises what `subprocess.Popen` does.
+    """Start a child that Linux ends with this thread. Raises what `subprocess.Popen` raises.
 
-    Signal handlers run afterwards: Python drops an exception that one raises in the midst of a fork.
+    Signal handlers run afterwards: Python drops an exception that one raises during a fork.
     """
     import signal
     import subprocess
@@ -139,8 +139,8 @@ def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
 def step_back() -> None:
     """Give this process, and the session that it leads, the lowest CPU priority.
 
-    With `sched_autogroup_enabled`, Linux shares the CPU among sessions first, and niceness counts
-    within one (sched(7)). A session that another process leads, a user's shell, stays as it is.
+    With `sched_autogroup_enabled`, Linux first shares the CPU among sessions; niceness counts only
+    within one (sched(7)). A session with another leader, such as a user's shell, is not changed.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
     if os.getsid(0) != os.getpid():
@@ -150,14 +150,14 @@ def step_back() -> None:
             with open("/proc/self/autogroup", "w") as file:
                 file.write(str(_SESSION))
             return
-        except BlockingIOError:  # users may write it ten times a second, all together
+        except BlockingIOError:  # the kernel allows ten changes per second, of all users together
             time.sleep(_AUTOGROUP_WAIT_S)
         except OSError:
             return
 
 
 def stay_back() -> None:
-    """Step back with the session that this process has just started, if its parent had."""
+    """Lower the priority of the session that this process has just started, if its parent's was low."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         step_back()
 
@@ -165,7 +165,7 @@ def stay_back() -> None:
 def activated_descriptors() -> list[int]:
     """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)).
 
-    The variables are removed, and no child inherits the sockets.
+    Removes the variables, and prevents children from inheriting the sockets.
     """
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
@@ -179,7 +179,7 @@ def activated_descriptors() -> list[int]:
 
 
 def lower_thread_priority() -> None:
-    """Lower this thread's priority on Linux; other systems have niceness per process only."""
+    """Lower this thread's priority on Linux; on other systems niceness applies to whole processes."""
     if sys.platform == "linux":
         thread = _thread.get_native_id()
         nice = max(os.getpriority(os.PRIO_PROCESS, thread), _SESSION)

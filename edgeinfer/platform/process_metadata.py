@@ -1,7 +1,7 @@
 """Records that a process publishes for `edgeinfer ps` and `snapshots take`.
 
-They lie in memory of that process, which `/proc` shows only to its user: a record may hold words of a
-prompt, and is gone with the process.
+They are in that process's memory, which `/proc` shows only to its user: a record may contain words of a
+prompt. They disappear with the process.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of notes: the latest prompt, the replicas of a model, its layers on devices, what is loaded.
+#: Names of records: the latest prompt, the replicas of a model, its layers on devices, the loaded
+#: model.
 CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
 class Note:
-    """The latest record of one name that this process publishes."""
+    """A named record that this process publishes; only the latest value is kept."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._fd = -1
 
     def write(self, value: msgspec.Struct) -> None:
-        """Replace the record; does nothing off Linux."""
+        """Replace the record's value; does nothing off Linux."""
         if self._fd < 0 and hasattr(os, "memfd_create"):
             self._fd = os.memfd_create(self._name)
         if self._fd >= 0:
@@ -37,14 +38,14 @@ class Note:
 
 
 def left_by(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return the record that process `pid` published; None if it has none, or is not ours."""
+    """Return the record of process `pid`; None if it has none, or belongs to another user."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)
     except OSError:
         return None
     for number in numbers:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # another one was closed just now
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the descriptor was closed just now
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name}"):
                 with open(f"{folder}/{number}", "rb") as file:
                     return msgspec.json.decode(file.read(), type=kind)

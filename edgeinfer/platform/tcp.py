@@ -1,7 +1,7 @@
-"""Tell which user holds the other end of a TCP connection of this machine, or listens at a port.
+"""Find the user at the other end of a local TCP connection, or the users who listen on a port.
 
-The kernel answers for one connection by netlink (sock_diag(7), 40 µs). Where that is closed to us, the
-tables in /proc/net are read: 3.5 ms, because the kernel walks all its buckets.
+The kernel answers for one connection by netlink (sock_diag(7), 40 µs). If that is forbidden, the tables
+in /proc/net are read, which takes 3.5 ms, because the kernel walks all its buckets.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ _ANY = 0xFFFFFFFF
 _SHUTDOWN_ATTRIBUTE = 8  # INET_DIAG_SHUTDOWN
 _SEND_SHUTDOWN = 2
 _LISTEN = "0A"
-_MAPPED = "0000000000000000FFFF0000"  # how an IPv4 address begins in /proc/net/tcp6
+_MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in /proc/net/tcp6
 _HEADER = struct.Struct("=IHHII")
 _MESSAGE_BYTES = 72
 _UID_AND_INODE = struct.Struct("=II")
 
 
-#: Netlink socket of a process outside our user namespace; None: each question opens a socket here.
+#: Netlink socket from outside our user namespace; None: each question opens a socket here.
 _kernel: socket.socket | None = None
 
 
 def ask_through(kernel: socket.socket) -> None:
     """Use this netlink socket from now on.
 
-    The kernel translates users into the namespace in which the socket was opened: in that of a resumed
-    process every other user, root too, would be 65534.
+    The kernel translates user ids to the namespace of the socket's creation: for a socket of a resumed
+    process, every other user, including root, would be 65534.
     """
     global _kernel
     _kernel = kernel
 
 
 class Peer(NamedTuple):
-    """The other end of a connection. `is_half_closed`: it sends no more, and still reads."""
+    """The other end of a connection. `is_half_closed`: it sends no more, but still reads."""
 
     uid: int
     is_half_closed: bool = False
 
 
 def peer_of(connection: socket.socket) -> Peer | None:
-    """Return the user at the other end; None if it is not on this machine (any more)."""
+    """Return the user at the other end; None if it is not, or no longer, on this machine."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
         local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
-    except OSError:  # it has left
+    except OSError:  # the client has left
         return None
     try:
         return _ask_kernel(connection.family, local, remote)
-    except OSError:  # a seccomp filter, gVisor, a kernel without inet_diag
+    except OSError:  # a seccomp filter, gVisor, or a kernel without inet_diag
         ends = _spell(*remote), _spell(*local)
         uids = [row.uid for row in _rows() if (row.local, row.remote) == ends and row.inode]
         return Peer(uids[0]) if uids else None
 
 
 def listener_uids(port: int) -> set[int]:
-    """Return the users with a listening socket at `port`, on any address of this machine."""
+    """Return the users with a socket listening on `port`, on any address of this machine."""
     suffix = f":{port:04X}"
     return {row.uid for row in _rows() if row.state == _LISTEN and row.local.endswith(suffix)}
 
@@ -88,14 +88,14 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
         number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
         if number == 2:  # ENOENT
             return None
-        raise OSError(number, "the kernel does not tell")
+        raise OSError(number, "the kernel does not answer")
     uid, inode = _UID_AND_INODE.unpack_from(answer, _HEADER.size + _MESSAGE_BYTES - _UID_AND_INODE.size)
-    # the kernel reports a closed socket of any user as root's, without an inode
+    # for any user's closed socket the kernel reports root, without an inode
     return Peer(uid, _shutdown(answer) == _SEND_SHUTDOWN) if inode else None
 
 
 def _shutdown(answer: bytes) -> int:
-    """Return the directions that the socket's owner has closed, bits as in `sk_shutdown`."""
+    """Return the directions that the socket's owner has closed, as bits of `sk_shutdown`."""
     offset = _HEADER.size + _MESSAGE_BYTES
     while offset + 4 < len(answer):
         length, kind = struct.unpack_from("=HH", answer, offset)

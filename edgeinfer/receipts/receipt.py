@@ -1,7 +1,8 @@
-"""A receipt: all that is needed to check an answer, as a small JSON document that may be signed.
+"""A receipt: everything needed to check an answer, as a small JSON document that may be signed.
 
-The conversation lies in `Receipt.content`, of which the receipt holds a salted digest. So a receipt
-without it (a private one) has the same digest and signature, and does not tell what was said.
+The conversation is in `Receipt.content`, of which the receipt contains a salted digest. So a private
+receipt, which lacks the content, has the same digest and signature but does not reveal the
+conversation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from edgeinfer.runtime.revision import KERNEL_REVISION
 #: Largest receipt (bytes); one of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 21
-#: Domain-separation prefix of the signed message; the digest follows.
+#: Prefix of the signed message, which separates it from other uses of the key; the digest follows.
 _SIGNED = b"edgeinfer receipt 1\n"
 
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -42,11 +43,11 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a receipt; a field that it does not have is refused, since nothing would check it."""
+    """A part of a receipt; unknown fields are refused, because nothing would check them."""
 
 
 class AdapterDigest(_Part, frozen=True, kw_only=True):
-    """A LoRA adapter that the answer was generated with."""
+    """A LoRA adapter that was used to generate the answer."""
 
     name: _Name
     scale: float
@@ -61,10 +62,11 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation. `request` has the fields of `GenerateRequest` that are not its defaults.
+    """The conversation. `request` has those fields of `GenerateRequest` that differ from their
+    defaults.
 
-    `salt` is drawn for each receipt, so that no digest tells two equal conversations. `logprobs` are
-    those of the answer's tokens, null for one that a constraint forced.
+    `salt` is drawn for each receipt, so that digests do not reveal equal conversations. `logprobs` are
+    those of the answer's tokens, null for a token that a constraint forced.
     """
 
     salt: _Digest
@@ -76,7 +78,7 @@ class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """A receipt. `content` is left out of a private one, `signature` where no key is configured.
+    """A receipt. `content` is missing in a private one, `signature` if no key is configured.
 
     `constraint_sha256` is the salted digest of schema, grammar and tools, "" without any. `index`
     counts the answers of one request from 0. `seconds` is how long prefill and generation took.
@@ -105,29 +107,29 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     content: Content | None = None
 
     def digest(self) -> str:
-        """Return what `sha256` must be."""
+        """Return the correct value of `sha256`."""
         return _sha256(msgspec.structs.replace(self, sha256="", signature=None, content=None))
 
     def without_content(self) -> Receipt:
-        """Return the private form."""
+        """Return the private form, without content."""
         return msgspec.structs.replace(self, content=None)
 
     def alteration(self) -> str:
-        """Describe what was changed after the receipt was made; return "" if nothing was."""
+        """Describe a change made after the receipt was made; return "" if there is none."""
         content, signature = self.content, self.signature
         if self.digest() != self.sha256:
-            return "the receipt was altered: its digest does not fit"
+            return "the receipt was changed: its digest does not match"
         if content is not None and _sha256(content) != self.content_sha256:
-            return "the receipt's content was altered: its digest does not fit"
+            return "the receipt's content was changed: its digest does not match"
         if signature is not None:
             pair = (bytes.fromhex(signature.public_key), bytes.fromhex(signature.value))
             if not is_signed_by(*pair, _SIGNED + self.sha256.encode()):
-                return "the signature does not fit"
+                return "the signature does not match"
         return ""
 
     @property
     def signer(self) -> str:
-        """Return the fingerprint of the key that signed, "" without a signature."""
+        """Fingerprint of the key that signed, "" without a signature."""
         return fingerprint(bytes.fromhex(self.signature.public_key)) if self.signature else ""
 
 
@@ -138,7 +140,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_record(request: GenerateRequest) -> GenerateRequest:
-    """Return the request as it must be submitted for a receipt: with a seed, its tokens recorded."""
+    """Return the request in the form needed for a receipt: with a seed, and recording its tokens."""
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(random_bytes(4), "little"))
@@ -153,7 +155,7 @@ def make_receipt(
     index: int = 0,
     key: SigningKey | None = None,
 ) -> Receipt | Refusal:
-    """Make the receipt of an answer to a request `with_record`, or say why it has none."""
+    """Make the receipt of an answer to a request `with_record`, or return why there is none."""
     record = finished.record
     reason = _why_refused(request, finished, info)
     if reason or record is None:
@@ -162,7 +164,7 @@ def make_receipt(
     try:
         adapters = tuple(_adapters(request, info))
     except (OSError, KeyError):
-        return Refusal(refused="an adapter was unloaded, or its file is gone")
+        return Refusal(refused="an adapter was unloaded, or its file was removed")
     content = Content(
         salt=secrets.token_hex(32),
         request=sparse(without_server_fields(request)),
@@ -206,7 +208,7 @@ def _why_refused(request: GenerateRequest, finished: Finished, info: EngineInfo)
     if record is None or record.irreproducible:
         return record.irreproducible if record else "the engine recorded no tokens"
     if request.n_pictures:
-        return "the request has pictures, which a receipt cannot hold"
+        return "the request has pictures, which a receipt cannot contain"
     if not info.sha256:
         return "the model is a file whose digest is unknown; `edgeinfer pull FILE` records it"
     if not record.answer:
@@ -214,12 +216,12 @@ def _why_refused(request: GenerateRequest, finished: Finished, info: EngineInfo)
     if len(record.prompt) + len(record.answer) > info.n_ctx:
         return "the context was shifted"
     if any(map(math.isinf, request.sampling.logit_bias.values())):
-        return "logit_bias has an infinite value, which JSON cannot hold"
+        return "logit_bias has an infinite value, which JSON cannot express"
     return ""
 
 
 def _with_floats(sampling: Sampling) -> Sampling:
-    """Return the options as they are read again: a temperature of 0 is 0.0."""
+    """Return the options as they are after decoding: a temperature of 0 is 0.0."""
     document = msgspec.to_builtins(sampling, str_keys=True)
     return msgspec.convert(document, Sampling, str_keys=True)
 
@@ -232,7 +234,7 @@ _SERVER_FIELDS = (
 
 
 def without_server_fields(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with the defaults of fields that lie elsewhere or change no answer."""
+    """Return the request with defaults for fields that are stored elsewhere or change no answer."""
     defaults = GenerateRequest()
     return msgspec.structs.replace(
         request, **{name: getattr(defaults, name) for name in _SERVER_FIELDS}
@@ -240,7 +242,7 @@ def without_server_fields(request: GenerateRequest) -> GenerateRequest:
 
 
 def sparse(value: Any) -> Any:
-    """Return what JSON has of a value, of structs only the fields that are not their defaults."""
+    """Convert a value for JSON, leaving out fields of structs that have their defaults."""
     if isinstance(value, tuple):
         return [sparse(element) for element in value]
     if not isinstance(value, msgspec.Struct):
@@ -278,7 +280,7 @@ def _adapters(request: GenerateRequest, info: EngineInfo) -> list[AdapterDigest]
 
 
 def file_digest(path: str) -> str:
-    """Return a file's SHA-256, computed once for each state of the file. Raises OSError."""
+    """Return a file's SHA-256, computed again only if the file has changed. Raises OSError."""
     return _file_digest(path, stamps([path]))
 
 
@@ -289,20 +291,20 @@ def _file_digest(path: str, _stamps: str) -> str:
 
 
 def parse(data: bytes) -> Receipt:
-    """Parse an untrusted receipt. Raises ReceiptError saying what is wrong with it."""
+    """Parse an untrusted receipt. Raises ReceiptError that says what is wrong with it."""
     return to_receipt(parse_json(data))
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON of a receipt, without keys that stand twice. Raises ReceiptError."""
+    """Parse a receipt's JSON, which must not repeat keys. Raises ReceiptError."""
     if len(data) > MAX_BYTES:
-        raise ReceiptError(f"the receipt has {len(data):,} bytes, of at most {MAX_BYTES:,}")
+        raise ReceiptError(f"the receipt has {len(data):,} bytes; at most {MAX_BYTES:,} are allowed")
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
     except ValueError as error:
-        raise ReceiptError(f"this is no receipt: {error}") from error
+        raise ReceiptError(f"this is not a receipt: {error}") from error
 
 
 def to_receipt(document: Any) -> Receipt:
@@ -310,19 +312,19 @@ def to_receipt(document: Any) -> Receipt:
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
         if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):
-            raise ValueError(f"no check reads the field {min(unknown)!r} of sampling")
-        msgspec.json.encode(receipt)  # refuses text that is no Unicode, and integers beyond 64 bits
+            raise ValueError(f"sampling has the unknown field {min(unknown)!r}")
+        msgspec.json.encode(receipt)  # refuses invalid Unicode, and integers beyond 64 bits
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
-        raise ReceiptError(f"this is no receipt: {error}") from error
+        raise ReceiptError(f"this is not a receipt: {error}") from error
     return receipt
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("it names a key twice")
+        raise ValueError("it contains a key twice")
     return document
 
 
@@ -332,7 +334,7 @@ def _refuse_constant(name: str) -> None:
 
 @functools.lru_cache(maxsize=4)
 def load_key(path: str) -> SigningKey | None:
-    """Read the configured signing key; return None if `path` is "". Raises ConfigError."""
+    """Read the configured signing key; None if `path` is "". Raises ConfigError."""
     if not path:
         return None
     file = Path(path).expanduser()

@@ -1,7 +1,7 @@
-"""Check a receipt: one prefill of prompt and answer, with the sampler at each token of the answer.
+"""Check a receipt: prefill prompt and answer once, and run the sampler at each token of the answer.
 
-Where the revisions of the kernels differ, bits may too. Then only the log-probability of each token is
-compared with the receipt's, within a tolerance, and the verdict says so.
+If the kernel revisions differ, bits may differ too. Then only each token's log-probability is compared
+with the receipt's, within a tolerance, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION
 
-#: Between the kernels of llama.cpp and ours, log-probabilities of an answer's tokens differ by 0.04 to
-#: 0.09 on average and by 0.3 at most (SmolLM2 and Gemma 3, four answers of 150 tokens each).
+#: Between llama.cpp's kernels and ours, log-probabilities of an answer's tokens differ by 0.04 to 0.09
+#: on average and by at most 0.3 (SmolLM2 and Gemma 3, four answers of 150 tokens each).
 MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
-#: Of equal revisions only the rounding of a receipt's log-probabilities differs.
+#: With equal revisions, only the rounding of a receipt's log-probabilities differs.
 _ROUNDING = 0.001
-#: Revisions of one kind of processor lie within this range (`revision.py`).
+#: Revisions for one kind of processor are within this range (`revision.py`).
 _REVISIONS = 1000
 _TOO_FEW_LOGPROBS = "the receipt does not have a log-probability for each token"
 
@@ -39,7 +39,7 @@ Verdict = Literal["verified", "within tolerance", "differs"]
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A token with its natural-log probability (temperature 1); None where nothing was sampled."""
+    """A token with its natural-log probability (temperature 1); None if it was not sampled."""
 
     id: int
     text: str
@@ -47,7 +47,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quote(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it stands next to its receipt; `calls` are (name, arguments), None is not known."""
+    """The answer next to a receipt; `calls` are (name, arguments), None if unknown."""
 
     text: str
     reasoning: str | None = None
@@ -55,13 +55,14 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check. `position` counts the answer's tokens from 0, up to the first that differs.
+    """Result of a check. `position` is the index of the first token that differs, or the answer's
+    length.
 
-    `expected` stands in the receipt there, `chosen` is what this engine generates; None is an end.
-    `mean_difference` and `most_difference` are those of log-probabilities, where only they were
-    compared. `text` is that of the tokens, None where they were not generated again, and
-    `is_text_compared` says whether it was compared with what stands next to the receipt. `seconds` is
-    the time of the check, `generation_seconds` that of the answer.
+    At that position the receipt has `expected`, and this engine generates `chosen`; None is an end.
+    `mean_difference` and `most_difference` are those of log-probabilities, if only these were compared.
+    `text` is that of the tokens, None if they were not generated again, and `is_text_compared` says
+    whether it was compared with the text next to the receipt. `seconds` is the time of the check,
+    `generation_seconds` that of the answer.
     """
 
     verdict: Verdict
@@ -85,14 +86,14 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
-    """Return a private receipt with the content of its whole form. Raises ReceiptError."""
+    """Return a private receipt with the content from its complete form. Raises ReceiptError."""
     if whole.content is None or whole.content_sha256 != receipt.content_sha256:
-        raise ReceiptError("this content is not that of the receipt")
+        raise ReceiptError("this content does not belong to the receipt")
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
 def verify(receipt: Receipt, engine: Engine, quote: Quote | None = None) -> Verification:
-    """Check a receipt, and the answer that stands next to it.
+    """Check a receipt, and the answer next to it.
 
     Raises ReceiptError if that is impossible here, and what `submit` raises.
     """
@@ -110,13 +111,13 @@ class ReceiptCheck:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Let `run` end soon with ReceiptError; idempotent."""
+        """End `run` soon with ReceiptError; idempotent."""
         self._is_cancelled = True
         if self._generation is not None:
             self._generation.cancel()
 
     def run(self) -> Verification:
-        """Check. Raises as `verify`."""
+        """Run the check. Raises as `verify`."""
         receipt = self._receipt
         began_s = time.perf_counter()
         alteration = receipt.alteration()
@@ -148,7 +149,7 @@ class ReceiptCheck:
         )
 
     def _other_model(self) -> str:
-        """Say how the model differs; raise ReceiptError if another load of it can be compared."""
+        """Describe how the model differs. Raises ReceiptError if another load could be compared."""
         receipt, info = self._receipt, self._engine.info
         if (
             receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
@@ -161,10 +162,10 @@ class ReceiptCheck:
             hint = "`edgeinfer pull FILE` records it"
             raise ReceiptError(f"{info.model} is a file whose digest is unknown", hint=hint)
         if info.sha256 != receipt.model_sha256:
-            return f"{info.model} is not the model of the receipt: its file has another digest"
+            return f"{info.model} is not the receipt's model: its file has another digest"
         kv_type = str(info.choices["kv_type"].value)
         if kv_type != receipt.kv_type:
-            problem = f"the receipt is of a {receipt.kv_type} KV cache, and this one is {kv_type}"
+            problem = f"the receipt needs a {receipt.kv_type} KV cache, but this one is {kv_type}"
             raise ReceiptError(problem, hint=f"load the model with `--kv-type {receipt.kv_type}`")
         return ""
 
@@ -172,9 +173,9 @@ class ReceiptCheck:
         try:
             request = msgspec.convert(content.request, GenerateRequest)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise ReceiptError(f"this is no receipt: content.request: {error}") from error
+            raise ReceiptError(f"this is not a receipt: content.request: {error}") from error
         if sparse(without_server_fields(request)) != content.request:
-            raise ReceiptError("this is no receipt: content.request has fields that no check reads")
+            raise ReceiptError("this is not a receipt: content.request has unknown fields")
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
         return msgspec.structs.replace(
@@ -190,48 +191,48 @@ class ReceiptCheck:
         try:
             loaded = {file_digest(adapter.path): adapter.name for adapter in self._engine.info.lora}
         except OSError as error:
-            raise ReceiptError(f"the file of an adapter is gone: {error.filename}") from error
+            raise ReceiptError(f"the file of an adapter was removed: {error.filename}") from error
         for adapter in self._receipt.adapters:
             if adapter.sha256 not in loaded:
-                hint = "load the model with it: `--lora FILE`"
+                hint = "load the model with the adapter: `--lora FILE`"
                 raise ReceiptError(f"the adapter {adapter.name!r} is not loaded", hint=hint)
         return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
 
     def _limits(self, content: Content, request: GenerateRequest) -> str:
-        """Say which number of the receipt does not fit the others, "" if all do.
+        """Return which number of the receipt contradicts the others, "" if none does.
 
-        Raises ReceiptError if it does not fit this engine's vocabulary or context.
+        Raises ReceiptError if the receipt does not fit this engine's vocabulary or context.
         """
         receipt, info = self._receipt, self._engine.info
         n_prompt, n_answer = len(content.prompt), len(content.answer)
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             raise ReceiptError(f"the receipt has a token beyond the vocabulary of {info.n_vocab}")
-        # a prompt of both, for their log-probabilities, leaves room for one more token
+        # a prompt of prompt and answer, for log-probabilities, needs room for one more token
         n_tokens = n_prompt + n_answer + (receipt.kernel_revision != KERNEL_REVISION)
         if n_tokens > info.n_ctx:
-            problem = f"the check takes {n_tokens} tokens, and the context has {info.n_ctx}"
+            problem = f"the check needs {n_tokens} tokens, but the context has {info.n_ctx}"
             hint = f"load the model with `--ctx {max(receipt.n_ctx, n_tokens)}`"
             raise ReceiptError(problem, hint=hint)
         is_forced = request.constraint or request.tools or request.reasoning_budget is not None
         if None in content.logprobs and not is_forced:
-            return "the receipt lacks log-probabilities, and nothing forced a token"
+            return "the receipt lacks log-probabilities, although no token was forced"
         if constraint_digest(request, content.salt) != receipt.constraint_sha256:
-            return "the digest of schema, grammar and tools does not fit"
+            return "the digest of schema, grammar and tools does not match"
         if (n_prompt, n_answer) != (receipt.n_prompt, receipt.n_answer):
-            return "the numbers of tokens do not fit"
+            return "the numbers of tokens contradict each other"
         most = receipt.n_ctx - n_prompt
         if request.max_tokens is not None:
             most = min(most, request.max_tokens)
         if n_answer > most:
-            return f"the answer has {n_answer} tokens, and its limit was {most}"
+            return f"the answer has {n_answer} tokens, but its limit was {most}"
         if receipt.finish_reason == "length" and n_answer < most:
-            return f"the answer was not cut by length: it has {n_answer} tokens of {most}"
+            return f"the answer was not cut off by length: it has {n_answer} of {most} tokens"
         return ""
 
     def _replay(self, content: Content, request: GenerateRequest) -> str:
-        """Say how the answer differs from what this engine generates, "" if it does not."""
+        """Describe how the answer differs from this engine's, "" if it does not."""
         reason, answer = self._receipt.finish_reason, content.answer
-        is_whole = reason in ("stop", "tool_calls")  # one more token shows if it goes on
+        is_whole = reason in ("stop", "tool_calls")  # one more token shows whether the answer continues
         generated = self._generate(request, answer, len(answer) + is_whole)
         finished, record = generated.finish, _record(generated)
         if difference := self._prompt_difference(record, content):
@@ -240,26 +241,26 @@ class ReceiptCheck:
         if position is not None:
             return self._token_difference(record, answer, position)
         if is_whole and (finished.reason, finished.stop_sequence) != (reason, content.stop_sequence):
-            return f"the answer ends by {finished.reason!r}, and the receipt says {reason!r}"
+            return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
         if len(content.logprobs) != len(answer):
             return _TOO_FEW_LOGPROBS
         for i, (own, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
             if own is not None and value is not None and not abs(own - value) <= _ROUNDING:
                 return (
-                    f"the log-probability of token {i} is {own:.3f}, and the receipt says {value:.3f}"
+                    f"the log-probability of token {i} is {own:.3f}, but the receipt says {value:.3f}"
                 )
         self._findings["text"] = generated.text
         return self._quote_difference(self._quote, generated, request) if self._quote else ""
 
     def _quote_difference(self, quote: Quote, answer: Collected, request: GenerateRequest) -> str:
-        """Say what of the answer next to the receipt is not that of the tokens, "" if all is."""
+        """Return what differs between the answer next to the receipt and its tokens, "" if equal."""
         self._findings["is_text_compared"] = True
         prompt = request.prompt if isinstance(request.prompt, str) else ""
         raw = answer.reasoning + answer.text
-        # /v1/completions joins both, and `echo` puts the prompt before them
+        # /v1/completions joins reasoning and text, and `echo` puts the prompt before them
         is_equal = quote.text in (answer.text, raw, prompt + raw)
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
-        if is_cut:  # its last characters, and the end of a call, were kept back
+        if is_cut:  # its last characters, and the end of a call, were held back
             is_equal = is_equal or answer.text.startswith(quote.text)
         elif quote.reasoning is not None and quote.reasoning != answer.reasoning:
             return "the reasoning next to the receipt is not that of its tokens"
@@ -291,7 +292,7 @@ class ReceiptCheck:
         position = _first_difference(record.prompt, content.prompt)
         if position is None:
             return ""
-        return f"the request has another prompt, from token {position} on"
+        return f"the prompt of the request differs from token {position} on"
 
     def _token_difference(self, record: TokenRecord, answer: tuple[int, ...], position: int) -> str:
         expected, chosen = answer[position : position + 1], record.answer[position : position + 1]
@@ -302,15 +303,15 @@ class ReceiptCheck:
             return f"the answer ends after {position} tokens"
         logprob = record.logprobs[-1] if record.logprobs else None
         self._findings["chosen"] = self._choice(chosen[0], logprob)
-        return f"token {position} differs" if expected else "the answer goes on after its last token"
+        return f"token {position} differs" if expected else "the answer continues after its last token"
 
     def _choice(self, token: int, logprob: float | None) -> TokenChoice:
         text = self._engine.detokenize([token]).decode("utf-8", "replace")
         return TokenChoice(id=token, text=text, logprob=logprob)
 
     def _compare_logprobs(self, content: Content, request: GenerateRequest) -> str:
-        """Say how the log-probabilities differ beyond the tolerance, "" if they do not."""
-        first = self._generate(request, content.answer[:1], 1)  # for the prompt, which is rendered
+        """Describe how far the log-probabilities exceed the tolerance, "" if they do not."""
+        first = self._generate(request, content.answer[:1], 1)  # only to render the prompt
         if difference := self._prompt_difference(_record(first), content):
             return difference
         if len(content.logprobs) != len(content.answer):
@@ -334,13 +335,13 @@ class ReceiptCheck:
         if mean <= MEAN_TOLERANCE and most <= MOST_TOLERANCE:
             return ""
         return (
-            f"log-probabilities differ by {mean:.2f} on average and {most:.2f} at most, and may by "
+            f"log-probabilities differ by {mean:.2f} on average and by at most {most:.2f}; allowed are "
             f"{MEAN_TOLERANCE} and {MOST_TOLERANCE}"
         )
 
 
 def _record(answer: Collected) -> TokenRecord:
-    """Return the tokens of a replay. Raises ReceiptError if they mean nothing on this engine."""
+    """Return the tokens of a replay. Raises ReceiptError if this engine cannot reproduce them."""
     record = answer.finish.record
     assert record is not None
     if record.irreproducible:

@@ -1,1 +1,1 @@
-"""The shipped file: its payload, unpacking it, running from it, putting a model inside."""
+"""The shipped file: its payload, unpacking it, running from it, a model inside it."""

@@ -1,9 +1,9 @@
-"""Take the model out of a shipped file that has one inside, at that file's first start.
+"""Take the model out of a shipped file that contains one, at that file's first start.
 
-The bundle section of the file (`shipping.payload`) starts with a u64 and so much JSON, the model's
-record; its files follow, each at a page boundary. llama.cpp maps a GGUF from its first byte on, so each
-becomes a file of the store: a clone of the same blocks if the file system can do that (btrfs, xfs),
-otherwise one copy, which is hashed on the way.
+The bundle section of the file (`shipping.payload`) starts with a u64 length and JSON of that length,
+the model's record; its files follow, each at a page boundary. llama.cpp maps a GGUF from its first
+byte, so each becomes a file of the store: a clone of the same blocks if the file system supports that
+(btrfs, xfs), otherwise one copy, which is hashed meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
 
-#: Offset of the first file in the section: the record is shorter.
+#: Offset of the first file in the section; the record is shorter.
 HEADER_BYTES = 64 << 10
 
 
@@ -35,7 +35,7 @@ def field(record: PulledModel) -> str:
 
 
 def offsets(record: PulledModel) -> list[int]:
-    """Return where the model's files begin, in bytes from the start of the section."""
+    """Return where the model's files begin (bytes from the start of the section)."""
     starts = [HEADER_BYTES]
     for file in record.files[:-1]:
         starts.append(starts[-1] + file.size_bytes + (-file.size_bytes % PAGE))
@@ -55,7 +55,7 @@ def read(shipped: Shipped) -> PulledModel:
     except msgspec.MsgspecError as error:
         raise _damage_error(f"{shipped.path} is damaged: its model has no record") from error
     if field(record) != shipped.model:
-        raise _damage_error(f"{shipped.path} is damaged: its model is not the one it names")
+        raise _damage_error(f"{shipped.path} is damaged: its model does not match its name")
     return record
 
 
@@ -64,7 +64,7 @@ def _damage_error(message: str) -> ChecksumError:
 
 
 def bring_out(shipped: Shipped, job: Job) -> PulledModel:
-    """Store the bundled model if need be. Raises ChecksumError, DiskFullError, ModelBusyError."""
+    """Store the bundled model if necessary. Raises ChecksumError, DiskFullError, ModelBusyError."""
     bundled = read(shipped)
     with changing(bundled.reference) as work:
         record = store.read_record(bundled.folder)

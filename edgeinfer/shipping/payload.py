@@ -8,9 +8,9 @@
     archive                        PyInstaller's, with its cookie as the file's last bytes
 
 Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's
-SHA-256; the index holds the SHA-256 of every file. So the name vouches for every byte that is unpacked,
-and equal inputs have equal names. The values here are NamedTuples because `dataclasses` imports
-`inspect`, 10 ms of a first start.
+SHA-256; the index contains the SHA-256 of every file. So the name authenticates every unpacked byte,
+and equal inputs have equal names. The values here are NamedTuples, because `dataclasses` imports
+`inspect`, which costs 10 ms of a first start.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TRAILER_MAGIC = b"EDGETRL1"
 #: PyInstaller's cookie, big-endian: magic, archive's length, contents, Python's version, library.
 COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
-#: The bootloader's fields lie within this many bytes at the start of the file.
+#: The bootloader's fields are within this many bytes from the start of the file.
 HEAD_BYTES = 1 << 20
-#: Longest index (bytes): a damaged length is an error, not an allocation.
+#: Longest index (bytes), so that a damaged length is an error, not an allocation.
 MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """A file of the payload. `block` numbers the block that holds it, files in order."""
+    """A file of the payload. `block` is the number of its block; files are in order."""
 
     path: str
     mode: int
@@ -52,7 +52,7 @@ class PayloadEntry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`size` bytes of xz at `offset` of the payload; `raw` bytes of files, one by one."""
+    """`size` bytes of xz at `offset` of the payload; `raw` bytes of concatenated files."""
 
     offset: int
     size: int
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The payload's content. `relocate` lists executables whose ELF interpreter is ours."""
+    """The payload's content. `relocate` lists executables with our ELF interpreter."""
 
     version: str
     files: tuple[PayloadEntry, ...]
@@ -71,12 +71,12 @@ class Index(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the bytes on disk once unpacked."""
+        """Size on disk (bytes) once unpacked."""
         return sum(entry.size for entry in self.files)
 
 
 class Shipped(NamedTuple):
-    """Offsets (bytes) and lengths of the parts of a shipped file; a length of 0: the part is absent."""
+    """Offsets (bytes) and lengths of the parts of a shipped file; a length of 0 means no such part."""
 
     path: Path
     app: str
@@ -105,7 +105,7 @@ def find_field(head: bytes, key: bytes) -> int:
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Locate the parts of a shipped file. Raises ShippingError, OSError."""
+    """Find the parts of a shipped file. Raises ShippingError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         file_size = file.seek(0, os.SEEK_END)
@@ -128,7 +128,7 @@ def open_shipped(path: Path) -> Shipped:
 
 
 def read_index(file: BinaryIO, shipped: Shipped) -> Index:
-    """Read the payload's index and check it against the bootloader's name. Raises ChecksumError."""
+    """Read the payload's index and compare it with the bootloader's name. Raises ChecksumError."""
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
@@ -136,7 +136,7 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
     raw = file.read(length)
     index = parse_index(raw)
     if index is None or index.name != shipped.app:
-        raise _damage_error(shipped.path, "its index is not the one it was built with")
+        raise _damage_error(shipped.path, "its index was changed after the build")
     return index
 
 
@@ -167,7 +167,7 @@ def folder_name(version: str, index: bytes) -> str:
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     """Read and unpack one block. Thread-safe. Raises ChecksumError."""
-    import lzma  # 1 ms, only while unpacking and checking
+    import lzma  # 1 ms, only for unpacking and checking
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
     try:
@@ -175,7 +175,7 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     except lzma.LZMAError as error:
         raise _damage_error(shipped.path, f"a block cannot be read: {error}") from error
     if len(raw) != block.raw:
-        raise _damage_error(shipped.path, "a block has another length than its index says")
+        raise _damage_error(shipped.path, "a block's length differs from the index")
     return raw
 
 
@@ -188,7 +188,7 @@ def split_block(
         content = view[offset : offset + entry.size]
         offset += entry.size
         if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise _damage_error(path, f"{entry.path} in it is not what it was built with")
+            raise _damage_error(path, f"{entry.path} in it was changed after the build")
         yield entry, content
 
 
@@ -202,7 +202,7 @@ def _damage_error(path: Path, reason: str) -> ChecksumError:
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Find an ELF's interpreter: offset, and length without the zero. Raises ShippingError."""
+    """Return offset and length (without the zero) of an ELF's interpreter. Raises ShippingError."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
@@ -215,7 +215,7 @@ def pad(path: str, length: int) -> bytes:
     """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if it is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
-        message = f"{path} is too long a path for CRIU's libraries"
+        message = f"the path {path} is too long for CRIU's libraries"
         raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter one")
     return b"/" * (length - len(raw)) + raw
 

@@ -1,4 +1,4 @@
-"""Paths of the shipped file and of its unpacked application. Stdlib only.
+"""Paths of the shipped file and of its unpacked application. Standard library only.
 
 The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
 unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing itself costs 3 ms, which the launcher would pay
+TYPE_CHECKING = False  # importing typing costs 3 ms, which the launcher would pay
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: The shipped file that started this process or its launcher; absent in a checkout or an installation.
+#: Variable with the shipped file that started this process or its launcher; absent in a checkout or an
+#: installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
-#: The model a shipped file carries: the default model unless the configuration names one.
+#: Program of the unpacked application.
 APP_PROGRAM = "edgeinfer-app"
-#: Files in which distributions keep their certificate authorities: Debian, Fedora, openSUSE, Alpine.
+#: Files with the certificate authorities of distributions: Debian, Fedora, openSUSE, Alpine.
 _AUTHORITIES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -29,14 +30,14 @@ _AUTHORITIES = (
 
 
 _CXX = "libstdc++.so.6"
-#: Folders in which distributions keep libstdc++: Debian, Ubuntu; Fedora, RHEL; Arch.
+#: Folders with libstdc++ in distributions: Debian, Ubuntu; Fedora, RHEL; Arch.
 _LIBRARIES = (f"/usr/lib/{getattr(sys.implementation, '_multiarch', '')}", "/usr/lib64", "/usr/lib")
 
 
 def restore_environment() -> None:
-    """Undo what PyInstaller's bootloader did to the environment: programs started from here inherit it.
+    """Undo the changes of PyInstaller's bootloader to the environment, which child programs inherit.
 
-    The dynamic linker has read `LD_LIBRARY_PATH` of this process already.
+    The dynamic linker has already read `LD_LIBRARY_PATH` of this process.
     """
     before = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
     for name in list(os.environ):
@@ -53,7 +54,7 @@ def is_shipped() -> bool:
 
 def app_dir() -> Path | None:
     """Return the unpacked application; None in a checkout or an installation."""
-    from pathlib import Path  # 5 ms, and the launcher has no use for it
+    from pathlib import Path  # 5 ms, which the launcher does not need
 
     return Path(sys.executable).parent if is_shipped() else None
 
@@ -69,7 +70,7 @@ def program_file() -> Path | None:
 def trust_certificates() -> None:
     """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
 
-    The bundled OpenSSL looks only where Debian has them.
+    The bundled OpenSSL only looks where Debian has them.
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -80,10 +81,11 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library if it is newer than the bundled one; return its path, else "".
+    """Load this system's C++ library if it is newer than the bundled one; return its path, otherwise
+    "".
 
-    A process has one libstdc++, and a GPU's driver may need a newer one than the bundled one; code that
-    runs with the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
+    A process has only one libstdc++, and a GPU's driver may need a newer one than the bundled. Code for
+    the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
     """
     own_version = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     newest = max((_cxx_version(folder), folder) for folder in folders)
@@ -94,7 +96,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     path = f"{newest[1]}/{_CXX}"
     try:
         ctypes.CDLL(path)
-    except OSError:  # of another architecture, or of a libc that is not the one in use
+    except OSError:  # for another architecture, or another libc
         return ""
     return path
 
@@ -109,7 +111,7 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 
 
 def start() -> None:
-    """Mark this process as the shipped file, before the other modules are imported.
+    """Mark this process as the shipped file, before other modules are imported.
 
     `handover.c` has put the paths into `sys`, and calls the launcher's main next.
     """
@@ -119,6 +121,6 @@ def start() -> None:
     os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
-        from edgeinfer.platform import paths  # not before `sys` knows the shipped file
+        from edgeinfer.platform import paths  # only after `sys` knows the shipped file
 
         os.environ[paths.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digits of its digest

@@ -1,12 +1,12 @@
-"""Unpack a shipped file's application under the user's data, once. Stdlib only.
+"""Unpack a shipped file's application under the user's data, once. Standard library only.
 
     DATA/app/.lock                   flock of the process that unpacks or removes
-    DATA/app/.unpacking-XXXX/        an unpacking in progress; a dead one is removed by the next
-    DATA/app/VERSION-DIGEST/         an application, by one rename; `payload.json` in it is its index
+    DATA/app/.unpacking-XXXX/        an unpacking in progress; if it died, the next one removes it
+    DATA/app/VERSION-DIGEST/         an application, renamed when complete; `payload.json` is its index
     DATA/app/VERSION-DIGEST/.source  the shipped file it came from
-    DATA/app/MODEL-DIGEST.model      says that the model of a bundle is in the store
+    DATA/app/MODEL-DIGEST.model      marks that the model of a bundle is in the store
 
-A version is removed when no process uses it and its shipped file is gone or carries another version.
+A version is removed once no process uses it and its shipped file was removed or has another version.
 Every file is checked against the index while it is written, and the index against the name in the
 bootloader.
 """
@@ -33,11 +33,11 @@ INDEX = "payload.json"
 SOURCE = ".source"
 _UNPACKING = ".unpacking-"
 _REMOVING = ".removing-"
-#: Room left free beyond the application itself, bytes.
+#: Free space (bytes) required beyond the application itself.
 _MARGIN_BYTES = 16 << 20
 _ROOM = "free some space on that disk, or set EDGEINFER_HOME to a folder on another one"
 
-#: (bytes written, bytes in all); called from any thread.
+#: Progress callback: bytes written, total bytes; called on any thread.
 Progress = Callable[[int, int], None]
 
 
@@ -49,9 +49,9 @@ def app_root() -> Path:
 def ensure_unpacked(
     file: Path, progress: Progress | None = None, waiting: Callable[[], None] | None = None
 ) -> Path:
-    """Unpack the application of the shipped `file` unless it is there; return its folder.
+    """Unpack the application of the shipped `file` unless it exists; return its folder.
 
-    Raises ChecksumError, DiskFullError, ShippingError for an unwritable folder or another `file`.
+    Raises ChecksumError, DiskFullError, ShippingError for an unwritable folder or an invalid `file`.
     """
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app
@@ -68,29 +68,29 @@ def ensure_unpacked(
 def _refuse_unsafe(folder: Path) -> Path:
     info = os.lstat(folder)
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        message = f"{folder} can be changed by other users"
+        message = f"other users can change {folder}"
         raise SnapshotUnsafeError(message, hint=f"remove it and start again: {folder}")
     return folder
 
 
 @contextlib.contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Add the way out to the errors of a full disk and of an unwritable folder."""
+    """Add hints to the errors of a full disk and of an unwritable folder."""
     try:
-        with disk.room_errors(folder.parent, "nothing is left behind"):
+        with disk.room_errors(folder.parent, "the unpacked files were removed"):
             yield
     except DiskFullError as error:
         raise DiskFullError(error.message, hint=_ROOM) from error
     except OSError as error:
         raise ShippingError(
             f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
-            hint="make it writable, or set EDGEINFER_HOME to a folder that is",
+            hint="make it writable, or set EDGEINFER_HOME to a writable folder",
         ) from error
 
 
 @contextlib.contextmanager
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of the application folder; `waiting` is called once if it is taken."""
+    """Hold the lock of the application folder; `waiting` is called once if it is locked."""
     root = app_root()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with disk.locked(root / ".lock", waiting):
@@ -110,7 +110,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
             raw = file.read(int.from_bytes(file.read(8), "little"))
             (scratch / INDEX).write_bytes(raw)
             (scratch / SOURCE).write_text(str(shipped.path), "utf-8", "surrogateescape")
-            flush(scratch)  # the rename below must not reach the disk before what it names
+            flush(scratch)  # sync first: the rename below must not reach the disk before the files
             os.rename(scratch, folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -120,12 +120,12 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
 def _unpack_blocks(
     shipped: Shipped, index: Index, scratch: Path, folder: Path, progress: Progress, fd: int
 ) -> None:
-    """Write every file to `scratch`, in up to four threads. Raises the first error of one."""
+    """Write every file to `scratch`, in up to four threads. Raises the first thread's error."""
     names = [*(entry.path for entry in index.files), *(path for path, _ in index.links)]
     for directory in {os.path.dirname(name) for name in names}:
         (scratch / directory).mkdir(mode=0o755, parents=True, exist_ok=True)
     numbers = sorted(range(len(index.blocks)), key=lambda n: index.blocks[n].raw, reverse=True)
-    largest_first = iter(numbers)  # shared by the threads; the last one to finish is then a small one
+    largest_first = iter(numbers)  # shared by the threads; so the last one to finish has a small block
     failures: list[BaseException] = []
     lock = threading.Lock()
     done = 0
@@ -162,7 +162,7 @@ def _unpack_blocks(
 
 
 def interpreter(folder: Path, path: str) -> str:
-    """Return the ELF interpreter of `folder/path`: the ld.so in the `lib` next to its `bin`."""
+    """Return the ELF interpreter for `folder/path`: the ld.so in the `lib` next to its `bin`."""
     name = "ld-linux-aarch64.so.1" if os.uname().machine == "aarch64" else "ld-linux-x86-64.so.2"
     return str((folder / path).parent.parent / "lib" / name)
 
@@ -172,12 +172,12 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
     with open(fd, "wb") as out:
         out.write(data)
         out.flush()
-        os.fchmod(fd, mode)  # whatever the umask made of it
-        os.fsync(fd)  # in the threads that unpack: the disk works while they do
+        os.fchmod(fd, mode)  # whatever the umask was
+        os.fsync(fd)  # in the threads, so that the disk works while they unpack
 
 
 def flush(folder: Path) -> None:
-    """Sync every folder below `folder`; the files are synced already."""
+    """Sync every folder below `folder`; the files are already synced."""
     for directory, _, _ in os.walk(folder):
         disk.sync(directory)
 
@@ -194,7 +194,7 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions without a process or a file that carries them. The caller holds the lock."""
+    """Remove versions that no process and no file uses. The caller holds the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _has_shipped_file(folder) and not users(folder):
@@ -204,7 +204,7 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
 
 
 def _has_shipped_file(folder: Path) -> bool:
-    """Return whether its shipped file would still start it."""
+    """Return whether the version's shipped file would still start it."""
     try:
         source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))
         return payload.open_shipped(source).app == folder.name
@@ -230,7 +230,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove unused versions unless another process does. 0.1 ms with one version."""
+    """Remove unused versions, unless another process is doing so. 0.1 ms with one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):
@@ -238,7 +238,7 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove one unpacked application; rename it first, so that it is whole or gone."""
+    """Remove an unpacked application; rename it first, so that it is complete or gone."""
     renamed = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(folder, renamed)
@@ -262,7 +262,7 @@ def main() -> int:
     restore_environment()
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
-        waiting = functools.partial(_say, "another first start is unpacking: waiting for it")
+        waiting = functools.partial(_say, "waiting for another process, which is unpacking")
         app = ensure_unpacked(file, _Said(), waiting)
         _bring_model(file, app)
     except EdgeInferError as error:
@@ -280,11 +280,11 @@ def _bring_model(file: Path, app: Path) -> None:
         return
     import subprocess  # only in a bundle's first start
 
-    _say(f"putting {shipped.model.rpartition('-')[0]} into the model store, once")
+    _say(f"storing the model {shipped.model.rpartition('-')[0]}, only at this start")
     command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.shipping.bundle", str(file)]
     code = subprocess.run(command, check=False).returncode
     if code:
-        raise SystemExit(code)  # it has said why
+        raise SystemExit(code)  # the child has printed the error
 
 
 def _say(text: str) -> None:
@@ -292,7 +292,7 @@ def _say(text: str) -> None:
 
 
 class _Said:
-    """Progress on a terminal as one line that is overwritten; elsewhere one line at the start."""
+    """Progress on a terminal as one line that is overwritten; otherwise one line at the start."""
 
     def __init__(self) -> None:
         self._tty = sys.stderr.isatty()

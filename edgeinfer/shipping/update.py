@@ -1,20 +1,20 @@
-"""Update the shipped file, when asked and never otherwise: fetch, verify, try, put in place.
+"""Update the shipped file, only on request: fetch, verify, test, replace.
 
     URL/release.json         `Release` in JSON
     URL/release.json.sig     its Ed25519 signature, 64 bytes, by a key that this program carries
-    URL/NAME                 the shipped file of a machine
+    URL/NAME                 the shipped file for a machine
     DATA/update/.lock        flock of the update in progress
-    DATA/update/seen         when the newest manifest seen was issued (Unix time)
-    DATA/update/NAME.part    a download, kept for the next try
-    DATA/update/trial.toml   configuration of a trial, which builds, caches and counts nothing
-    DATA/update/previous     the shipped file before, for `back`
+    DATA/update/seen         issue time (Unix time) of the newest known manifest
+    DATA/update/NAME.part    a download, kept for the next attempt
+    DATA/update/trial.toml   configuration of a test, which builds, caches and counts nothing
+    DATA/update/previous     the previous shipped file, for `back`
 
 Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
-then one rename puts it in place. The previous file keeps its unpacked application (`shipping.unpack`)
-and thereby its snapshots. Running processes keep theirs.
+then one rename replaces the old file. The previous version keeps its unpacked application
+(`shipping.unpack`) and so its snapshots. Running processes continue with their version.
 
-`edgeinfer/data/release.toml` holds URL and keys. It is empty in a checkout: only the releases'
-publisher fills it in.
+`edgeinfer/data/release.toml` holds URL and keys. It is empty in a checkout: only the publisher of
+releases fills it in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
-import httpx2  # 75–120 ms
+import httpx2  # 75 to 120 ms
 import msgspec
 from msgspec import Meta
 
@@ -58,15 +58,15 @@ _CLOCK_S = 24 * 3600
 
 
 def own_program(*, replaces: bool = True) -> Path:
-    """Return the shipped file of this process. Raises ShippingError if it `replaces` it and may not."""
+    """Return this process's shipped file. Raises ShippingError if it `replaces` it and may not."""
     if not shipped.is_shipped():
         raise ShippingError(
-            "this edgeinfer is a Python package: it updates as it was installed",
+            "this edgeinfer is a Python package: update it with the tool that installed it",
             hint="`pipx upgrade edgeinfer` or `uv tool upgrade edgeinfer`; in a checkout `git pull`",
         )
     program = shipped.program_file()
     if program is None:
-        raise ShippingError("the file that started this process is gone", hint="install it again")
+        raise ShippingError("the file that started this process was removed", hint="install it again")
     if program.parent == Path("/usr/bin"):
         manager = "update it with your package manager (apt, dnf)"
         raise ShippingError(f"{program} belongs to a package", hint=manager)
@@ -76,10 +76,10 @@ def own_program(*, replaces: bool = True) -> Path:
 
 
 def refuse_unless_ours(program: Path, app: str) -> None:
-    """Raise ShippingError unless `program` is this user's and still carries `app`."""
+    """Raise ShippingError unless this user owns `program` and it still contains `app`."""
     owner = program.stat().st_uid
     if owner != os.geteuid():
-        message = f"{program} belongs to the user {owner}, and would belong to another one then"
+        message = f"{program} belongs to user {owner}; the update would change its owner"
         raise ShippingError(message, hint="run it as its owner")
     if payload.open_shipped(program).app != app:
         raise ShippingError(f"{program} was replaced since this command began", hint="run it again")
@@ -87,7 +87,7 @@ def refuse_unless_ours(program: Path, app: str) -> None:
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Hold the lock of updates; yield their folder. Raises ShippingError while another has it."""
+    """Hold the lock of updates; yield their folder. Raises ShippingError if another update holds it."""
     folder = paths.data_dir() / "update"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -99,10 +99,10 @@ def locked() -> Iterator[Path]:
 
 
 def newest(channel: Channel, folder: Path) -> Release:
-    """Fetch the manifest, and note when it was issued.
+    """Fetch the manifest, and record its issue time.
 
     Raises ReleaseUntrustedError for a wrong signature, or a manifest that is expired, older than the
-    last one or issued in the future; DownloadError.
+    last one, or issued in the future; DownloadError.
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
@@ -111,8 +111,8 @@ def newest(channel: Channel, folder: Path) -> Release:
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _last_issued_s(folder / SEEN):
-        raise ReleaseUntrustedError("the server offers an older manifest than it did before")
-    if release.issued_s > time.time() + _CLOCK_S:  # recording it would lock out later ones
+        raise ReleaseUntrustedError("the server offers an older manifest than before")
+    if release.issued_s > time.time() + _CLOCK_S:  # recording it would block later ones
         day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
         raise ReleaseUntrustedError(
             f"the release's manifest was issued on {day}, in the future",
@@ -122,7 +122,7 @@ def newest(channel: Channel, folder: Path) -> Release:
         day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))
         raise ReleaseUntrustedError(
             f"the release's manifest expired on {day}",
-            hint="check this machine's clock; otherwise the server hides newer releases",
+            hint="check this machine's clock; if it is right, the server hides newer releases",
         )
     disk.write_whole(folder / SEEN, str(release.issued_s).encode())
     return release
@@ -149,17 +149,17 @@ def _get(channel: Channel, name: str) -> bytes:
             for chunk in response.iter_raw():
                 raw += chunk
                 if len(raw) > MOST_BYTES:
-                    raise ReleaseUntrustedError(f"{url} is larger than a manifest may be")
+                    raise ReleaseUntrustedError(f"{url} is too large for a manifest")
     except httpx2.HTTPError as error:
         raise DownloadError(f"{url}: {http_client.describe_transport_error(error)}") from error
     return raw
 
 
 def install(program: Path, release: Release, url: str, folder: Path, job: Job) -> None:
-    """Fetch the release's file for this machine, verify and try it, and put it in `program`'s place.
+    """Fetch the release's file for this machine, verify and test it, and replace `program` by it.
 
-    Raises DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError, ShippingError; `program`
-    is unchanged then, and what was fetched is kept if it may be of use.
+    If it raises (DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError, ShippingError),
+    `program` is unchanged; useful downloads are kept.
     """
     machine = platform.machine()
     file = release.files.get(machine)
@@ -197,13 +197,13 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
 
 
 def _try_out(candidate: Path, version: str, config: Path) -> None:
-    """Raise unless the candidate is of `version`, starts, loads llama.cpp, and answers.
+    """Raise unless the candidate has `version`, starts, loads llama.cpp, and answers.
 
-    `config` becomes a copy of the user's configuration with which the trial leaves no trace.
+    `config` becomes a copy of the user's configuration with which the test leaves no trace.
     """
     app = payload.open_shipped(candidate).app.rpartition("-")[0]
     if app != version:
-        raise ReleaseUntrustedError(f"the release {version} holds a file of version {app}")
+        raise ReleaseUntrustedError(f"the release {version} contains a file of version {app}")
     writing = (m for m in store.list_pulled() if m.purpose in ("chat", "base"))
     smallest = min(writing, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
@@ -224,7 +224,7 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
 
 
 def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
-    """Run `command`, and end whatever it started with it; return its exit status and stderr."""
+    """Run `command`, then end every process that it started; return its exit status and stderr."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -244,18 +244,20 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
 def _unfit(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
-        hint="the installed version was kept; if it fails in the same way, fix that first",
+        hint="the installed version stays; if it fails in the same way, fix that first",
     )
 
 
 def back(program: Path, folder: Path) -> str:
-    """Exchange `program` and the version before it; return that version. Raises ShippingError."""
+    """Exchange `program` and the previous version; return that version. Raises ShippingError."""
     previous = folder / PREVIOUS
     if not previous.exists():
-        raise ShippingError("there is no version before this one", hint="`edgeinfer update` keeps one")
+        raise ShippingError("there is no previous version", hint="`edgeinfer update` keeps one")
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
-        raise ShippingError("the version before is this one", hint="`edgeinfer update` gets the newest")
+        raise ShippingError(
+            "the previous version is this one", hint="`edgeinfer update` gets the newest"
+        )
     candidate = program.with_name(f".{program.name}-back")
     try:
         _place(previous, candidate)
@@ -266,11 +268,11 @@ def back(program: Path, folder: Path) -> str:
 
 
 def _swap(program: Path, candidate: Path, folder: Path) -> None:
-    """Keep `program` as the previous file, and put `candidate` in its place by one rename."""
+    """Keep `program` as the previous file, and replace it by `candidate` with one rename."""
     previous = folder / PREVIOUS
-    with unpack.locked():  # no other process removes a version meanwhile
+    with unpack.locked():  # so that no other process removes a version meanwhile
         _place(program, folder / ".previous")
-        _name_source(candidate)  # after each step, a crash included, both applications have their file
+        _name_source(candidate)  # after each step, even a crash, both applications have their file
         os.replace(folder / ".previous", previous)
         _name_source(previous)
         os.replace(candidate, program)
@@ -305,7 +307,7 @@ MOST_BYTES = 64 << 10
 
 
 class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A shipped file next to the manifest."""
+    """A shipped file that the manifest lists."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
     size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
@@ -313,9 +315,9 @@ class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
-    """A version, its files by machine (`uname -m`), and when this was said and until when it holds.
+    """A version, its files by machine (`uname -m`), and the manifest's issue and expiry times.
 
-    `issued_s` and `expires_s` are Unix time. A manifest issued before one that was seen is refused.
+    `issued_s` and `expires_s` are Unix time. A manifest older than a known one is refused.
     """
 
     version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
@@ -325,7 +327,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/
 
 
 class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Address of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
+    """URL of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
 
     url: str = ""
     keys: tuple[str, ...] = ()
@@ -337,7 +339,7 @@ def channel() -> Channel:
 
 
 def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Release:
-    """Parse a manifest once its signature holds. Raises ReleaseUntrustedError, ShippingError."""
+    """Parse a manifest after checking its signature. Raises ReleaseUntrustedError, ShippingError."""
     if not any(is_signed_by(bytes.fromhex(key), signature, raw) for key in keys):
         raise ReleaseUntrustedError("the release's manifest is not signed by a key of this program")
     try:
@@ -349,5 +351,5 @@ def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Releas
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return a version as numbers that compare."""
+    """Return a version as numbers that can be compared."""
     return tuple(map(int, version.split(".")))

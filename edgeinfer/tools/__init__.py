@@ -1,1 +1,1 @@
-"""Tools for the model: MCP servers, built-in files, approvals, and the loop."""
+"""Tools for the model: MCP servers, built-in tools, approvals, and the loop."""

@@ -1,8 +1,8 @@
-"""Approval of tool calls: patterns of the configuration, and what the user allowed in the chat.
+"""Approval of tool calls: patterns of the configuration, and permissions given in the chat.
 
-A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)` with `*` for any text and a backslash
-before a character that stands for itself. `allow` matches a call as it is spelled, `deny` in every
-spelling. A server's own claims raise the level, never lower it.
+A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)`. `*` matches any text, and a backslash
+makes the next character literal. `allow` matches a call only as it is spelled, `deny` in every
+spelling. A server's own claims can make approval stricter, never looser.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from edgeinfer.config.config_file import ToolsConfig, change
 from edgeinfer.errors import ConfigError
 
 Level = Literal["allow", "ask", "deny"]
-#: The user's choices: allow this call, the tool in this conversation, or calls of the card's pattern
-#: from now on; or refuse, with a reason for the model.
+#: The user's choices: allow this call, the tool in this conversation, or all calls that match the
+#: card's pattern; or refuse, with a reason for the model.
 Choice = Literal["once", "conversation", "pattern", "no"]
 
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
@@ -31,12 +31,12 @@ _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTA
 _ATOM = re.compile(r"\\?.", re.DOTALL)
 #: Characters that a proposed pattern escapes in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
-#: A pattern of addresses: scheme, host with port, path.
+#: Matches a pattern of URLs: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Characters that could add a second command: `*` matches none of them, but in a path or an address.
+#: Characters that could add a second command. `*` does not match them, except in a path or a URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Arguments that hold a path: `p` proposes its folder, and `*` matches no hidden name.
+#: Arguments with a path: for these, `p` proposes the folder, and `*` matches no hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -44,14 +44,14 @@ _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p"
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The user's decision about one call. `reason` is told to the model."""
+    """The user's decision about one call. The model is told `reason`."""
 
     choice: Choice
     reason: str = ""
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern; its texts are still escaped. `is_bare`: it matches calls without arguments."""
+    """A parsed pattern; its texts are still escaped. `is_bare`: it matches calls with any arguments."""
 
     server: str
     tool: str
@@ -59,7 +59,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the call matches as it is spelled."""
+        """Return whether the call matches exactly as it is spelled."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -70,7 +70,7 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the call matches in any spelling. `folder`: where its paths begin."""
+        """Return whether the call matches in any spelling. Relative paths begin in `folder`."""
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
                 _glob(value.removeprefix("./"), text, re.IGNORECASE)
@@ -84,7 +84,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
     @property
     def names_tool(self) -> bool:
-        """Return whether the names of server and tool have no `*`."""
+        """Return whether the names of server and tool contain no `*`."""
         return not _has_wildcard(self.server + self.tool)
 
 
@@ -117,7 +117,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
-    # only `*` is special: paths and commands have brackets and question marks
+    # only `*` is special, because paths and commands contain brackets and question marks
     atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
     return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
 
@@ -127,7 +127,7 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return _unescape(pattern) == text
     if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
-        # drop a trailing `*`: `a.org*` must not match a.org.example
+        # drop a final `*`: `a.org*` must not match a.org.example
         host = re.sub(r"(?<=[^:])\*$", "", url[2])
         path = url[3] or ("/" if host == url[2] else "/*")
         return (
@@ -147,7 +147,7 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
 
 
 def _url(text: str) -> tuple[str, str, str] | None:
-    """Return scheme, host with port, and path with query of an address that is spelled plainly."""
+    """Return scheme, host with port, and path with query of a plainly spelled URL; otherwise None."""
     match = _URL.fullmatch(text)
     if match is None or ".." in unquote(match[3] or "").replace("\\", "/").split("/"):
         return None
@@ -155,7 +155,7 @@ def _url(text: str) -> tuple[str, str, str] | None:
 
 
 def _spellings(value: Any, folder: Path) -> Iterator[str]:
-    """Yield what an argument could mean: parts of a list, other spellings of a path or an address."""
+    """Yield possible meanings of an argument: parts of a list, other spellings of a path or a URL."""
     if isinstance(value, dict | list):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _spellings(member, folder)
@@ -172,7 +172,7 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
         lexical = os.path.normpath(folder / path)
         for absolute in (lexical, os.path.realpath(lexical), os.path.realpath(folder / path)):
             for spelling in (absolute, os.path.relpath(absolute, folder)):
-                yield from (spelling, f"{spelling}/")  # what is below a folder also means the folder
+                yield from (spelling, f"{spelling}/")  # a path below a folder also means the folder
 
 
 def _spellings_of_address(text: str) -> Iterator[str]:
@@ -194,9 +194,10 @@ def argument_text(value: Any) -> str:
 
 
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
-    """Propose a pattern for calls like this one: paths by folder, addresses by host, all else exactly.
+    """Propose a pattern for similar calls: paths by folder, URLs by host, all else exactly.
 
-    Return "" if the pattern would be long. A pattern for a built-in file tool leaves the content open.
+    Return "" if the pattern would be long. A pattern for a built-in file tool does not restrict the
+    content.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments
@@ -219,7 +220,7 @@ def _value_for(name: str, text: str) -> str:
 
 
 def parse_decision(text: str) -> Decision:
-    """Parse what a user typed at a card: y, a, p, or n and a reason; anything else is a no."""
+    """Parse the user's answer to a card: y, a, p, or n and a reason; anything else refuses."""
     text = text.strip()
     if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)
@@ -228,7 +229,7 @@ def parse_decision(text: str) -> Decision:
 
 
 class Approvals:
-    """The configured policy, and what the user allowed: for all conversations, or for one key only."""
+    """The configured rules, and what the user allowed, for all conversations or only for one key."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]
@@ -253,7 +254,7 @@ class Approvals:
         if any(pattern.allows(*call) for pattern in self._by_conversation.get(conversation, ())):
             return "allow"
         allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
-        if destructive:  # `server.*` was written without this tool in mind
+        if destructive:  # the author of `server.*` may not have thought of this tool
             allowed = [pattern for pattern in allowed if pattern.names_tool]
         return "allow" if allowed or harmless else "ask"
 
@@ -263,11 +264,11 @@ class Approvals:
         self._by_conversation.setdefault(conversation, []).append(pattern)
 
     def allow_always(self, text: str) -> None:
-        """Allow calls of a pattern from now on, in the configuration too. Raises ConfigError."""
+        """Allow calls that match a pattern, now and in the configuration. Raises ConfigError."""
         self.allow.append(parse(text))
 
         def add(listed: list[str] | None) -> list[str]:
-            listed = [] if listed is None else listed  # the file's own, with its comments
+            listed = [] if listed is None else listed  # the list in the file, with its comments
             listed.append(text)
             return listed
 

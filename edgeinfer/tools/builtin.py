@@ -1,4 +1,4 @@
-"""The base class of built-in tools, which are called like those of an MCP server."""
+"""The base class of built-in tools, which are called like the tools of an MCP server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.tools.uses import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
-#: PATH for programs that tools start. A sandboxed command may have added programs to the user's PATH.
+#: PATH for programs that tools start: a sandboxed command may have added programs to the user's PATH.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -22,15 +22,15 @@ class RefusedError(Exception):
 
 
 def holds_home(folder: Path) -> str:
-    """Return why a folder that holds the home folder has no tools, or ""."""
-    with suppress(RuntimeError):  # this user has none
+    """Return why tools may not run in a folder that contains the home folder, or ""."""
+    with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
-            return f"{folder} holds your home folder: start in a project folder"
+            return f"{folder} contains your home folder: start in a project folder"
     return ""
 
 
 def runs_by_itself(path: str) -> str:
-    """Return the warning for a path that other programs run by themselves, or ""."""
+    """Return a warning for a path that other programs execute automatically, or ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -44,16 +44,16 @@ def tool_info(
     *,
     read_only: bool = False,
 ) -> ToolInfo:
-    """Describe a tool. `read_only`: it does not ask."""
+    """Describe a tool. `read_only`: it needs no approval."""
     fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
     schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 
 class Builtin:
-    """A server in this process. A tool is a method `_NAME(stop, ARGUMENT…)`. Any thread."""
+    """A tool server in this process. A tool is a method `_NAME(stop, ARGUMENT…)`. Any thread."""
 
-    #: The server's name, in patterns and in the names that the model sees.
+    #: The server's name in patterns and in the names that the model sees.
     server: str
 
     def __init__(self, tools: Iterable[ToolInfo]) -> None:
@@ -63,7 +63,7 @@ class Builtin:
         return self._tools
 
     def unavailable(self) -> str:
-        """Return why the tools cannot be offered here, or ""."""
+        """Return why the tools are not available here, or ""."""
         return ""
 
     def wrong(self, name: str, arguments: dict[str, Any]) -> str:
@@ -77,11 +77,11 @@ class Builtin:
         )
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the call that is judged, shown and made: a path without links."""
+        """Return the arguments with links in paths resolved; these are judged, shown and used."""
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return why a call asks even where calls like it are allowed, or ""."""
+        """Return why a call needs approval even if similar calls are allowed, or ""."""
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ class Builtin:
 
 
 def wrong_names(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
-    """Return which arguments any server's tool misses or does not know by its schema, or ""."""
+    """Return which arguments are missing or unknown by the tool's schema, or ""."""
     required, properties = schema.get("required"), schema.get("properties", {})
     required = required if isinstance(required, list) else []
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -1,4 +1,4 @@
-"""Built-in tools for the files below one folder: read, glob, grep; write and edit after approval."""
+"""Built-in tools for the files below one folder: read, glob, grep; with approval write and edit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from edgeinfer.tools.builtin import (
 )
 from edgeinfer.tools.uses import Stop, StoppedError
 
-#: Largest file (bytes) that is read, searched or edited; larger ones are named in the answer.
+#: Largest file (bytes) that is read, searched or edited; the result names larger ones.
 _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Most pairs of equal lines that a diff compares, which takes about 3 s.
+#: Most pairs of equal lines that a diff compares; this many take about 3 s.
 _MAX_PAIRS = 10_000_000
-#: Time limit (s) of a search, and files for one run of grep.
+#: Time limit (s) of a search, and files per run of grep.
 _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -69,7 +69,7 @@ TOOLS = {
         tool_info("write", "Write a whole file.", {"path": TEXT, "content": TEXT}),
         tool_info(
             "edit",
-            "Replace a text that stands in a file exactly once.",
+            "Replace a text that occurs exactly once in a file.",
             {"path": TEXT, "old": TEXT, "new": TEXT},
         ),
     )
@@ -79,9 +79,9 @@ TOOLS = {
 class BuiltinFiles(Builtin):
     """The enabled tools over `folder`. Any thread.
 
-    A path is opened name by name below the folder, and no link is followed: a command in the sandbox
-    may exchange a folder and a link meanwhile. `canonical` follows the links before the call is judged.
-    (openat2 promises the same, but does not tell where a link led, for rules to compare.)
+    A path is opened name by name below the folder, without following links: a command in the sandbox
+    may exchange a folder and a link meanwhile. `canonical` follows links before the call is judged.
+    (openat2 is similar, but does not tell where a link leads, which rules must compare.)
     """
 
     server = "files"
@@ -99,7 +99,7 @@ class BuiltinFiles(Builtin):
         try:
             path = (self._folder / arguments["path"]).resolve()
         except (KeyError, TypeError, ValueError, OSError, RuntimeError):
-            return arguments  # the call itself says what is wrong
+            return arguments  # the call itself reports the error
         is_inside = path.is_relative_to(self._folder)
         return arguments | {"path": str(path.relative_to(self._folder) if is_inside else path)}
 
@@ -117,7 +117,7 @@ class BuiltinFiles(Builtin):
             written = str(arguments.get("content", ""))
             after = written if name == "write" else _edit_text(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
-            return ""  # the card has the arguments instead
+            return ""  # the card shows the arguments instead
         old_rows, new_rows = _rows(before), _rows(after)
         counts = Counter(new_rows)
         if sum(counts[row] for row in old_rows) > _MAX_PAIRS:
@@ -128,12 +128,12 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the open folder that holds `path`, and the last name; no link is followed."""
+        """Yield the open folder that contains `path`, and the last name; links are not followed."""
         *folders, name = path.split("/")
         if path.startswith("/") or ".." in (*folders, name):
             raise RefusedError(f"{path} is outside of the folder")
         if self._is_own(path):
-            raise RefusedError(f"{path} is in a folder of edgeinfer's own data")
+            raise RefusedError(f"{path} is inside edgeinfer's data folders")
         holder = os.open(self._folder, _FOLDER)
         try:
             for folder in folders:
@@ -152,7 +152,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """Yield the descriptor of a file that is not too large."""
+        """Yield the descriptor of a file, unless it is too large."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with self._parent(path) as (holder, name):
             descriptor = os.open(name, flags, dir_fd=holder)
@@ -217,7 +217,7 @@ class BuiltinFiles(Builtin):
         return self._write(stop, path, _edit_text(self._text(path), {"old": old, "new": new}))
 
     def _names(self, stop: Stop) -> Iterator[str]:
-        """Yield the files' paths; hidden folders and links to folders are left out."""
+        """Yield the files' paths, without hidden folders and links to folders."""
         visited = 0
         root = os.open(self._folder, _FOLDER)
         try:
@@ -227,7 +227,7 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                for name in ("", *sorted(names)):  # a folder without files takes time too
+                for name in ("", *sorted(names)):  # also check between folders: many may have no files
                     if stop.is_set:
                         raise StoppedError("stopped")
                     if visited > _MAX_VISITED:
@@ -240,9 +240,10 @@ class BuiltinFiles(Builtin):
 
 
 def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop) -> list[str]:
-    """Return the matching lines. A time limit or a stop can end grep: `re` would hold Python's lock.
+    """Return the matching lines. A time limit or a stop can end grep; `re` would hold the GIL.
 
-    `opened` has the names by descriptor. grep is not taken from PATH, where a command can have put one.
+    `opened` maps descriptors to names. grep is not searched on PATH, where a command may have added
+    one.
     """
     program = shutil.which("grep", path=FIXED_PATH)
     if program is None:
@@ -273,7 +274,7 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop)
     if stop.is_set:
         raise StoppedError("stopped")
     if errors:
-        raise RefusedError(f"the pattern is wrong: {errors.decode('utf-8', 'replace').strip()}")
+        raise RefusedError(f"the pattern is invalid: {errors.decode('utf-8', 'replace').strip()}")
     if grep.returncode == -signal.SIGKILL and len(out) < _MAX_FILE:
         raise RefusedError(f"the search took more than {_GREP_S} s")
     return [_named_line(line, opened) for line in out.decode("utf-8", "replace").split("\n")[:-1]]
@@ -286,12 +287,12 @@ def _named_line(line: str, opened: dict[int, str]) -> str:
 
 
 def _rows(text: str) -> list[str]:
-    """Split at newlines only: a diff must show other line separators (CR, U+2028) as characters."""
+    """Split only at newlines: a diff must show other line separators (CR, U+2028) as characters."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches; `**/` is any folders or none, without `/` only the name counts."""
+    """Return whether a path matches. `**/` is any folders or none; without `/` only names count."""
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))
@@ -301,5 +302,5 @@ def _edit_text(text: str, arguments: dict[str, Any]) -> str:
     old, new = str(arguments.get("old", "")), str(arguments.get("new", ""))
     times = text.count(old) if old else 0
     if times != 1:
-        raise RefusedError(f"the old text stands {times} times in the file; it must stand there once")
+        raise RefusedError(f"the old text occurs {times} times in the file; it must occur exactly once")
     return text.replace(old, new)

@@ -1,6 +1,6 @@
 """Run the tool calls of an answer: approval, parallel calls, results as messages for the model.
 
-A front end (`CallFront`) shows the calls and decides about them.
+A front end (`CallFront`) shows the calls and lets the user decide.
 """
 
 from __future__ import annotations
@@ -33,52 +33,52 @@ from edgeinfer.tools.toolbox import BoundTool, Toolbox
 from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
-#: Limits of one question: rounds of calls, and bytes of a result that the model gets.
+#: Limits per question: rounds of calls, and bytes of a result for the model.
 _MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
-#: Size of one page of a card in a terminal.
+#: Size of one page of a card on a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
-_REPEATED = "the same call was made before: answer with its result, which stands above"
+_REPEATED = "the same call was made before: answer with its result, which is above"
 
 #: The calls of each answer since a question.
 Rounds = Sequence[Sequence[ToolUse]]
-#: An approved call: the tool, and its arguments.
+#: An approved call: the tool and its arguments.
 _Arguments = dict[str, Any]
 _Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits for the user: what runs where, with which arguments, and what it changes.
+    """A call that waits for the user: the tool, its arguments, and the changes that it would make.
 
-    Nothing of the call is left out of what is shown; a hidden character is shown as its escape.
+    It shows the whole call; hidden characters are shown as escapes.
     """
 
     id: str
     server: str
     tool: str
     arguments: dict[str, Any]
-    #: Proposed pattern; "" if none is near the call: the user then cannot allow similar calls.
+    #: Proposed pattern; "" if none is specific enough: then similar calls cannot be allowed.
     pattern: str
     diff: str = ""
     warning: str = ""
 
     def _shown_arguments(self) -> dict[str, str]:
-        """Return the arguments as shown; a diff stands for all but the path."""
+        """Return the arguments as shown; a diff replaces all except the path."""
         arguments = {"path": self.arguments.get("path")} if self.diff else self.arguments
         texts = {name: escape_hidden(argument_text(value)) for name, value in arguments.items()}
         return {n if _PLAIN_NAME.fullmatch(n) else json.dumps(n): text for n, text in texts.items()}
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields for a page, with hidden characters escaped."""
+        """Return the fields for the page, with hidden characters escaped."""
         fields = msgspec.structs.asdict(self) | {"arguments": ""}
         escaped = {name: escape_hidden(text) for name, text in fields.items()}
         return escaped | {"arguments": self._shown_arguments()}
 
     def text(self) -> str:
-        """Return the card as lines: the call, its change, the warning, and what can be typed."""
+        """Return the card as lines: the call, its change, the warning, and the possible answers."""
         lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
-        # further lines of an argument are marked: they could look like another argument
+        # mark further lines of an argument, which could look like another argument
         for name, text in self._shown_arguments().items():
             lines.append(f"  {name}: {text}".replace("\n", "\n  | "))
         lines += [escape_hidden(self.diff)] if self.diff else []
@@ -87,9 +87,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*lines, f"y once · a always in this conversation{always} · n REASON refuses"])
 
     def ask(self, ask: Callable[[str], str | None]) -> Decision:
-        """Show the card by `ask`, which returns what the user types, or None to stop.
+        """Show the card with `ask`, which returns the user's input, or None to stop.
 
-        A long card has several pages: only its last page takes a yes.
+        A long card has several pages; only the last one accepts a yes.
         """
         *pages, last = _pages(self.text())
         for number, page in enumerate(pages, 1):
@@ -110,7 +110,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _pages(text: str) -> list[str]:
-    """Divide a text into pages, a very long line too."""
+    """Split a text into pages; very long lines are split too."""
     pages, lines = [""], 0
     for row in re.findall(rf"[^\n]{{1,{_PAGE_CHARACTERS}}}\n?|\n", text):
         if lines == _PAGE_LINES or len(pages[-1]) + len(row) > _PAGE_CHARACTERS:
@@ -122,17 +122,17 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFront(Protocol):
-    """Interface of a front end to the loop. Called in the thread that runs the loop, or in a call's."""
+    """What the loop needs of a front end. Called on the thread of the loop, or of a call."""
 
     def decide(self, card: Card) -> Decision:
         """Ask the user; wait for the decision."""
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the progress of a call as text, or its end (`progress` is "" then)."""
+        """Show the progress of a call as text, or its end (then `progress` is "")."""
 
 
 class ChatTools:
-    """Runs the calls of answers. `running` stops those of `start`, `close` all, in any thread."""
+    """Runs the calls of answers. `running` stops those of `start`; `close` stops all. Any thread."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         if not config.has_tools:
@@ -145,22 +145,23 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Ask servers whose tools are not known; return notices for the user. Blocks. Any thread."""
+        """Ask servers for unknown lists of tools; return notices for the user. Blocks. Any thread."""
         self.toolbox.prepare(refresh=refresh)
         self._tools = self.toolbox.tools()
         return self.notices()
 
     def request_tools(self) -> tuple[Tool, ...]:
-        """Return the tools as requests have them; none before `prepare` has ended.
+        """Return the tools for requests; none before `prepare` has ended.
 
-        They stay as they are until a server's list has changed: a conversation's prefix is cached.
+        They change only when a server's list has changed, because they are part of cached prefixes.
         """
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
         """Return tools and choice for a request after `past` rounds of calls since its question.
 
-        After the last round, or one that only repeats calls, the answer is text: without tools.
+        After the last round, or one that only repeats calls, the request has no tools, so the answer is
+        text.
         """
         mode: Literal["auto", "required", "none"] = "auto"
         if not past and self._tools:
@@ -181,11 +182,11 @@ class ChatTools:
         return offered
 
     def text(self) -> str:
-        """List the tools by server, one server a line."""
+        """List the tools, one server per line."""
         by_server = self.tools_by_server().items()
         names = {server: ", ".join(info.name for info, _ in offered) for server, offered in by_server}
         lines = (f"{server}: {listed}" for server, listed in names.items())
-        return safe_text("\n".join(lines), _MOST_SHOWN) or "No server has a tool."
+        return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
         """Return the notices since the last call; requests get the current tools from now on."""
@@ -197,7 +198,7 @@ class ChatTools:
     def start(
         self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls; until it returns, `running` stops them."""
+        """Return a function that runs the calls; until it returns, `running` can stop them."""
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
@@ -209,14 +210,14 @@ class ChatTools:
         return run
 
     def stop(self) -> bool:
-        """Stop the calls that run; return False if none does."""
+        """Stop the running calls; return False if there are none."""
         running = self.running
         if running is not None:
             running.set()
         return running is not None
 
     def cancel(self) -> None:
-        """Stop the calls that run, if any."""
+        """Stop the running calls, if any."""
         self.stop()
 
     def close(self) -> None:
@@ -233,7 +234,7 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
-        """Return the uses with their results, in order. `past` are the rounds since the question."""
+        """Run the calls; return them with results, in order. `past`: the rounds since the question."""
         self._closing.add(stop.set)
         try:
             return self._run(uses, front, stop, past, conversation)
@@ -246,7 +247,7 @@ class ChatTools:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
-        # small models repeat a call for ever; polling goes on while results differ
+        # small models repeat a call for ever; polling may continue while results differ
         repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
@@ -295,7 +296,7 @@ class ChatTools:
         self.toolbox.start(bound.server, stop)
         bound = self.toolbox.bound_tools().get(use.name)  # the list may have changed with the start
         if bound is None:
-            return use.end("failed", "its server has this tool no longer")
+            return use.end("failed", "its server no longer has this tool")
         builtin = self.toolbox.builtin.get(bound.server)
         schema, tool = bound.info.parameters, bound.info.name
         if wrong := builtin.wrong(tool, arguments) if builtin else wrong_names(schema, arguments):
@@ -303,7 +304,7 @@ class ChatTools:
         arguments = builtin.canonical(tool, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)
         if level == "deny":
-            return use.end("refused", "the configuration denies it")
+            return use.end("refused", "the configuration denies this call")
         warning = builtin.warning(tool, arguments) if builtin else ""
         if level == "allow" and not bound.is_new and not warning:
             return bound, arguments
@@ -324,7 +325,7 @@ class ChatTools:
         warnings = [
             warning,
             "its server has added or changed this tool since you first saw it" if bound.is_new else "",
-            "its server says that it may destroy things" if bound.info.destructive else "",
+            "its server says that it may destroy data" if bound.info.destructive else "",
         ]
         return Card(
             id=use.id,
@@ -347,7 +348,7 @@ class ChatTools:
             try:
                 self._approvals.allow_always(card.pattern)
             except ConfigError as error:
-                self.toolbox.notices.append(f"the pattern holds only in this chat: {error.message}")
+                self.toolbox.notices.append(f"the pattern is valid only in this chat: {error.message}")
 
     def _level(self, bound: BoundTool, arguments: _Arguments, conversation: object) -> Level:
         return self._approvals.level(
@@ -380,12 +381,12 @@ class ChatTools:
 
 
 def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
-    """Return name, arguments and result of the calls of the rounds that were made."""
+    """Return name, arguments and result of the calls that were made in these rounds."""
     return {(u.name, u.arguments, u.result) for uses in rounds for u in uses if u.status == "done"}
 
 
 class NoFront:
-    """A front end without a user: a call that would ask is refused; `refused` has their patterns."""
+    """A front end without a user: it refuses calls that need approval; `refused` has their patterns."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -393,7 +394,7 @@ class NoFront:
 
     def decide(self, card: Card) -> Decision:
         self.refused.append(card.pattern or f"{card.server}.{card.tool}")
-        return Decision("no", "no user is here to allow it")
+        return Decision("no", "there is no user to allow it")
 
     def show_use(self, use: ToolUse, progress: str) -> None:
         if not progress:

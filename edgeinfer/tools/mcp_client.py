@@ -1,6 +1,6 @@
 """A client of the Model Context Protocol: one session with one server.
 
-The official SDK would cost 0.7 s of import and 70 MB (docs/decisions/108-own-mcp-client.md).
+The official SDK would take 0.7 s to import and 70 MB (docs/decisions/108-own-mcp-client.md).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from edgeinfer.tools.mcp_transports import (
 )
 from edgeinfer.tools.uses import Progress, Stop, StoppedError, safe_text
 
-#: The newest version first; a server answers with one that it speaks.
+#: Protocol versions, newest first; a server answers with one that it supports.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Limits of a list: pages read, entries and bytes in all.
+#: Limits of a list: pages, entries and bytes.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
 #: Longest list of names in a notice (bytes).
@@ -44,7 +44,7 @@ _START_S = 60.0
 
 
 class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as its server describes it. `destructive`, `read_only`: its claims, False if not made."""
+    """A tool as its server describes it. `destructive`, `read_only`: its claims, False by default."""
 
     name: str
     description: str = ""
@@ -72,7 +72,7 @@ class _Pending:
             self.answer.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def wait(self, timeout_s: float) -> dict[str, Any] | Exception | None:
-        """Return the answer; None if there was neither answer nor progress within `timeout_s`."""
+        """Return the answer; None if there was neither answer nor progress for `timeout_s`."""
         while True:
             end_s = min(self.heard_s + timeout_s, self.began_s + max(timeout_s, MAX_ANSWER_S))
             left_s = end_s - time.monotonic()
@@ -84,9 +84,9 @@ class _Pending:
 
 
 class McpClient:
-    """A session with a server, started by the constructor. Any thread.
+    """A session with a server, which the constructor starts. Any thread.
 
-    With `is_apart` the server starts outside of `folder`, which commands of a model may have changed.
+    With `is_apart` the server starts outside of `folder`, which a model's commands may have changed.
     Raises ToolServerError, and StoppedError if `stop` is set meanwhile.
     """
 
@@ -134,8 +134,8 @@ class McpClient:
         result = self.request("initialize", params, timeout_s=_START_S, stop=stop)
         version = result.get("protocolVersion")
         if version not in VERSIONS:
-            range_text = f"known here: {VERSIONS[-1]} to {VERSIONS[0]}"
-            raise self._error(f"it speaks version {version!r} of the protocol; {range_text}")
+            range_text = f"supported: {VERSIONS[-1]} to {VERSIONS[0]}"
+            raise self._error(f"it uses protocol version {version!r}; {range_text}")
         if isinstance(self._transport, HttpTransport):
             self._transport.version = version
         self._notify("notifications/initialized", stop=stop or Stop())
@@ -143,7 +143,7 @@ class McpClient:
     # what a server offers
 
     def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
-        """List the tools; `notices` names those that are left out. Raises ToolServerError."""
+        """List the tools; `notices` names invalid ones. Raises ToolServerError."""
         self.list_changed = False
         entries = self._list("tools", stop)
         tools = [_tool(entry) for entry in entries]
@@ -161,7 +161,7 @@ class McpClient:
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Call a tool; `on_progress` gets words. Raises ToolServerError, StoppedError."""
+        """Call a tool; `on_progress` gets texts. Raises ToolServerError, StoppedError."""
         params = {"name": name, "arguments": arguments}
         result = self.request("tools/call", params, stop=stop, on_progress=on_progress)
         text = "\n".join(map(_item_text, _dicts(result.get("content"))))
@@ -170,7 +170,7 @@ class McpClient:
         return CallResult(text, result.get("isError") is True)
 
     def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
-        """Return the entries of a list, up to its size limits and within one timeout."""
+        """Return the entries of a list, limited in size and by one timeout."""
         entries: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         end_s, left_bytes = time.monotonic() + self._timeout_s, _MAX_LIST_BYTES
@@ -188,7 +188,7 @@ class McpClient:
             if left_bytes < 0 or len(entries) == _MAX_ENTRIES:
                 break
             cursor = {"cursor": page["nextCursor"]}
-        self.notices.append(f"{kind} of {self.spec.name}: too long or slow, cut")
+        self.notices.append(f"{kind} of {self.spec.name}: too long or slow; some are missing")
         return entries
 
     # JSON-RPC
@@ -254,7 +254,7 @@ class McpClient:
     def _result(self, method: str, answer: dict[str, Any] | Exception) -> dict[str, Any]:
         if isinstance(answer, SessionEndedError | StoppedError):
             raise answer
-        if isinstance(answer, ToolServerError):  # the next call begins another session
+        if isinstance(answer, ToolServerError):  # the next call begins a new session
             self.lost = self.lost or answer.message
             raise self._error(answer.message, answer.hint) from answer
         if isinstance(answer, Exception):
@@ -276,7 +276,7 @@ class McpClient:
     def _notify(
         self, method: str, params: dict[str, Any] | None = None, stop: Stop | None = None
     ) -> None:
-        """Send a notification; with `stop`, wait until it is sent, or until that is set."""
+        """Send a notification. With `stop`, wait until it is sent or `stop` is set."""
         with_params = {"params": params} if params else {}
         sent = self._transport.send({"jsonrpc": "2.0", "method": method, **with_params})
         if stop is not None:
@@ -287,7 +287,7 @@ class McpClient:
             stop.remove(is_over.set)
 
     def _receive(self, message: dict[str, Any]) -> None:
-        self._is_connected.wait()  # a server may speak first
+        self._is_connected.wait()  # a server may send first
         method, number = message.get("method"), message.get("id")
         if method is None:
             if (pending := self._pending_of(number)) is not None:
@@ -300,7 +300,7 @@ class McpClient:
             self._note_progress(message.get("params"))
 
     def _pending_of(self, number: Any) -> _Pending | None:
-        """Return the request with an id, which some servers send back as a string or a float."""
+        """Return the request with this id, which some servers return as a string or a float."""
         with contextlib.suppress(TypeError, ValueError, OverflowError), self._lock:
             return self._pending.get(int(number))
         return None
@@ -311,18 +311,18 @@ class McpClient:
         if pending is not None and pending.on_progress is not None:
             pending.heard_s = time.monotonic()
             done, total = params.get("progress"), params.get("total")
-            with contextlib.suppress(Exception):  # a front end's: the reader of messages goes on
+            with contextlib.suppress(Exception):  # a front end's error must not end the reader
                 share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
                 pending.on_progress(str(params.get("message") or share))
 
     def _answer(self, method: Any) -> dict[str, Any]:
-        """Return the response to a request that the server sent."""
+        """Return the response to a request from the server."""
         if method == "ping":
             return {"result": {}}
         if method == "roots/list":
             root = {"uri": self._folder.as_uri(), "name": self._folder.name}
             return {"result": {"roots": [root]}}
-        return {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not offered"}}
+        return {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not supported"}}
 
     def _lost(self, reason: str) -> None:
         self.lost = self.lost or reason
@@ -346,7 +346,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _tool(entry: dict[str, Any]) -> ToolInfo | None:
-    """Parse a tool; return None if its name is not printable or its schema is not that of an object."""
+    """Parse a tool; None if its name is not printable or its schema is not an object's."""
     name, claims = entry.get("name"), entry.get("annotations")
     schema = entry.get("inputSchema") or {}
     if not isinstance(name, str) or not name or not name.isprintable():

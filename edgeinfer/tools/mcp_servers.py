@@ -1,6 +1,7 @@
-"""The configured MCP servers: of config.toml, and of the mcp.json files that it names.
+"""The configured MCP servers: those of config.toml, and of the mcp.json files that it lists.
 
-Formats: Claude Desktop, Cursor and LM Studio (`mcpServers`), VS Code (`servers`); read in place.
+Formats: Claude Desktop, Cursor and LM Studio (`mcpServers`), VS Code (`servers`); files are read in
+place.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from edgeinfer.errors import ConfigError, ToolServerError
 
 _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
-#: The variables that a server may see without being named.
+#: Variables that every server gets.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns that turn JSON with comments into JSON: strings stay; comments are removed, then trailing
+#: Patterns that convert JSON with comments to JSON: strings stay; comments are removed, then final
 #: commas.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
@@ -43,7 +44,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Return a hash of what is started or asked; without the values of variables and headers."""
+        """Hash of the command or URL, without the values of variables and headers."""
         parts = (self.command, self.url, sorted(self.env), sorted(self.headers))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
@@ -99,7 +100,7 @@ def _sources(
 
 
 def _valid_name(name: str) -> str:
-    """Return a name that fits into a tool's: `Figma Dev Mode` is Figma-Dev-Mode."""
+    """Return a name that is valid in a tool's name: Figma-Dev-Mode for `Figma Dev Mode`."""
     return re.sub(r"__+", "_", re.sub(r"[^A-Za-z0-9._-]+", "-", name)).strip("-._")[:_MAX_NAME]
 
 
@@ -153,12 +154,12 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
 
 
 def _fill(label: str, text: Any, folder: Path) -> str:
-    """Fill in `${env:NAME}`, `${NAME:-DEFAULT}`, `${workspaceFolder}`. Raises ConfigError."""
+    """Replace `${env:NAME}`, `${NAME:-DEFAULT}`, `${workspaceFolder}`. Raises ConfigError."""
 
     def value(match: re.Match[str]) -> str:
         kind, name, default = match.groups()
         if kind == "input":
-            message = f"{label}: {match[0]} (a prompt of VS Code) is not supported"
+            message = f"{label}: {match[0]} (an input prompt of VS Code) is not supported"
             raise ConfigError(message, hint=f"write ${{env:{name}}} and set that variable")
         if not kind and name in ("workspaceFolder", "cwd"):
             return str(folder)
@@ -186,7 +187,7 @@ def plan_start(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
-    """Like `plan_start`, but such that no program or module below `folder` runs.
+    """Return the same as `plan_start`, but so that no program or module below `folder` runs.
 
     Commands of `shell` and `python` may have written it. Raises ToolServerError.
     """
@@ -211,13 +212,13 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def path_outside(path: str, folder: Path) -> str:
-    """Return a PATH's absolute entries that do not lie below `folder`."""
+    """Return the absolute entries of a PATH that are not below `folder`."""
     entries = path.split(os.pathsep)
     return os.pathsep.join(e for e in entries if os.path.isabs(e) and not _is_below(e, folder))
 
 
 def _is_below(path: str | Path, folder: Path) -> bool:
-    """Return whether a file, or a link on the way to it, lies below `folder`."""
+    """Return whether a file, or a link on the way to it, is below `folder`."""
     real = os.path.realpath(folder)
     steps = (path, *Path(os.path.abspath(path)).parents)
     return any(Path(os.path.realpath(step)).is_relative_to(real) for step in steps)

@@ -1,6 +1,6 @@
-"""Carries JSON-RPC messages to an MCP server and back: a child's standard streams, or HTTP.
+"""Transport JSON-RPC messages to an MCP server and back: a child's standard streams, or HTTP.
 
-`send` never blocks: its future ends once the message is written, over HTTP once it is answered.
+`send` never blocks: its future ends once the message is written or, over HTTP, once it is answered.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 #: Largest message (bytes); a server that sends a larger one is ended.
 MAX_MESSAGE = 16 << 20
-#: The longest wait (s) for an answer, whatever progress the server reports.
+#: Longest wait (s) for an answer, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
-#: Time (s) for a child to end by itself, after SIGTERM, and after SIGKILL; for HTTP's DELETE.
+#: Time (s) for a child to end by itself, after SIGTERM, and after SIGKILL; and for HTTP's DELETE.
 _CLOSE_S = 0.5
 #: Most queued messages to a server; further ones fail.
 _MAX_UNSENT = 1000
-#: Limit (s) over HTTP of a notification, or of an answer to a server's own request.
+#: Limit (s) of a notification over HTTP, or of the answer to a server's own request.
 _NOTIFY_S = 10.0
-#: Time (s) to read further notifications of a stream after the response.
+#: Time (s) for reading further notifications of a stream after the response.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
-#: Errors that Popen raises, also for a NUL, and for `=` in a variable's name.
+#: Errors of Popen; ValueError is for a NUL, or for `=` in a variable's name.
 _START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 
@@ -51,15 +51,15 @@ Lost = Callable[[str], None]
 
 
 class SessionEndedError(ToolServerError):
-    """An HTTP server has forgotten the session: it asks for a new one."""
+    """The HTTP server has forgotten the session; a new one is needed."""
 
 
 class UnansweredError(ToolServerError):
-    """An HTTP server has ended its response to a request without an answer."""
+    """The HTTP server has ended its response to a request without an answer."""
 
 
 def decode_messages(data: bytes | bytearray) -> list[Message]:
-    """Return the messages of a JSON text, which is one or a batch; none if it is neither."""
+    """Return the messages of a JSON text: one, a batch, or none if it is invalid."""
     try:
         value = msgspec.json.decode(bytes(data).strip().removeprefix(_BOM))
     except (msgspec.MsgspecError, RecursionError):
@@ -69,7 +69,8 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 
 
 class StdioTransport:
-    """A child with one message a line. Its reader thread starts it: PDEATHSIG follows that thread.
+    """A child with one message per line. Its reader thread starts it, because PDEATHSIG follows that
+    thread.
 
     Without a `folder` the child starts in an empty private one.
     """
@@ -141,16 +142,16 @@ class StdioTransport:
         self._unsent.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_CLOSE_S)
-        self.kill(signal.SIGKILL)  # the group: its children too
+        self.kill(signal.SIGKILL)  # the whole process group: its children too
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
-        if not errors.is_alive():  # a grandchild in another group may keep the stream open
+        if not errors.is_alive():  # a grandchild in another process group may keep the stream open
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
 
     def _read(self, stream: IO[bytes]) -> str:
-        """Read messages to the end; return what broke the protocol, or ""."""
+        """Read messages to the end; return what violated the protocol, or ""."""
         text = bytearray()
         while line := stream.readline(MAX_MESSAGE + 1):
             is_continued = bool(text) and line[:1] in (b" ", b"\t", b"}", b"]")
@@ -159,7 +160,7 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            if is_continued and line[:1] in b" \t":  # pretty-printed: it ends with the outer bracket
+            if is_continued and line[:1] in b" \t":  # pretty-printed JSON ends with the outer bracket
                 continue
             messages = decode_messages(text)
             for message in messages:
@@ -177,7 +178,7 @@ class StdioTransport:
                 self._output.append(line.decode(errors="replace").strip())
 
     def last_output(self) -> str:
-        """Return the last line that the child printed, to follow an error; "" for none."""
+        """Return the child's last line of output, for an error message; "" if there is none."""
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
@@ -190,7 +191,7 @@ class StdioTransport:
         return sent
 
     def _write(self, stream: IO[bytes]) -> None:
-        """Write messages, and close the stream at the end: only this thread may wait for it."""
+        """Write messages, and close the stream at the end: only this thread may block on it."""
         while unsent := self._unsent.get():
             data, sent = unsent
             if not sent.set_running_or_notify_cancel():
@@ -205,7 +206,7 @@ class StdioTransport:
             stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Drop an unwritten message; end a child that reads too late. Return whether it ended."""
+        """Drop an unwritten message; end a child that reads too late. Return whether it was ended."""
         is_ended = is_late and not sent.done()
         sent.cancel()
         if is_ended:
@@ -213,7 +214,7 @@ class StdioTransport:
         return is_ended
 
     def close(self) -> None:
-        """End the child and its process group: by the end of its stdin, or by signals."""
+        """End the child and its process group, by closing its stdin, or by signals."""
         self._unsent.put(None)
         self._thread.join(_CLOSE_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -228,9 +229,9 @@ class StdioTransport:
 
 
 class HttpTransport:
-    """Streamable HTTP: each message is a POST, whose answer is JSON or a stream of events.
+    """Streamable HTTP: each message is a POST; its answer is JSON or a stream of events.
 
-    One thread has an event loop, where a post can be cancelled in every state.
+    One thread runs an event loop, in which a post can be cancelled in every state.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
@@ -265,11 +266,11 @@ class HttpTransport:
             self._loop.close()
 
     def last_output(self) -> str:
-        """Return nothing: an HTTP server has no other output."""
+        """Return "": an HTTP server has no other output."""
         return ""
 
     def send(self, message: Message) -> Future[None]:
-        """Post a message; pass responses to `received`. The future fails with ToolServerError."""
+        """Post a message; responses go to `received`. The future fails with ToolServerError."""
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
@@ -286,12 +287,12 @@ class HttpTransport:
         await (self._ask(message) if is_request else self._notify(message))
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """End a post that waits; the session goes on."""
+        """Cancel a waiting post; the session continues."""
         sent.cancel()
         return False
 
     async def _notify(self, message: Message) -> None:
-        """Post a message without an answer, one at a time; too many are dropped."""
+        """Post a message that needs no answer, one at a time; if too many wait, drop it."""
         if len(self._posts) <= _MAX_UNSENT:
             with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):
@@ -307,7 +308,7 @@ class HttpTransport:
             raise UnansweredError(f"{self._url}: no response to {message['method']}")
 
     async def _post(self, message: Message) -> bool:
-        """Post a message; return whether its answer came. Raises ToolServerError."""
+        """Post a message; return whether its answer arrived. Raises ToolServerError."""
         import httpx2
 
         try:
@@ -372,7 +373,7 @@ class HttpTransport:
         return is_answered
 
     def _decode(self, data: bytes | bytearray, number: Any) -> bool:
-        """Pass messages to `received`; return whether one was the response to `number`."""
+        """Deliver messages to `received`; return whether one was the response to `number`."""
         messages = decode_messages(data)
         if data.strip() and not messages:
             shown = bytes(data[:80]).decode(errors="replace").strip()

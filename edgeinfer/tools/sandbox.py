@@ -30,10 +30,10 @@ TOOLS = {
         "python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}
     ),
 }
-#: The program that runs the code of the job: it is not an argument, which all users see.
+#: Program that runs the job's code, which must not be an argument, because all users can see arguments.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
-#: Otherwise modules below HOME would run before the sandbox is set up.
+#: otherwise modules below HOME would run before the sandbox is set up
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
@@ -59,13 +59,13 @@ class Sandbox(Builtin):
         if own_path := self._own_program():
             return (
                 f"a command in {self._folder} could change edgeinfer itself ({own_path}): "
-                "install it elsewhere, or start in another folder"
+                "install edgeinfer elsewhere, or start in another folder"
             )
         if self._interpreter is None and "python" in (tool.name for tool in self._tools):
             return "there is no python3 in /usr/bin"
         if reason := self.missing_support():
             return reason
-        # from now on no program of the folder is started: a command may have put it there
+        # no program of the folder may be started from now on: a command may have put it there
         os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), self._folder)
         return ""
 
@@ -101,7 +101,7 @@ class Sandbox(Builtin):
         files = SelfRunning(str(self._folder))
         try:
             status, out = _output(stop, job)
-        finally:  # the process below may have been killed
+        finally:  # the child may have been killed
             renamed = files.restore()
             files.close()
         if stop.is_set:
@@ -115,7 +115,7 @@ class Sandbox(Builtin):
 
 
 def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
-    """Run a job until it ends, a limit or the stop; return its status and what it wrote."""
+    """Run a job until it ends, a limit or the stop; return its status and output."""
     with open(os.memfd_create("job"), "w+b") as file:
         file.write(msgspec.json.encode(job))
         file.seek(0)

@@ -1,9 +1,9 @@
-"""Run one command in a sandbox: `python -m` this, with a `Job` in JSON on stdin.
+"""Run one command in a sandbox: `python -m` this module, with a `Job` in JSON on stdin.
 
-Three processes: this one waits, ends the others with a SIGTERM or with its parent. The init
+There are three processes. This one waits; it ends the others at a SIGTERM or with its parent. The init
 of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with
-it. The command runs under Landlock and seccomp, with a root file system that holds only programs and
-the folder.
+it. The command runs under Landlock and seccomp, with a root file system of only programs and the
+folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgeinfer.tools.self_running import NEW_FILES, SelfRunning
 #: Limits of one call (bytes): memory of all its processes, and decrease of free disk space.
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
 _PROCESSES, _FILES = 256, 256
-#: Most sockets of all processes: each takes twice the kernel's default buffer of 208 KiB at most.
+#: Most sockets of all processes; each takes at most twice the kernel's default buffer of 208 KiB.
 SOCKETS = 2048
 _FILE_BYTES = 512 << 20
 _ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
@@ -36,12 +36,12 @@ _READABLE = """
     /etc/nsswitch.conf /etc/passwd /etc/ssl/certs /etc/ssl/openssl.cnf /sys/devices/system/cpu
 """.split()
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
-_NEW_ROOT = "/sys"  # nobody's folder lies there
+_NEW_ROOT = "/sys"  # no user's folder is there
 _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command over `folder` with `code` as /command; `readable`: further folders it needs."""
+    """A command over `folder` with `code` as /command; `readable`: further folders that it needs."""
 
     command: list[str]
     code: str
@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 
 def main() -> int:
-    """Run the job of stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
+    """Run the job from stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
@@ -67,7 +67,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        if os.getppid() != parent:  # it was killed; otherwise it renames them, and says so
+        if os.getppid() != parent:  # killed; otherwise it renames the files and reports it
             files.restore()
         return status
     status = 125
@@ -94,11 +94,11 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
     _write("/proc/sys/user/max_user_namespaces", "0")
     _write("/proc/self/oom_score_adj", "1000")
     linux.own_proc()
-    with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not hold for root
+    with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not limit root
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
     _change_root(job, read_only)
-    files = SelfRunning(job.folder, looks_below=False)  # the command can change them once it runs
+    files = SelfRunning(job.folder, looks_below=False)  # before the command runs, which can change them
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
     if child == 0:
@@ -113,13 +113,13 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
 
 
 def _change_root(job: Job, read_only: set[str]) -> None:
-    """Move to a root with only programs and the folder: no socket of another program is there."""
+    """Move to a root with only programs and the folder, without sockets of other programs."""
     linux.mount("tmpfs", _NEW_ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _ROOT_OPTIONS)
     for path in [*_READABLE, *_DEVICES, *job.readable, "/proc", job.folder]:
         target = _NEW_ROOT + path
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # in a folder that is bound already
+            with contextlib.suppress(FileExistsError):  # in a folder that is already bound
                 os.symlink(os.readlink(path), target)
         elif os.path.exists(path):
             os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -157,7 +157,7 @@ def _confine(job: Job) -> None:
 
 
 def _watch(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
-    """Wait for the command; return its status, or 124 with the limit that it broke."""
+    """Wait for the command; return its status, or 124 with the exceeded limit."""
     end_s = time.monotonic() + job.timeout_s
     status, reason = None, ""
     while status is None and not reason and not files.changed_names():
@@ -198,7 +198,7 @@ def _end_all() -> None:
 
 
 def _memory() -> int:
-    """Return the memory of all processes (bytes), with page tables, without what files back."""
+    """Return the memory of all processes (bytes), including page tables, without file-backed pages."""
     kib = 0
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
@@ -219,7 +219,7 @@ def _free(folder: str) -> _Free:
     disk = os.statvfs(folder)
     with open("/proc/meminfo") as file:
         shared = re.search(r"Shmem:\s*(\d+)", file.read())
-    with open("/proc/net/sockstat") as file:  # of this network namespace; it counts closed ones too
+    with open("/proc/net/sockstat") as file:  # counts this network namespace, including closed sockets
         sockets = re.search(r"sockets: used (\d+)", file.read())
     shared_bytes = int(shared[1]) << 10 if shared else 0
     n_sockets = int(sockets[1]) if sockets else 0

@@ -1,4 +1,4 @@
-"""Files of a folder that other programs execute: a shell prompt, git, an editor."""
+"""Files of a folder that other programs execute automatically: a shell prompt, git, an editor."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: git takes a folder with HEAD for a bare repository, and obeys its `config`, if it has `objects` and
-#: `refs`, or a `commondir` that says where they are.
+#: git treats a folder with HEAD as a bare repository, and obeys its `config`, if it also has `objects`
+#: and `refs`, or a `commondir`.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
-#: Most names that are looked at below the folder, the nearest to its top first (30 ms).
+#: Most names that are checked below the folder, those nearest to its top first (30 ms).
 MAX_NAMES = 20_000
-#: Most files that one command may create, so that no file hides among others.
+#: Most files that one command may create, so that no file can hide among them.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: A file's times may be older than the clock by a tick of the kernel (ns).
+#: A file's times may be older than the clock by one tick of the kernel (ns).
 _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """The self-running files of `folder` and its mode, as they are now; `looks_below` False: only at
-    its top.
+    """The present self-running files of `folder`, and its mode; `looks_below` False: only those at its
+    top.
     """
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
@@ -40,19 +40,19 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the self-running files that exist in the folder: without links, and where `.git`
-        leads.
+        """Return the self-running files that exist in the folder, without links, and the target of
+        `.git`.
         """
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
 
     def changed_names(self) -> list[str]:
-        """Return the names at the top that have come, gone or lead elsewhere."""
+        """Return the names at the top that were added, removed or redirected."""
         return [name for name, before in self._before.items() if self._identity(name) != before]
 
     def _new_below(self) -> list[str]:
-        """Return the paths below the top that have come since; one moved with its folder has not."""
+        """Return the new paths below the top, except those that only moved with their folder."""
         before = {(info.st_dev, info.st_ino) for info in self._below.values()}
         now, _ = _find_below(self._folder, MAX_NAMES + NEW_FILES, opens=True)
         return [
@@ -63,9 +63,9 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename what an ended command has put under these names; return a message, or ""."""
+        """Rename the self-running files that an ended command has created; return a message, or ""."""
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only the owner may fchmod
-            os.fchmod(self._descriptor, self._mode)  # first: without it nothing below could be seen
+            os.fchmod(self._descriptor, self._mode)  # first: otherwise nothing below is visible
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
         failed: list[str] = []
@@ -88,10 +88,10 @@ class SelfRunning:
         os.close(self._descriptor)
 
     def _identity(self, name: str) -> str:
-        """Return device, inode, type and link of a name, and where it leads; "" if missing."""
+        """Return device, inode, type, link and target of a name; "" if missing."""
         try:
             info = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            is_link = stat.S_ISLNK(info.st_mode)  # inode numbers are reused: compare the target too
+            is_link = stat.S_ISLNK(info.st_mode)  # inode numbers are reused, so compare the target too
             link = os.readlink(name, dir_fd=self._descriptor) if is_link else ""
         except OSError:
             return ""
@@ -107,7 +107,7 @@ class SelfRunning:
         return path.startswith(f"{self._folder}/")
 
     def _real_paths(self, name: str) -> list[str]:
-        """Return where a name leads: through links, and as git reads a file `.git`."""
+        """Return the targets of a name: through links, and as git reads a file `.git`."""
         path = os.path.realpath(f"{self._folder}/{name}")
         is_git = os.path.basename(name) == ".git" and os.path.isfile(path)
         return [path, *(_git_folder(path) if is_git else ())]
@@ -119,7 +119,7 @@ def _find_below(
     """Return the self-running files below a folder's top by relative path, and whether the search was
     complete.
 
-    Follows no link. `opens`: makes folders readable that a command has closed.
+    Links are not followed. `opens`: makes folders readable that a command has closed.
     """
     infos: dict[str, os.stat_result] = {}
     folders = deque([""])

@@ -1,8 +1,8 @@
-"""The tools of the enabled servers, in an order that only appends, and their calls.
+"""The tools of the enabled servers, in an append-only order, and their calls.
 
-A server's list is kept on disk: a new session shows it to the model without starting the server, and
-the same list renders to the same prompt prefix. The server is started by its first call; a list that
-differs then is said, and its tools ask again.
+A server's list is stored on disk, so a new session shows it to the model without starting the server,
+and an unchanged list renders to the same prompt prefix. The first call starts the server. If its list
+then differs, the user is told, and changed tools need approval again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_TOOLS = 128
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
-    """A server's list as it was last seen. `unapproved` tools are new or others since: they ask."""
+    """A server's last known list. `unapproved` tools are new or changed since: they need approval."""
 
     digest: str
     tools: list[ToolInfo]
@@ -68,13 +68,13 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Built-in servers that can run (before `prepare`: all), and the reasons why others cannot.
+        #: Built-in servers that can run (before `prepare`: all), and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
-            self.notices.append(f"{name} is left out: a built-in server has this name; rename it")
-        #: True if `shell` or `python` is enabled: servers then start outside of the folder.
+            self.notices.append(f"{name} is left out: a built-in server has the same name; rename it")
+        #: Whether `shell` or `python` is enabled, so that servers start outside of the folder.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
@@ -90,14 +90,14 @@ class Toolbox:
         self.close()
 
     def servers(self) -> list[str]:
-        """Return the enabled servers, in the order in which they were first seen."""
+        """Return the enabled servers in the order in which they were first seen."""
         first = [name for name in tuple(self._records) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
-        """Ask each server whose list is not known yet (or every one) for it.
+        """Ask each server whose list is unknown (with `refresh`, every server) for its list.
 
-        A server that fails is left out, and `notices` says so; built-in tools that cannot run, too.
+        Servers that fail and built-in tools that cannot run are left out; `notices` names them.
         """
         before = self._unavailable
         reasons = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
@@ -106,7 +106,7 @@ class Toolbox:
         for name, reason in reasons.items():
             if reason and reason != before.get(name):
                 tools = " and ".join(tool.name for tool in self._builtin[name].tools())
-                self.notices.append(f"{tools}: not offered: {reason}")
+                self.notices.append(f"{tools}: not available: {reason}")
         names = [name for name in self.servers() if refresh or not self._is_known(name)]
         failures: dict[str, str] = {}
 
@@ -142,7 +142,7 @@ class Toolbox:
         return bound
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools as a request has them."""
+        """Return the tools for a request."""
         return tuple(
             Tool(
                 name=name,
@@ -153,11 +153,11 @@ class Toolbox:
         )
 
     def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
-        """Return a server's session, started if need be. Raises ToolServerError, StoppedError."""
+        """Return a server's session, starting it if necessary. Raises ToolServerError, StoppedError."""
         if name in self.builtin:
             return self.builtin[name]
         if name not in self._specs:
-            raise ToolServerError(f"there is no tool server {name}")
+            raise ToolServerError(f"there is no tool server named {name}")
         any_stop, stop = Stop(), stop or Stop()
         stop.add(any_stop.set)
         self._closing.add(any_stop.set)
@@ -195,7 +195,7 @@ class Toolbox:
         return client
 
     def _note_list(self, name: str, tools: list[ToolInfo]) -> None:
-        """Keep a server's list: known tools first, in their order, new ones after them."""
+        """Store a server's list: known tools first, in their order, then new ones."""
         digest = self._specs[name].digest
         record = self._records.get(name)
         by_name = {tool.name: tool for tool in tools}
@@ -214,7 +214,7 @@ class Toolbox:
         self._write_records()
 
     def approve(self, tool: BoundTool) -> None:
-        """Note that the user allowed a tool as it is now."""
+        """Record that the user allowed a tool in its present form."""
         with self._lock:
             record = self._records.get(tool.server)
             if record is not None and tool.info.name in record.unapproved:

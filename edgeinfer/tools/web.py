@@ -1,7 +1,7 @@
 """A built-in tool that fetches pages as text, only from listed hosts.
 
-A name is resolved once, its addresses are checked, and the connection goes to one of those. Each
-redirect is checked like the first address.
+A name is resolved once, its addresses are checked, and the connection goes to one of them. Each
+redirect is checked like the first URL.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
 _TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 _TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
-#: Addresses that a translator turns into others.
+#: Networks whose addresses a gateway translates to others.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Web(Builtin):
-    """`fetch`, if it is enabled. `hosts`: names with `*`, and private addresses."""
+    """The tool `fetch`, if enabled. `hosts`: names with `*`, and private addresses."""
 
     server = "web"
 
@@ -69,7 +69,7 @@ class Web(Builtin):
 
     @contextmanager
     def _answer(self, url: httpx2.URL, stop: Stop, end_s: float) -> Iterator[httpx2.Response]:
-        """Ask one of the host's addresses, under the host's name. Raises RefusedError, StoppedError."""
+        """Request a URL from one of its host's addresses. Raises RefusedError, StoppedError."""
         import httpx2
 
         from edgeinfer.models.fetching.http_client import range_headers, shut_down
@@ -102,7 +102,7 @@ class Web(Builtin):
         if not listed and not (literal and any(literal[0] in network for network in self._networks)):
             raise RefusedError(f"{host} is not listed in tools.fetch-hosts: {', '.join(self._names)}")
         if url.scheme not in ("http", "https") or url.userinfo:
-            raise RefusedError("give an http or https address without a name and password")
+            raise RefusedError("use an http or https URL without user name and password")
         refuse_offline(host)
         rows = socket.getaddrinfo(host, url.port or 0, type=socket.SOCK_STREAM)
         addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows]
@@ -136,21 +136,21 @@ def _refuse_end(stop: Stop, end_s: float) -> None:
 
 
 def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
-    """Read an answer's text. Raises RefusedError for another kind, a status or a size."""
+    """Read an answer's text. Raises RefusedError for a wrong type, status or size."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.status_code != 200:
         raise RefusedError(f"the server answers {response.status_code}")
     if not _TEXTS.match(kind):
-        raise RefusedError(f"the server sends {kind or 'something'}, and only text is read")
+        raise RefusedError(f"the server sends {kind or 'an unknown type'}, but only text is read")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise RefusedError("the server sends the page in an encoding that was not asked for")
+        raise RefusedError("the server sends the page in an encoding that was not requested")
     data = bytearray()
     for piece in response.iter_bytes():
         data += piece
         if len(data) > _MAX_BYTES:
             raise RefusedError(f"the page has more than {_MAX_BYTES >> 20} MiB")
         _refuse_end(stop, end_s)
-    _refuse_end(stop, end_s)  # a read that was ended looks like the page's end
+    _refuse_end(stop, end_s)  # an aborted read looks like the page's end
     page = bytes(data)
     if document_files.is_document(page):
         return document_files.text_of(page, response.url.path)

@@ -1,1 +1,1 @@
-"""Use by day: counts of answers, and what changed between two weeks."""
+"""Daily usage: counts of answers, and what changed between two weeks."""

@@ -1,7 +1,7 @@
-"""A model's requests and answers as counts by day, for `ps --usage` and `drift`.
+"""A model's requests and answers as daily counts, for `ps --usage` and `drift`.
 
-A finished generation becomes some twenty values; each is counted in a fixed bin, four to a doubling.
-The file has one table of counts: no text, and no request on its own.
+An ended generation gives some twenty values; each is counted in a fixed bin, four per doubling. The
+file has one table of counts, without text and without single requests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")
 
-#: Distance (tokens) between the sampled log-probabilities of an answer: each costs 0.1 to 0.5 ms.
+#: Distance (tokens) between the sampled log-probabilities of an answer; each costs 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Answers whose counts may wait, and how long (s): for a locked file, and at the end of a process.
+#: Most answers whose counts wait for the file, and how long (s) to wait: for a locked file, and at the
+#: end of a process.
 _MOST_WAITING = 1000
 _LOCKED_S = 1.0
 _CLOSING_S = 2.0
@@ -58,9 +59,9 @@ _TABLE = (
 )
 _ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
-#: The bin of sums by day, which `ps --usage` shows and drift leaves out.
+#: Bin of daily sums, which `ps --usage` shows and `drift` ignores.
 _SUM = "sum"
-#: A number's bin, or a category.
+#: Number of a bin, or a category.
 Bin = int | str
 #: Aggregate → day (ISO) → bin → answers.
 Counts = dict[str, dict[str, Counter[Bin]]]
@@ -72,7 +73,7 @@ def drift_path() -> Path:
 
 
 class DriftRecorder:
-    """Counts the answers of one model in the file `path`, in a thread that no answer waits for."""
+    """Counts the answers of one model in the file `path`, in a thread for which no answer waits."""
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
         self._path, self._model = path, model
@@ -95,8 +96,8 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # full: the file system hangs; drop these
-            with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+        if self._places.acquire(blocking=False):  # otherwise the file system hangs: drop these
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
 
@@ -107,12 +108,12 @@ class DriftRecorder:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
-        """Add to the file, or lose the counts; a damaged file is put aside as drift.damaged."""
+        """Add counts to the file, or drop them; a damaged file is renamed to drift.damaged."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
             with contextlib.closing(sqlite3.connect(self._path, timeout=_LOCKED_S)) as db, db:
-                # no fsync: a write takes 1 ms, with one 20 ms; a power cut may cost the counts
+                # no fsync: a write takes 1 ms, with fsync 20 ms; a power cut may lose counts
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)
                 db.executemany(_ADD, [(f"{day}", self._model, *count) for count in counts])
@@ -125,14 +126,14 @@ class DriftRecorder:
 
 
 class _AnswerObserver(SequenceObserver):
-    """Collects an answer, and the log-probability of some of its tokens."""
+    """Collects an answer, and the log-probabilities of some of its tokens."""
 
     def __init__(self, recorder: DriftRecorder, request: GenerateRequest) -> None:
         self._recorder, self.request = recorder, request
         self.collected = Collected()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: The logits of the next token, and the logarithm of the sum of their exponentials.
+        #: Logits of the next token, and the logarithm of the sum of their exponentials.
         self._next: tuple[npt.NDArray[np.float32], np.float32] | None = None
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
@@ -143,7 +144,7 @@ class _AnswerObserver(SequenceObserver):
     def on_token(self, token: int) -> None:
         self._n_tokens += 1
         if self._next is not None:
-            logits, log_sum = self._next  # masked logits differ, but not that of `token`
+            logits, log_sum = self._next  # masking changes other logits, not that of `token`
             self.logprobs.append(float(logits[token] - log_sum))
             self._next = None
 
@@ -176,7 +177,7 @@ def _sums(finished: Finished) -> dict[str, int]:
 def observe(
     request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
-    """Reduce a generation to its values: numbers, shares (`…_share`) and categories."""
+    """Reduce a generation to values: numbers, shares (`…_share`) and categories."""
     finished, turns = said.finish, request.messages
     usage, timings = finished.usage, finished.timings
     asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
@@ -218,14 +219,14 @@ def _kind(request: GenerateRequest) -> str:
 
 
 def _script(text: str) -> str:
-    """Return the commonest script of the first letters: "latin", "cyrillic", "cjk", …"""
+    """Return the most common script of the first letters: "latin", "cyrillic", "cjk", …"""
     letters = (unicodedata.name(c, "other") for c in text[:_SEEN_CHARS] if c.isalpha())
     counted = Counter(name.partition(" ")[0].lower() for name in letters)
     return counted.most_common(1)[0][0] if counted else "none"
 
 
 def _tool_calls(request: GenerateRequest, said: Collected, n_broken: int) -> str:
-    """Return "broken" if a call has a wrong notation, no JSON object, or lacks a required argument."""
+    """Return "broken" if a call's notation is invalid, or its arguments are no object or incomplete."""
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
     for call in said.calls.values():
         try:
@@ -239,7 +240,7 @@ def _tool_calls(request: GenerateRequest, said: Collected, n_broken: int) -> str
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:
-    """Return the bin of a value: a category itself, a twentieth of a share, a quarter of a doubling."""
+    """Return a value's bin: the category itself, a twentieth of a share, a quarter of a doubling."""
     if isinstance(value, str):
         return value
     if aggregate.endswith("_share"):
@@ -248,7 +249,7 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:
-    """Read seven days of counts up to `last` by model; none without a file. Raises StoreError."""
+    """Read seven days of counts up to `last`, by model; none without a file. Raises StoreError."""
     models: dict[str, Counts] = {}
     for day, model, aggregate, bin, n in _read(path, last - timedelta(6), last):
         if bin != _SUM:
@@ -257,7 +258,7 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
 
 
 class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of a model on one day (ISO). `saved_ms`: the sum of the known values."""
+    """Usage of a model on one day (ISO). `saved_ms` is the sum of the known values."""
 
     day: str
     model: str

@@ -1,11 +1,11 @@
 """Drift: find what changed in a model's requests and answers between two weeks.
 
-The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI =
-Σ (now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
-two-sample Kolmogorov-Smirnov test, here also for categories, in alphabetical order, where it errs to
-silence. An aggregate has moved if both say so. Unlike there, all tests of a comparison share one level
-(Bonferroni), and the sample size is divided by the variation between days beyond chance (Rao and Scott
-1981): the requests of one session resemble each other.
+The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI = Σ
+(now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
+two-sample Kolmogorov-Smirnov test, here also for categories in alphabetical order, for which it is
+conservative. An aggregate has moved if both agree. Unlike in Evidently, all tests of a comparison share
+one level (Bonferroni), and the sample size is divided by the variation between days beyond chance (Rao
+and Scott 1981), because the requests of one session are similar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One aggregate in two weeks: its PSI, the p-value of its test, and a typical value of each."""
+    """One aggregate in two weeks: its PSI, the p-value of its test, and each week's typical value."""
 
     aggregate: str
     psi: float
@@ -36,22 +36,22 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     now: str
 
 
-#: Chance of naming anything in a comparison of two equal weeks.
+#: Probability of reporting any change between two equal weeks.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: Least number of days in each week, and of independent answers, for comparing an aggregate.
+#: Least number of days in each week, and of independent answers, to compare an aggregate.
 _LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks up to two days, by model; none of a model with one. Raises StoreError."""
+    """Compare the weeks that end on two days, by model, if both have data. Raises StoreError."""
     weeks = [read_week(path, last) for last in (before, now)]
     names = sorted(weeks[0].keys() | weeks[1].keys())
     return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Compare what both weeks have enough of: first what moved, then by PSI."""
+    """Compare the aggregates with enough data in both weeks; moved ones first, then by PSI."""
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
@@ -64,7 +64,7 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
             continue
         shares = [week.sum(0) / week.sum() for week in weeks]
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
-        # of all names: the spread of those with enough answers may be underestimated
+        # divide by all names: the spread of those with enough answers may be underestimated
         moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
         was, is_now = _typical(name, bins, shares)
         changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
@@ -74,8 +74,8 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
 def _spread(weeks: Sequence[Array]) -> float:
     """Return how much more the days of a week differ than by chance, at least 1, erring upwards.
 
-    The largest value of all cuts of the bins in two counts: sessions differ in few directions, which a
-    mean over all bins would miss.
+    It is the largest value over all divisions of the bins into two counts: sessions differ in few
+    directions, which a mean over all bins would miss.
     """
     squares, freedom = np.zeros(weeks[0].shape[1]), 0
     for week in weeks:
@@ -84,14 +84,14 @@ def _spread(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # F(1, freedom) would need exp(7.3 / freedom); but the largest of many cuts errs upwards, and with
+    # F(1, freedom) would need exp(7.3 / freedom); but the largest of many values errs upwards, and with
     # half of that simulated weeks stay below the level, if they have five days
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
 
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
-    """Return the PSI over categories, or over pairs of bins: Sturges' rule gives about that number."""
+    """Return the PSI over categories, or pairs of bins: Sturges' rule suggests about that number."""
     parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
     _, groups = np.unique(parts, return_inverse=True)
     a, b = (np.maximum(np.bincount(groups, week), _EMPTY) for week in shares)
@@ -99,7 +99,7 @@ def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
 
 
 def _ks(shares: Sequence[Array], size: float) -> float:
-    """Return the p-value of the two-sample test, which is conservative on bins."""
+    """Return the p-value of the two-sample test, which is conservative for bins."""
     distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
     scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
     if scaled < 0.3:  # the sum below does not converge there

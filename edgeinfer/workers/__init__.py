@@ -1,1 +1,1 @@
-"""An engine in another process: its client here, its server there, one socket between them."""
+"""An engine in another process: client, server, and one socket between them."""

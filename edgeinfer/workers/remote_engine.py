@@ -1,8 +1,8 @@
-"""An engine in a worker process: its client here, its server there, typed frames over one socket.
+"""An engine in a worker process: client and server, with typed frames over one socket.
 
-A frame is four bytes of length and one msgpack message. Events of a generation come back as they are
-made; the other calls answer once. If the worker dies, everything in flight ends with EngineClosedError;
-if the client closes, the worker writes its pending blocks and ends.
+A frame is four bytes of length and one msgpack message. Events of a generation are sent as they occur;
+other calls are answered once. If the worker dies, everything in flight ends with EngineClosedError. If
+the client closes, the worker writes its pending blocks and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_BYTES = 1 << 30
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Anything on the wire."""
+    """A message on the socket."""
 
 
 class Submit(Frame, frozen=True):
@@ -51,7 +51,7 @@ class Call(Frame, frozen=True):
 
 
 class CallFailed(Frame, frozen=True):
-    """An error as `errors.to_fields` writes it. `id` 0: loading failed."""
+    """An error with the fields of `errors.to_fields`. `id` 0: loading failed."""
 
     id: int
     error: dict[str, str]
@@ -95,7 +95,7 @@ class FrameSocket:
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Raise OSError if the other side is gone."""
+        """Send one frame. Raises OSError if the other side has ended."""
         with self._sending:
             body = self._encoder.encode(frame)
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
@@ -111,7 +111,7 @@ class FrameSocket:
         return decoder.decode(body) if body and len(body) == size else None
 
     def finish(self) -> None:
-        """Announce that no more requests follow. What the other side still sends is received."""
+        """Announce that no more requests follow. Frames from the other side are still received."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
@@ -121,7 +121,7 @@ class FrameSocket:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Called by the receiving thread when it has seen the end."""
+        """Close the socket. The receiving thread calls this when it has seen the end."""
         self.hang_up()
         self._file.close()
         self._sock.close()
@@ -201,11 +201,11 @@ class RemoteEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Return True while the worker runs and was not closed."""
+        """Return whether the worker runs and was not closed."""
         return not self._closed
 
     def health(self) -> str:
-        """See `Engine.health`: a worker whose decode loop has failed ends."""
+        """Return the error of `Engine.health`: a worker whose decode loop has failed ends."""
         return self._gone().message if self._closed else ""
 
     @property
@@ -277,7 +277,7 @@ class RemoteEngine(ForwardingEngine):
 
     def _gone(self) -> EngineClosedError:
         name = self._info.model if hasattr(self, "_info") else "the model"
-        hint = "ask again: it is started anew"
+        hint = "repeat the request: it will be started again"
         return EngineClosedError(f"the process of {name} has ended", hint=hint)
 
     def _read(self) -> None:
@@ -323,7 +323,7 @@ CALLS = """
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
     """Load the engine, then answer the client until it closes the socket."""
     wire = FrameSocket(sock)
-    with contextlib.suppress(OSError):  # the client is gone: end too
+    with contextlib.suppress(OSError):  # the client has ended, so end too
         try:
             engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
         except EdgeInferError as error:
@@ -331,7 +331,7 @@ def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress
         else:
             wire.send(Ready(engine.info, start))
             _Server(wire, engine).run()
-            engine.close()  # writes pending blocks; the client waits for the end of the socket
+            engine.close()  # writes pending blocks; the client waits for the socket to close
     wire.close()
 
 
@@ -346,7 +346,7 @@ class _Server:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         while (frame := self._wire.receive(decoder)) is not None:
             if isinstance(frame, Submit):
-                # making a request ready may take a minute: a schema, a picture
+                # preparing a request may take a minute: a schema, a picture
                 work = functools.partial(self._generate, frame)
                 thread = threading.Thread(
                     target=self._answer_errors, args=(frame.id, work), name="generation", daemon=True
@@ -360,7 +360,7 @@ class _Server:
             else:
                 self._calls.submit(self._answer_errors, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
-        for thread in tuple(self._preparing):  # they use the engine, which is closed next
+        for thread in tuple(self._preparing):  # wait: they use the engine, which is closed next
             thread.join()
 
     def _generate(self, frame: Submit) -> None:
@@ -377,7 +377,7 @@ class _Server:
 
     def _call(self, frame: Call) -> None:
         if frame.method not in CALLS:
-            raise EngineError(f"a worker has no {frame.method}")
+            raise EngineError(f"a worker has no method {frame.method}")
         arguments, named = msgspec.msgpack.decode(frame.arguments)
         if frame.method in ("apply_template", "tokenize_chat"):
             arguments = [msgspec.convert(arguments[0], GenerateRequest)]
@@ -392,7 +392,7 @@ class _Server:
         except EdgeInferError as error:
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(error)))
-        except OSError:  # the client is gone; `run` ends too
+        except OSError:  # the client has ended; `run` ends too
             pass
         except Exception as error:  # noqa: BLE001  otherwise the client waits for ever
             defect = EngineError(f"a defect in the model's process: {error!r}")
@@ -400,5 +400,5 @@ class _Server:
                 self._wire.send(CallFailed(number, to_fields(defect)))
             traceback.print_exc()
         finally:
-            if self._engine.health():  # the process ends, and the client starts another
+            if self._engine.health():  # then the process ends, and the client starts another
                 self._wire.hang_up()

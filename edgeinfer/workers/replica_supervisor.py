@@ -10,11 +10,11 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 
-#: Interval (s) of looks at the replicas: no request tells of one that ends while it is idle.
+#: Interval (s) of checks: no request reports a replica that ends while idle.
 _LOOK_S = 0.25
-#: Pauses (s) before a replica is started again, by how many starts or replicas failed in a row.
+#: Pauses (s) before a replica is started again, by the number of failures in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: Least running time (s) of a healthy replica: its end counts as a first failure.
+#: Least running time (s) of a healthy replica, whose end counts as the first failure.
 _HEALTHY_S = 60.0
 
 #: Starts a replica like the first one (if given), with this number of threads. Raises what loading
@@ -74,7 +74,7 @@ class ReplicaSupervisor:
         while not self._is_closed:
             if n_dead := self.engine.reap():
                 self._count_failures(n_dead)
-                self._reason = "a replica's process has ended, and another takes its place"
+                self._reason = "a replica's process has ended; another one replaces it"
                 self._share_cores()
             if len(self.engine.usable) < self._count and not self._is_pausing():
                 self._start()
@@ -84,7 +84,7 @@ class ReplicaSupervisor:
             self._wake.clear()
 
     def _start(self) -> None:
-        """Start one more replica. If none runs, a failure ends the engine."""
+        """Start one more replica. If no replica runs, a failure ends the engine."""
         n = len(self.engine.usable) + 1
         try:
             replica = self._start_replica(self._info, self._share(n - 1, n))
@@ -122,7 +122,7 @@ class ReplicaSupervisor:
                 replica.n_threads = n_threads
                 try:
                     replica.engine.use_threads(n_threads)
-                except EdgeInferError:  # it has ended just now
+                except EdgeInferError:  # the replica has ended just now
                     continue
         self._report()
 

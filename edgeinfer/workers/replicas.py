@@ -1,8 +1,8 @@
-"""The `Engine` that is several replicas of one model, each in a worker process.
+"""The `Engine` that consists of several replicas of one model, each in a worker process.
 
-Routing is by prefix, then by load: a request goes to the replica that prefilled its prefix, unless
-another has much less to do, otherwise to the least loaded one. A request that its replica has not begun
-moves to another if one is added or if that replica ends; a begun one ends with its replica.
+A request goes to the replica that prefilled its prefix, unless another one has much less to do;
+otherwise to the least loaded one. A request that its replica has not begun moves to another one if a
+replica is added or if its replica ends; a begun request ends with its replica.
 `replica_supervisor.ReplicaSupervisor` starts, replaces and ends replicas.
 """
 
@@ -41,7 +41,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of requests that run or wait in the replica."""
+        """Number of running and waiting requests in the replica."""
         return len(self.requests) + self.calls
 
 
@@ -59,9 +59,9 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers = ThreadPoolExecutor(4, "replicas")
         self._is_closed = False
         self.crashed_total = 0
-        #: Adds number and reason to the running replicas; this and the next two are the supervisor's.
+        #: Adds number and reason to the running replicas; the supervisor sets this and the next two.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
-        #: Called when a replica's process has ended, from any thread.
+        #: Called on any thread when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
 
@@ -69,16 +69,16 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Return True while there are replicas, or will be."""
+        """Return whether there are replicas, or will be."""
         return not self._is_closed
 
     def health(self) -> str:
-        """See `Engine.health`: a replica that fails is replaced by another."""
+        """Return the error of `Engine.health`: a replica that fails is replaced by another."""
         return ""
 
     @property
     def info(self) -> EngineInfo:
-        """Information of one replica, with the number of sequences of all."""
+        """Information about one replica, with the number of sequences of all."""
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
@@ -88,7 +88,7 @@ class ReplicatedEngine(ForwardingEngine):
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """See `Engine.use_adapters`: in every replica, and in each that is added."""
+        """Change the adapters as `Engine.use_adapters`, in every replica and in later ones."""
         with self._changing_adapters:
             before = self._info.lora
             try:
@@ -102,7 +102,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     def _use_adapters(self, adapters: Sequence[Adapter]) -> None:
         for replica in self.usable:
-            with contextlib.suppress(EngineClosedError):  # it has ended
+            with contextlib.suppress(EngineClosedError):  # the replica has ended
                 replica.engine.use_adapters(adapters)
 
     def metrics(self) -> EngineMetrics:
@@ -126,7 +126,7 @@ class ReplicatedEngine(ForwardingEngine):
         with self._changed:
             replicas = list(self._replicas)
         for replica in replicas:
-            with contextlib.suppress(EngineClosedError):  # it has ended
+            with contextlib.suppress(EngineClosedError):  # the replica has ended
                 yield replica, replica.engine.metrics()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def usable(self) -> list[Replica]:
-        """Replicas that requests are routed to, the oldest first."""
+        """Replicas that get requests, the oldest first."""
         with self._changed:
             return [replica for replica in self._replicas if replica.engine.is_open]
 
@@ -156,7 +156,7 @@ class ReplicatedEngine(ForwardingEngine):
         return [request for request in requests if request.is_waiting]
 
     def add(self, replica: Replica) -> None:
-        """Route requests to one replica more, those that wait elsewhere first.
+        """Use one more replica, first for requests that wait elsewhere.
 
         Raises EngineClosedError after `close`, and what `use_adapters` raises.
         """
@@ -174,7 +174,7 @@ class ReplicatedEngine(ForwardingEngine):
         self._rebalance(replica)
 
     def reap(self) -> int:
-        """Drop the replicas whose process has ended, and return how many that were."""
+        """Drop the replicas whose process has ended, and return their number."""
         with self._changed:
             dead = [replica for replica in self._replicas if not replica.engine.is_open]
             for replica in dead:
@@ -223,7 +223,7 @@ class ReplicatedEngine(ForwardingEngine):
             request.fail(error)
 
     def _reroute(self, request: RoutedRequest) -> None:
-        """Called on the thread that reads from the replica that ended."""
+        """Move requests of a replica that ended. Called on the thread that reads from it."""
         self.on_death()
         try:
             self._movers.submit(self._route_again, request)
@@ -240,7 +240,7 @@ class ReplicatedEngine(ForwardingEngine):
         return replica
 
     def _wait_for_usable(self) -> list[Replica]:
-        """Called with `_changed` held. Raises EngineClosedError."""
+        """Wait for a usable replica. Called with `_changed` held. Raises EngineClosedError."""
         while not (usable := [replica for replica in self._replicas if replica.engine.is_open]):
             if self._is_closed:
                 raise _closed()
@@ -295,14 +295,14 @@ class ReplicatedEngine(ForwardingEngine):
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("no replica of the model runs", hint="ask again: it is started anew")
+    return EngineClosedError("no replica of the model is running", hint="ask again: it is started anew")
 
 
 class RoutedRequest:
-    """A request, which may move to another replica until its replica has begun it.
+    """A request that may move to another replica until its replica has begun it.
 
     `on_end` is called when its stream has ended, `on_lost` when its replica ended before it had begun
-    it; both from any thread, with no lock of the request's held.
+    the request; both on any thread, without holding a lock of the request.
     """
 
     def __init__(
@@ -322,11 +322,11 @@ class RoutedRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Return True until a replica has begun to compute it."""
+        """Return whether no replica has begun to compute it."""
         return not self._is_begun
 
     def follow(self, source: EventStream) -> None:
-        """Pass on the events of `source`, which a replica returned for this request."""
+        """Forward the events of `source`, which a replica returned for this request."""
         with self._changing:
             self._source = source
             is_cancelled = self._is_cancelled

@@ -133,7 +133,7 @@ def test_application_of_another_user_is_not_started(machine):
     app.chmod(0o777)
     done = machine.run("--version", check=False)
     assert done.returncode != 0
-    assert "can be changed by other users" in done.stderr
+    assert "other users can change" in done.stderr
 
 
 def test_update_beside_a_running_version(used, second, binary, tmp_path):

@@ -157,7 +157,7 @@ def test_file_replaced_since_or_of_another_user_is_refused(updates):
     update.refuse_unless_ours(updates.program, updates.app.name)
     with pytest.raises(EdgeInferError, match="was replaced"):
         update.refuse_unless_ours(updates.program, "0.9.0-0")
-    with pytest.raises(EdgeInferError, match="belongs to the user"):
+    with pytest.raises(EdgeInferError, match="belongs to user"):
         update.refuse_unless_ours(program_of_another(updates), updates.app.name)
 
 
@@ -283,7 +283,7 @@ def test_one_update_at_a_time(updates):
 
 
 def test_back_without_a_version_before(updates):
-    with pytest.raises(EdgeInferError, match="no version before"):
+    with pytest.raises(EdgeInferError, match="no previous version"):
         updates.back()
 
 

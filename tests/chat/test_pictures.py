@@ -56,7 +56,7 @@ def test_documents_are_attached_as_their_text(tmp_path):
     assert read(tmp_path / "a.pdf").text == "[page 1]\nSeven cranes."
     assert read(tmp_path / "b.docx").text == "One\ntwo"
     assert dropped_picture(str(tmp_path / "a.pdf")) == f'@"{tmp_path / "a.pdf"}" '
-    with pytest.raises(UsageError, match="holds no text"):
+    with pytest.raises(UsageError, match="contains no text"):
         read(tmp_path / "c.pdf")
 
 

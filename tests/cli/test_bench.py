@@ -99,7 +99,7 @@ def other():
         ({"fields": False}, "/v1/completions", ""),
         ({"fields": False, "completions": False}, "/v1/chat/completions", ""),
         ({"shorter": 1}, "/v1/completions", "answers ended before 8 tokens"),
-        ({"cached": False}, "/v1/completions", "does not tell cached tokens"),
+        ({"cached": False}, "/v1/completions", "reports no cached tokens"),
     ],
 )
 async def test_every_test_of_any_openai_compatible_server(other, lacks, path, note):
@@ -129,11 +129,11 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
 @pytest.mark.parametrize(
     ("lacks", "message"),
     [
-        ({"usage": False}, "no text with token counts"),
+        ({"usage": False}, "no text, or no token counts"),
         ({"says": b"\x1b[31mno"}, "answered 401: .*no$"),
-        ({"body": b"<html>"}, "no text with token counts"),
-        ({"body": b'data: [{"choices": 1}]\n\n'}, "no text with token counts"),
-        ({"body": b'data: {"choices": [{"text": 1}], "usage": []}\n'}, "no text with"),
+        ({"body": b"<html>"}, "no text, or no token counts"),
+        ({"body": b'data: [{"choices": 1}]\n\n'}, "no text, or no token counts"),
+        ({"body": b'data: {"choices": [{"text": 1}], "usage": []}\n'}, "no text, or"),
     ],
 )
 async def test_server_that_cannot_be_measured_is_named(other, lacks, message, monkeypatch):
@@ -231,7 +231,7 @@ def test_rapl_counts_packages_alone_and_wraps(tmp_path):
     assert meter.used() == pytest.approx(1.5)
     counter.unlink()
     assert meter.used() is None
-    assert "no longer told" in meter.reason
+    assert "no longer reported" in meter.reason
 
 
 def test_sockets_of_hwmon_are_added(tmp_path):

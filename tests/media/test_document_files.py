@@ -63,7 +63,7 @@ def test_text_of_a_page_is_what_a_reader_sees(charset):
 
 
 def test_a_pdf_without_text_says_how_it_is_seen():
-    with pytest.raises(InvalidRequestError, match=r"a\.pdf holds no text") as caught:
+    with pytest.raises(InvalidRequestError, match=r"a\.pdf contains no text") as caught:
         text_of(make_pdf([""]), "a.pdf")
     assert "--image" in (caught.value.hint or "")
     (page,) = parts_of(base64.b64encode(make_pdf([""])).decode(), "a.pdf")
@@ -85,10 +85,10 @@ BOMB = (
 )
 REFUSED = {
     r"a cannot be read: .*(PDF|format|Data)": PDF[:60],
-    "it has 1001 pages, and 1000 are read": make_pdf(["x"] * 1001),
+    "it has 1001 pages; at most 1000 are read": make_pdf(["x"] * 1001),
     "more than 32 MB": b"%PDF-" + bytes(33 << 20),
     "no item named|not a zip": b"PK\x03\x04word/" + bytes(100),
-    "limit on|memory|processor time|undefined entity": make_docx(["&b11;"], head=BOMB),
+    "limit on|memory|CPU time|undefined entity": make_docx(["&b11;"], head=BOMB),
     "takes more than 64 MB": make_docx(["x" * (65 << 20)]),
 }
 
@@ -164,10 +164,10 @@ def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("https://a.example/x.pdf", "addresses are not fetched"),
-        ("file:///etc/passwd", "addresses are not fetched"),
+        ("https://a.example/x.pdf", "URLs are not fetched"),
+        ("file:///etc/passwd", "URLs are not fetched"),
         ("***", "not valid base64"),
-        (base64.b64encode(b"\xff\x00\xfe").decode(), "no PDF, DOCX, HTML or UTF-8 text"),
+        (base64.b64encode(b"\xff\x00\xfe").decode(), "not a PDF, DOCX, HTML or UTF-8 text"),
     ],
 )
 def test_what_is_no_document_is_refused(text, message):
@@ -177,7 +177,7 @@ def test_what_is_no_document_is_refused(text, message):
 
 def test_as_many_pages_become_pictures_as_a_request_may_have(tmp_path):
     (tmp_path / "a.pdf").write_bytes(make_pdf([""] * 65))
-    with pytest.raises(UsageError, match="it has 65 pages, and 64 are read at most"):
+    with pytest.raises(UsageError, match="it has 65 pages; at most 64 are read"):
         pictures_in(tmp_path / "a.pdf")
 
 

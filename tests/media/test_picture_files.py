@@ -83,13 +83,13 @@ def test_text_is_base64_alone_or_a_data_uri_and_the_first_bytes_decide_on_the_fo
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("https://example.org/cat.png", "https: addresses are not fetched"),
-        ("HTTP://example.org/cat.png", "http: addresses are not fetched"),
-        ("file:///etc/passwd", "file: addresses are not fetched"),
-        ("data:image/svg+xml,<svg/>", "data: addresses are not fetched"),
+        ("https://example.org/cat.png", "https: URLs are not fetched"),
+        ("HTTP://example.org/cat.png", "http: URLs are not fetched"),
+        ("file:///etc/passwd", "file: URLs are not fetched"),
+        ("data:image/svg+xml,<svg/>", "data: URLs are not fetched"),
         ("not base64!", "not valid base64"),
-        ("", "no JPEG, PNG, WebP or GIF"),
-        (base64.b64encode(b"BM" + bytes(60)).decode(), "no JPEG, PNG, WebP or GIF"),
+        ("", "not a JPEG, PNG, WebP or GIF"),
+        (base64.b64encode(b"BM" + bytes(60)).decode(), "not a JPEG, PNG, WebP or GIF"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_a_reason(text, reason):
@@ -104,7 +104,7 @@ def test_a_broken_file_is_refused_with_a_reason():
 
 
 def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
-    with pytest.raises(InvalidRequestError, match=r"8000 x 8000 pixels, and 32,000,000"):
+    with pytest.raises(InvalidRequestError, match=r"8000 x 8000 pixels; at most 32,000,000"):
         decode(encode(np.zeros((8000, 8000), bool)))
 
 

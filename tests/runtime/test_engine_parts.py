@@ -122,7 +122,7 @@ def test_options_out_of_range_are_refused(smollm2: Path, name: str, value: int) 
 
 
 def test_load_errors_name_the_cause(tmp_path: Path, smollm2: Path) -> None:
-    with pytest.raises(ModelLoadError, match="not there"):
+    with pytest.raises(ModelLoadError, match="there is no"):
         load(tmp_path / "none.gguf")
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))

@@ -176,7 +176,7 @@ def test_a_symlink_is_refused(snapshot_to_spoil):
     folder.rename(moved)
     folder.symlink_to(moved)
     try:
-        not_resumed(person, "no symlink")
+        not_resumed(person, "not a symlink")
     finally:
         folder.unlink()
         moved.rename(folder)

@@ -69,7 +69,7 @@ def test_a_resumed_process_has_the_sandbox(warm):
     finally:
         warm.settings(NO_AUTO_WARM)
     assert outcome.start["how"] == "resumed"
-    assert "not offered" not in outcome.err
+    assert "not available" not in outcome.err
 
 
 def test_cold_start_reports_reason_and_fix_in_one_line(warm):

@@ -52,7 +52,7 @@ def test_glob_and_grep(files):
     assert call(files, "glob", pattern="*.rs") == "no file matches"
     assert call(files, "grep", pattern="tw.") == "a.txt:2: two\nsrc/b.py:1: x = 1  # two"
     assert call(files, "grep", pattern="two", glob="*.py") == "src/b.py:1: x = 1  # two"
-    assert "the pattern is wrong" in call(files, "grep", pattern="(")
+    assert "the pattern is invalid" in call(files, "grep", pattern="(")
 
 
 def test_hostile_grep_ends_after_its_time(files, tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_write_and_edit_show_a_diff_first(files, tmp_path):
 
 
 def test_mistakes_are_told_to_the_model(files):
-    assert "stands 0 times" in call(files, "edit", path="a.txt", old="zero", new="x")
+    assert "occurs 0 times" in call(files, "edit", path="a.txt", old="zero", new="x")
     assert "is not a file" in call(files, "read", path="src")
     assert "binary" in call(files, "read", path="src/c.bin")
     said = call(files, "read", file="a.txt")
@@ -187,7 +187,7 @@ def test_grep_is_not_taken_from_the_path(files, tmp_path, monkeypatch):
 def test_files_below_the_home_folder_are_not_offered(files, tmp_path, monkeypatch):
     assert files.unavailable() == ""
     monkeypatch.setenv("HOME", str(tmp_path / "project" / "home"))
-    assert "holds your home folder" in BuiltinFiles(tmp_path / "project", ("read",)).unavailable()
+    assert "contains your home folder" in BuiltinFiles(tmp_path / "project", ("read",)).unavailable()
 
 
 def test_edgeinfers_own_folders_are_refused(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_edgeinfers_own_folders_are_refused(tmp_path, monkeypatch):
     (config_path().parent / "keys").write_text("secret")
     files = BuiltinFiles(tmp_path, tuple(TOOLS))
     path = str((config_path().parent / "keys").relative_to(tmp_path))
-    assert "edgeinfer's own" in call(files, "read", path=path)
+    assert "edgeinfer's data folders" in call(files, "read", path=path)
     assert call(files, "grep", pattern="secret") == "nothing found"
 
 

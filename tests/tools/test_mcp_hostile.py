@@ -173,7 +173,7 @@ def test_a_start_that_hangs_delays_no_other_server(tmp_path):
 def test_an_endless_list_is_cut_and_said(connect):
     client = connect("endless")
     assert len(client.tools()) == 64 * 10
-    assert client.notices == ["tools of endless: too long or slow, cut"]
+    assert client.notices == ["tools of endless: too long or slow; some are missing"]
 
 
 def test_progress_extends_a_call_up_to_a_limit(connect, monkeypatch):

@@ -628,13 +628,13 @@ def test_is_not_offered_where_a_command_could_change_edgeinfer(folder, monkeypat
     inside = Path(module.__file__).parent
     assert "edgeinfer itself" in Sandbox(inside, ("shell",), 2.0).unavailable()
     monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
-    assert f"({folder}/.venv): install it" in Sandbox(folder, ("shell",), 2.0).unavailable()
+    assert f"({folder}/.venv): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
     monkeypatch.undo()
     monkeypatch.syspath_prepend(folder / "src")  # of a package that is installed in place
-    assert f"({folder}/src): install it" in Sandbox(folder, ("shell",), 2.0).unavailable()
+    assert f"({folder}/src): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [""])  # python -m edgeinfer
-    assert f"({folder}): install it" in Sandbox(folder, ("shell",), 2.0).unavailable()
+    assert f"({folder}): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
 
 
 def test_modules_of_others_in_tmp_are_not_loaded(sandbox):

@@ -43,7 +43,7 @@ def test_servers_and_tools_are_listed(configure, capsys):
         ["allowed", "weather"],
         ["asks", "fail"],
     ]
-    assert "tool server old: it speaks version" in out
+    assert "tool server old: it uses protocol version" in out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         "config.toml: tool server empty: give either `command` or `url`: left out",
         "tool server unset: ${NOT_SET} is not an http or https URL",
         "/nowhere.json",
-        "files is left out: a built-in server has this name",
+        "files is left out: a built-in server has the same name",
         "/no/such/program cannot be started",
         "tools of listing without a name or a valid schema: broken, (no name), fine\nline, ['no name']",
         "listing__loose: the model may write other arguments: "
@@ -160,6 +160,6 @@ os._exit(status)
 """
     command = [sys.executable, "-Pc", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert f"shell: not offered: no sandbox: {reason}" in done.stdout, done.stderr
+    assert f"shell: not available: no sandbox: {reason}" in done.stdout, done.stderr
     assert "allowed  read" in done.stdout
     assert "asks" not in done.stdout

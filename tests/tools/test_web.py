@@ -66,7 +66,7 @@ def test_listed_hosts_are_asked_by_their_name(pages, hosts):
         ("http://127.0.0.1:{port}/", ("*.example.org",), "not listed"),
         ("http://example.org.evil.test/", ("*.example.org", "example.org"), "not listed"),
         ("http://example.org@127.0.0.1:{port}/", ("*.example.org", "example.org"), "not listed"),
-        ("http://a:b@127.0.0.1:{port}/", HERE, "without a name and password"),
+        ("http://a:b@127.0.0.1:{port}/", HERE, "without user name and password"),
         ("file:///etc/passwd", ("*",), "http or https"),
         ("gopher://127.0.0.1:{port}/", HERE, "http or https"),
         ("http://localhost:{port}/", ("localhost",), "private address"),
@@ -120,7 +120,7 @@ def test_each_redirect_is_checked(pages):
         ((200, {"Content-Type": "image/png"}, b""), "sends image/png"),
         ((200, {}, b"x"), "sends something"),
         ((200, {"Content-Type": "text/plain"}, b"x" * (3 << 20)), "more than 2 MiB"),
-        ((200, {"Content-Type": "text/plain", "Content-Encoding": "gzip"}, b""), "not asked for"),
+        ((200, {"Content-Type": "text/plain", "Content-Encoding": "gzip"}, b""), "not requested"),
         ((200, {"Content-Type": "text/plain; charset=hex"}, b"ok"), "ok"),
         ((200, {"Content-Type": "application/ld+json"}, b"{}"), "{}"),
         (

@@ -361,7 +361,7 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
             await picker_of(d)
         if way == "later":
             await d.press("escape")
-            await d.until(lambda: "answered once a model is here" in d.screen_text())
+            await d.until(lambda: "answered once a model is pulled" in d.screen_text())
             d.chat.run_command("/model")
             await picker_of(d)
         await d.press("enter")
@@ -379,7 +379,7 @@ async def test_every_question_without_a_model_is_told_what_it_waits_for(drive, f
             await d.type(question, "enter")
             await picker_of(d)
             await d.press("escape")
-            await d.until(lambda: "answered once a model is here" in d.screen_text())
+            await d.until(lambda: "answered once a model is pulled" in d.screen_text())
             assert d.turns() == [question]
 
 

@@ -102,7 +102,7 @@ def test_invalid_adapters_are_refused(engine: LlamaEngine, lora: Lora) -> None:
 def test_a_file_that_is_no_adapter_is_refused_at_load(
     smollm2: Path, gemma3: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelLoadError, match="not there"):
+    with pytest.raises(ModelLoadError, match="there is no"):
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(tmp_path / "none.gguf")))
     with pytest.raises(ModelLoadError, match="does not fit"):
         load_engine(ModelFiles(name="x", paths=(str(smollm2),)), with_lora(str(gemma3)))

@@ -194,10 +194,10 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
 @pytest.mark.parametrize(
     ("path", "content", "reason"),
     [
-        ("/v1/chat/completions", openai_part("https://example.org/a.png"), "https: addresses are not fetched"),
+        ("/v1/chat/completions", openai_part("https://example.org/a.png"), "https: URLs are not fetched"),
         ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "https://x.org/a"}}, "the endpoint fetches nothing"),
         ("/v1/messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "the endpoint stores no files"),
-        ("/v1/responses", {"type": "input_image", "image_url": "http://x.org/a"}, "http: addresses are not fetched"),
+        ("/v1/responses", {"type": "input_image", "image_url": "http://x.org/a"}, "http: URLs are not fetched"),
         ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "the endpoint stores no files"),
     ],
 )  # fmt: skip
