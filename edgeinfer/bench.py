@@ -106,8 +106,7 @@ def _exchange(
 ) -> tuple[int, list[tuple[float, bytes]]]:
     """Return the status, and each line of the body with the seconds from `began` to its arrival.
 
-    Reads block: with a server that keeps both processors busy, an event loop slowed its decoding by 2
-    %.
+    Reads block: an event loop slowed the decoding of a server that keeps both processors busy by 2 %.
     """
     body, size = _Body(), 0
     parser = httptools.HttpResponseParser(body)
@@ -204,8 +203,7 @@ _WORDS = (
 #: Request that makes any chat model count for longer than a measurement takes.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: Extra request fields (llama.cpp's and ours, or none), tried in this order until a server accepts a
-#: set.
+#: Extra request fields (llama.cpp's and ours, or none), tried in order until a server accepts them.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
@@ -263,9 +261,7 @@ class Side:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find request fields that the server accepts, and count the tokens of a prompt. Raises
-        ServeError.
-        """
+        """Find fields that the server accepts, and count a prompt's tokens. Raises ServeError."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:

@@ -210,8 +210,7 @@ class Host:
     def _reached(self, stage: str) -> None:
         """Record the time at which the first engine reached this stage.
 
-        If a load failed, the time until the next load is not counted: the user spends it in the model
-        picker.
+        After a failed load, the time until the next load is not counted: the user picks a model.
         """
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)

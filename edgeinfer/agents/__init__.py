@@ -1,5 +1,4 @@
-"""Coding agents that a local endpoint serves: their configuration, and the shared part of their
-prompts.
+"""Coding agents that a local endpoint serves: their configuration, and what their prompts share.
 
     cli/verbs/launch ┬─ table.py                 points an agent at the endpoint, and runs it
                      └─ endpoint.py              finds, starts and calls `serve`

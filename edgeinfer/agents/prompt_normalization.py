@@ -87,8 +87,7 @@ _MAX_REMINDER_LENGTH = 16_384
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: Matches goose's note about the time, the folder and its tasks; in each request it is at another
-#: place.
+#: Matches goose's note about the time, the folder and its tasks, whose place differs by request.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
@@ -117,8 +116,7 @@ class PromptNormalizer:
 
 
 class Reminders:
-    """Remembers which user turns ended with a reminder, and restores reminders that a client leaves
-    out.
+    """Remembers which user turns ended with a reminder, and restores reminders that a client omits.
 
     opencode's plan mode adds a reminder to the newest user turn and removes it from the previous one.
     Without it, that turn and all later ones would be prefilled again. Reminders are restored only if

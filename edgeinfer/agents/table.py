@@ -1,5 +1,4 @@
-"""The coding agents that `edgeinfer launch` supports: how each is configured for this endpoint, and
-run.
+"""The coding agents that `edgeinfer launch` supports: how each is configured for this endpoint.
 
 To add an agent, write a setup function under `@_agent`.
 """

@@ -76,8 +76,7 @@ class Answer:
     def flush(self) -> Collected:
         """Store the text since the last flush and return it.
 
-        If the store fails, the answer continues and `store_error` is set. An answer that repeats itself
-        is stopped.
+        If the store fails, the answer continues with `store_error`. A repetitive answer is stopped.
         """
         new, self._new = self._new, Collected()
         if (new.text or new.reasoning) and self.done is None:

@@ -35,8 +35,7 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
     """Return the earliest question from which on all turns fit and leave room for an answer.
 
-    Raises UsageError if there is nothing to leave out, ContextLengthError if even the last question is
-    too long.
+    Raises UsageError if nothing can be left out, ContextLengthError if the last question is too long.
     """
     path = session.path
     _, sent = sent_part(path)

@@ -77,8 +77,7 @@ class Engines:
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return the engine of `model`, loading it if necessary, and close the previous one.
 
-        `n_ctx` None means the launch's. Raises what `Host.engine` raises; then the previous engine
-        stays.
+        `n_ctx` None means the launch's. If it raises, as `Host.engine` does, the previous engine stays.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:  # only one load at a time

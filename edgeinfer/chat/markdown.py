@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 #: Schemes of clickable links; other links are shown as text, because opening them could start programs.
 _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
-#: Matches `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` without a blank inside the dollars or a digit after
-#: them.
+#: Matches `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` with no blank inside the dollars or digit after them.
 _FORMULA = re.compile(
     r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$.{1,2000}?\$\$"
     r"|\$(?![\s$])[^$\n]{0,200}(?<![\s\\])\$(?!\d)",

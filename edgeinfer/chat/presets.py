@@ -17,8 +17,7 @@ OPTIONS = {option.field: option for option in TYPED} | {
     "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
 
-#: Built-in presets, to which the user's (`[chat.presets]`) are added; `model` is the model's own
-#: sampling.
+#: Built-in presets; the user's (`[chat.presets]`) are added. `model` is the model's own sampling.
 PRESETS: dict[str, dict[str, Value]] = {
     "model": {},
     "greedy": {"temperature": 0.0},

@@ -152,7 +152,7 @@ class ChatSession:
     def refresh(self) -> bool:
         """Read the conversation again if another process changed it; return whether it did.
 
-        Checking an unchanged one takes 0.05 ms. A deleted conversation is replaced by a new one. Raises
+        Checking an unchanged one takes 0.05 ms. A deleted one is replaced by a new one. Raises
         StoreError.
         """
         before = self.conversation
@@ -310,8 +310,7 @@ class ChatSession:
     def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
         """Run and store the calls of the last answer, in this thread; return as `note_calls`.
 
-        Keeps the conversation's lease meanwhile. Raises UsageError if another process has it,
-        StoreError.
+        Keeps the conversation's lease meanwhile. Raises UsageError if another process has it.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id

@@ -166,8 +166,7 @@ def offline_endpoint(
 ) -> tuple[Endpoint, ASGIApp]:
     """Assemble an endpoint without sockets or limits, and its application, for `edgeinfer batch`.
 
-    `names` are further models, such as GGUF files for `eval`. Usage does not count this endpoint's
-    answers.
+    `names` are further models, such as GGUF files for `eval`. Usage does not count its answers.
     """
     ref = host.resolve(options.model or host.config.default_model)
     name = host.files(ref).name

@@ -1,5 +1,4 @@
-"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: run a command that dies with its
-parent.
+"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: a command that dies with its parent.
 
 PARENT is the pid of the starting process, FD a listening socket, which the command inherits as if
 systemd had passed it (sd_listen_fds(3)).

@@ -23,8 +23,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `serve` are further arguments of `edgeinfer serve`, as typed. Ray runs `min_replicas` to
     `max_replicas` replicas, one per `target_ongoing_requests` running or waiting requests, and removes
-    a replica that was idle for `idle_s` (s). A replica computes on `cpus` cores, which Ray reserves for
-    it.
+    a replica that was idle for `idle_s` (s). A replica computes on `cpus` reserved cores.
     """
 
     model: str

@@ -29,8 +29,7 @@ class LoadOption:
 
     #: Whether repeated values are joined with commas.
     many = False
-    #: Whether a snapshot with this option is used only if the launch names the option too (adapters,
-    #: draft).
+    #: Whether only a launch that names this option uses a snapshot with it (adapters, draft).
     exact = False
     #: Whether config.toml has a key for it.
     is_configured = True
@@ -77,8 +76,7 @@ class LoadOption:
 
 
 class AdaptersOption(LoadOption):
-    """Comma-separated adapters with different names: absolute paths, each with `:SCALE` unless that is
-    1.
+    """Comma-separated adapters with different names: absolute paths, with `:SCALE` if it is not 1.
 
     `NAME` means the pulled adapter of that name.
     """

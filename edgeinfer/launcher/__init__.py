@@ -1,5 +1,4 @@
-"""The launcher: resume a snapshot or start a cold process for a verb, and act for it towards its
-parent.
+"""The launcher: resume a snapshot or start a cold process for a verb, and pass on signals and status.
 
 A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request. The
 launcher sends it over a socket to the app: a process resumed from a snapshot, or a new interpreter if

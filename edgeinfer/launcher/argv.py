@@ -32,8 +32,7 @@ def options_and_words(
 ) -> tuple[list[str], list[str]]:
     """Separate options, each followed by its value, from the words between them.
 
-    Words after `--` are positional, and so are words that start with `-` and are a number or contain a
-    space.
+    Words after `--` are positional, and so are words with `-` that are a number or contain a space.
     """
     options: list[str] = []
     positional: list[str] = []

@@ -13,8 +13,7 @@ from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process
 
-#: Resource limits that are part of a launch: only soft limits, because the kernel refuses to raise a
-#: hard one.
+#: Resource limits that are part of a launch: only soft ones: the kernel raises no hard ones.
 LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 
 

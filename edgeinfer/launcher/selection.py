@@ -132,8 +132,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find a snapshot by its full name, or by its user-given name, preferring this model's.
 
-    Raises SnapshotMissingError if there is none with these options, otherwise the error that refuses
-    it.
+    Raises SnapshotMissingError if none has these options, otherwise the error of the snapshot.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

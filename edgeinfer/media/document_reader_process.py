@@ -1,4 +1,4 @@
-"""Read one document under limits: `python -m` this module, `text`, `html` or `pages`; the file comes on
+"""Read one document under limits: `python -m` this module, `text`, `html` or `pages`; the file is on
 stdin.
 
 For `text` and `html` it writes a line "ok" and the text, with a form feed between pages; for `pages`

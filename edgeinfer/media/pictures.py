@@ -61,8 +61,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
 #: Most pictures of one request.
 MAX_PICTURES = 64
-#: Most concurrent decoders, each of which may take 512 MB. With several callers (API keys), one gets at
-#: most two.
+#: Most concurrent decoders, each of which may take 512 MB. One of several API keys gets at most two.
 _decoders = BoundedSemaphore(3)
 _MOST_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}

@@ -202,8 +202,7 @@ def amount_text(now: PullProgress) -> str:
 class ProgressLines:
     """Write a line at every new stage and note, and between them every few seconds or in place.
 
-    `in_place` is for a terminal: the latest line is overwritten, and removed before the next complete
-    line.
+    `in_place` (a terminal): the latest line is overwritten, and removed before the next complete line.
     """
 
     def __init__(

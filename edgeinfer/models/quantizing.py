@@ -1,8 +1,7 @@
 """Quantize stored and fetched models, and measure the loss of quality.
 
 A quantized model is stored next to its source model as `NAME:TYPE`, and gets its chat template, stop
-strings and sampling defaults. Quantizer and perplexity run in helper processes, which a cancellation
-ends.
+strings and sampling defaults. Quantizer and perplexity run in helper processes; cancelling ends them.
 """
 
 from __future__ import annotations

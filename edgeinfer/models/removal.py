@@ -28,8 +28,7 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
     """Remove the model or adapter `text` with its cached prefixes; `forget` its pinned SHA-256 too.
 
-    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for a model of an external
-    store.
+    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external model.
     """
     # 80 ms: numpy
     from edgeinfer.runtime.prefix_cache.block_folder import forget_model

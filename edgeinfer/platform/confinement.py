@@ -136,13 +136,11 @@ def allow_computing_alone() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse calls for memory outside of processes, for keys, and those with which exploits often
-    begin.
+    """Refuse calls for memory outside of processes, for keys, and those with which exploits begin.
 
     Modes with setuid or setgid bits are refused, and so are larger socket buffers. Sockets are limited
     to those of a network namespace, and pairs; other calls stay allowed. Call
-    `linux.refuse_new_privileges` first. Does nothing where `allow_computing_alone` does nothing. Raises
-    OSError.
+    `linux.refuse_new_privileges` first. Works where `allow_computing_alone` does. Raises OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:

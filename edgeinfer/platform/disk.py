@@ -45,9 +45,7 @@ def need_room(folder: Path, n_bytes: int, content: str) -> None:
 
 @contextmanager
 def room_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError; `but` ends its message and says what is not
-    lost.
-    """
+    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError; `but` ends its message: what is not lost."""
     try:
         yield
     except OSError as error:

@@ -14,8 +14,7 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of records: the latest prompt, the replicas of a model, its layers on devices, the loaded
-#: model.
+#: Names of records: the latest prompt, a model's replicas, its layers on devices, the loaded model.
 CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 

@@ -62,8 +62,7 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation. `request` has those fields of `GenerateRequest` that differ from their
-    defaults.
+    """The conversation. `request`: the fields of `GenerateRequest` that are not default.
 
     `salt` is drawn for each receipt, so that digests do not reveal equal conversations. `logprobs` are
     those of the answer's tokens, null for a token that a constraint forced.

@@ -55,8 +55,7 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check. `position` is the index of the first token that differs, or the answer's
-    length.
+    """Result of a check. `position` is the index of the first different token, or the answer's length.
 
     At that position the receipt has `expected`, and this engine generates `chosen`; None is an end.
     `mean_difference` and `most_difference` are those of log-probabilities, if only these were compared.

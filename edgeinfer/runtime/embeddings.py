@@ -47,8 +47,7 @@ class Embedder:
         )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_tokens = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
-        # llama.cpp rounds its worst-case graph up to the number of sequences; a difference fails an
-        # assertion
+        # llama.cpp rounds its worst-case graph up to the number of sequences, and asserts equality
         self.max_tokens = max(1, n_tokens // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: LlamaContext | None = None
         self._batch: Batch | None = None

@@ -291,8 +291,7 @@ class LlamaEngine:
             self._constraints.prepare(self._loaded.vocab)
             self._chat_format.warm_up()
             libllama.build_info()  # caches it for the prefix cache
-            # on the decode thread, because OpenMP creates a team of threads for each thread that
-            # computes
+            # on the decode thread, because OpenMP creates threads for each thread that computes
             self._check_outcome = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._scheduler.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:

@@ -64,8 +64,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of one request (ms). TTFT counts from submission to the first token.
 
-    `saved_ms` estimates the prefill time of the cached tokens by the recent cost of prefill; 0 if
-    unknown.
+    `saved_ms` estimates the prefill time of the cached tokens by recent prefills; 0 if unknown.
     """
 
     queue_ms: float = 0.0

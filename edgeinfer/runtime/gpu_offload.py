@@ -3,8 +3,7 @@
 The model stays loaded for the CPU: its weights are mapped files, which take no memory that other
 programs need. A thread loads it again with layers on devices. Between two steps the engine switches the
 context: the computed state moves, and the pages of the CPU's KV cache are returned. After a failed step
-the CPU's context is used again; running requests restore or recompute their prefixes, and their streams
-continue.
+the CPU's context is used again; running requests restore or recompute their prefixes and continue.
 
 An automatic context may be shorter on devices, so that all layers fit. Longer requests end on the CPU
 before the switch.
@@ -140,12 +139,12 @@ class GpuOffload:
             device_context = self._load(devices, smaller)
         try:
             is_software = all(device.kind == "software" for device in devices)
-            # otherwise the first request would wait for it
+            # otherwise the first request would wait for the compilation
             device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
             while not self.call(lambda: self._switch(device_context)):
                 time.sleep(_SWITCH_S)
         except BaseException as error:
-            # freeing memory on a lost device could wait for ever, so it is not freed
+            # freeing memory on a lost device could wait forever, so it is not freed
             is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
             if self._device_context is None and not is_lost:
                 device_context.loaded.free()
@@ -205,7 +204,7 @@ class GpuOffload:
         return True
 
     def _fall_back(self, error: DecodeError) -> bool:
-        """Continue on the CPU. The device context is not touched: a lost device may never answer."""
+        """Continue on the CPU. The device context is not used again: a lost device may never answer."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
@@ -263,7 +262,7 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
     if len(reasons) == len(files):
-        raise OffloadRefused("; ".join(reasons) or f"there is no backend library: {backends.adding()}")
+        raise OffloadRefused("; ".join(reasons) or f"no backend library was found: {backends.adding()}")
 
 
 class PrefixCacheSwitch:
@@ -328,9 +327,11 @@ class DeviceContext:
     backend: str
 
     def warm_up(self, n_tokens: int) -> None:
-        """Compile the devices' kernels for a prompt of `n_tokens` and for a token. Raises DecodeError.
+        """Compile the devices' kernels for a prompt of `n_tokens` and for one token. Raises
+        DecodeError.
 
-        Kernels differ by rows: after 64 tokens, a first prompt of 512 took 5 s on an H200 with Vulkan.
+        Kernels depend on the rows: after 64 tokens, a first prompt of 512 took 5 s on an H200 with
+        Vulkan.
         """
         batch = Batch.of(self.context, max_outputs=1)
         for n in (min(n_tokens, self.loaded.n_batch), 1):

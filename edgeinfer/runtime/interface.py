@@ -18,8 +18,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 class Generation(Protocol):
     """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
 
-    Events for a slow consumer are buffered, at most those of `max_tokens` tokens; other requests
-    continue.
+    Events for a slow consumer are buffered, at most those of `max_tokens`; other requests continue.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -42,9 +41,7 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are accepted: the engine is not closed, and its process or thread is
-        alive.
-        """
+        """Return whether requests are accepted: the engine is open, its process or thread alive."""
 
     def health(self) -> str:
         """Return the error that stopped the engine, "" while healthy. Does not block."""
@@ -78,8 +75,7 @@ class Engine(Protocol):
         """Score each document. Raises InvalidRequestError if the model has no reranking head."""
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        """Return the tokens that sessions of `agent` share, and the tokens after them in the latest
-        session.
+        """Return the tokens that sessions of `agent` share, and those after them in the latest session.
 
         Only tokens on disk under this `salt` count; [] without any.
         """

@@ -1,7 +1,7 @@
 """The KV cache in memory: the tokens and cells of each sequence id, eviction, and prefix matches.
 
 llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
-sets one bit per cell. llama.cpp does not report free cells, so this module accounts for them.
+sets one bit per cell. llama.cpp does not report free cells, so this module counts them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: Adapters that a sequence was computed with: the stamp of each file, and its scale.
+#: Adapters with which a sequence was computed: the stamp of each file, and its scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _COMPARE_STRIDE = 64
 #: While at least `_MANY_RUNNING` sequences run, idle ones below `_SHORT_IDLE_TOKENS` tokens may hold
-#: `_SHORT_IDLE_CELLS` cells together: attention scans them in every step, and they are cheap to
-#: prefill again (decision 056).
+#: `_SHORT_IDLE_CELLS` cells together: attention scans them in every step, and prefilling them again is
+#: cheap (decision 056).
 _MANY_RUNNING = 3
 _SHORT_IDLE_TOKENS = 192
 _SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> int:
-    """Return the length of the common prefix of two lists, which are known to agree before `start`."""
+    """Return the length of the common prefix of two lists, which agree at least up to `start`."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -38,10 +38,12 @@ def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> i
 
 
 class SequenceMemory(Protocol):
-    """llama.cpp's side of the cache."""
+    """The sequences of llama.cpp's cache."""
 
     def remove(self, seq_id: int, start: int, stop: int) -> bool:
-        """Remove positions [start, stop), stop -1: to the last; return False if that is impossible."""
+        """Remove positions [start, stop); a `stop` of -1 is the end. Return False if that is
+        impossible.
+        """
 
     def copy(self, source: int, target: int, stop: int) -> None:
         """Let `target` share positions [0, stop) of `source`."""
@@ -50,18 +52,18 @@ class SequenceMemory(Protocol):
         """Add `delta` to the positions from `start` on."""
 
     def first_position(self, seq_id: int) -> int:
-        """The first position that every layer still has, -1 for none."""
+        """Return the first position that every layer still has, -1 if there is none."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
     """Tokens and cells of one sequence id (llama-server: a slot); several may share `cells`.
 
-    Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation`
-    names its last owner. It is not `is_storable` (on disk) if its keys were rotated, or copied from
-    another context. Its first `n_unchanged` tokens have not changed since the last store; those from
-    `memory_only_from` on are never stored. `is_prefetched`: prefilled for a request that is still
-    expected. `logprobs[i]` is of token `i + 1`, with `n_top` alternatives each.
+    Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation` is
+    its latest owner. It is not `is_storable` (on disk) if its keys were rotated, or copied from another
+    context. Its first `n_unchanged` tokens have not changed since the last store; those from
+    `memory_only_from` on are never stored. `is_prefetched`: it was prefilled for an expected request.
+    `logprobs[i]` belongs to token `i + 1`, with `n_top` alternatives each.
     """
 
     seq_id: int
@@ -89,12 +91,11 @@ class CachedSequence:
 
 
 class KvCache:
-    """Accounting of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. One thread.
+    """Accounting of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. For one thread.
 
-    With `checkpoints` (recurrent, hybrid models) a sequence cannot be truncated anywhere: it is reused
-    whole, or up to one of them. `window`: positions that layers with a sliding window see, 0 without
-    such layers.
-    `before_drop` is called with each cached sequence that is about to be dropped.
+    With `checkpoints` (recurrent, hybrid models) a sequence can be reused only whole, or up to a
+    checkpoint. `window` is the number of positions that layers with a sliding window see, 0 without
+    such layers. `before_drop` is called with each cached sequence before it is dropped.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class KvCache:
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._free_seq_ids = list(range(n_seq_max - 1, -1, -1))
         self._free_cells = list(range(n_cells - 1, -1, -1))
-        self._ref_counts = [0] * n_cells  # by cell: number of sequences that hold it
+        self._ref_counts = [0] * n_cells  # by cell: number of sequences that use it
         self._clock = 0
         self.cached_sequences: list[CachedSequence] = []
 
     def resize(self, n_cells: int) -> None:
-        """Continue in a memory of `n_cells`, whose first ones hold what the used cells held."""
+        """Continue with a memory of `n_cells` cells, in which those in use come first."""
         used = [cell for cell, n in enumerate(self._ref_counts) if n]
         new_cells = {cell: new_cell for new_cell, cell in enumerate(used)}
         for cached_seq in self.cached_sequences:
@@ -147,10 +148,10 @@ class KvCache:
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[CachedSequence | None, int]:
-        """Find the cached sequence that shares the longest prefix with `tokens`, and the usable length.
+        """Find the cached sequence with the longest prefix of `tokens`, and the usable length.
 
-        At least one token of `tokens` is always left to compute, because its logits are wanted; with
-        `n_top`, the logits after each token whose successor has no cached log-probabilities.
+        At least one token of `tokens` must be computed, because its logits are needed; with `n_top`,
+        also every token before the first one without cached log-probabilities.
         """
         best, length = None, 0
         limit = len(tokens) - 1
@@ -169,7 +170,7 @@ class KvCache:
         return best, length
 
     def _count_usable(self, cached_seq: CachedSequence, n: int) -> int:
-        """Count the usable of `n` tokens: other sequences may own cells that a window has passed."""
+        """Return how many of `n` tokens are usable: others may own cells before the window."""
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0
@@ -220,7 +221,7 @@ class KvCache:
             self._ref_counts[cell] += 1
 
     def record_computed(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
-        """Record that `tokens` were computed and stored after the others."""
+        """Record that `tokens` were computed and stored after the earlier ones."""
         for _ in tokens:
             cell = self._free_cells.pop()
             self._ref_counts[cell] = 1
@@ -228,7 +229,7 @@ class KvCache:
         cached_seq.tokens.extend(tokens)
 
     def truncate(self, cached_seq: CachedSequence, n: int) -> bool:
-        """Keep the first `n` tokens; return False, all dropped, if the model does not support it."""
+        """Keep the first `n` tokens; if the model does not support that, drop all and return False."""
         if n == len(cached_seq.tokens):
             return True
         position = cached_seq.tokens.position(n)
@@ -263,17 +264,17 @@ class KvCache:
             cached_seq.memory_only_from = len(cached_seq.tokens)
 
     def save_checkpoint(self, cached_seq: CachedSequence) -> None:
-        """Save the recurrent state where the sequence is now."""
+        """Save the recurrent state at the present length of the sequence."""
         if self.checkpoints is not None:
             self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
     def remove_unrecorded_cells(self, cached_seq: CachedSequence) -> None:
-        """Remove cells after the recorded tokens, which an aborted step may have left in llama.cpp."""
+        """Remove cells after the recorded tokens, which an aborted step may have filled."""
         position = cached_seq.tokens.position(len(cached_seq.tokens))
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Empty the cells in llama.cpp, to be written again; the accounting stays."""
+        """Empty the cells in llama.cpp before they are written again; the counts do not change."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:
@@ -337,14 +338,14 @@ class KvCache:
         self._free_seq_ids.append(cached_seq.seq_id)
 
     def drop_idle(self, *, include_pinned: bool = False) -> None:
-        """Drop every sequence that no request uses; pinned ones too, if `include_pinned`."""
+        """Drop every sequence that no request uses, and pinned ones only if `include_pinned`."""
         for cached_seq in [
             c for c in self.cached_sequences if not c.in_use and (include_pinned or not c.pinned)
         ]:
             self.drop(cached_seq)
 
     def make_room(self, n: int) -> bool:
-        """Evict (LRU, pinned last) until `n` cells are free; return False if too few can be."""
+        """Evict (LRU, pinned last) until `n` cells are free; return False if that is impossible."""
         while len(self._free_cells) < n:
             if not self._evict_lru():
                 return False

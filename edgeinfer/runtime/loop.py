@@ -1,5 +1,5 @@
-"""The decode thread, the only one that uses the context; it runs from the first work until park or
-close.
+"""The decode thread, the only one that uses the context; it runs from the first work until parking or
+closing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests that reach an idle engine within this time (s) of each other, up to `_MAX_BURST`, start in
-#: one batch.
+#: Requests within this time (s) of each other, up to `_MAX_BURST`, start an idle engine in one batch.
 _BURST_S = 0.0005
 _MAX_BURST = 64
 

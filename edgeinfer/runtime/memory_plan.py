@@ -1,8 +1,8 @@
-"""Plan what a load will allocate, before it does: from shape, options and machine to a `Plan`.
+"""Plan the memory of a load before it: shape, options and machine give a `Plan`.
 
-Pure arithmetic over facts that are passed in; each automatic choice carries its reason. Memory is in
-bytes, context in tokens. `show` calls it with the header's facts, the loader with the model's, and both
-get the same. `offload_plan` divides a planned model among devices.
+Pure arithmetic over passed facts; each automatic choice has its reason. Memory is in bytes, context in
+tokens. `show` calls it with the header's facts, the loader with the model's, and both get the same
+result. `offload_plan` divides a planned model among devices.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
-#: Longest automatic context. llama.cpp keeps some 50 bytes for each cell, and looks
-#: at all of them when it copies or removes a sequence.
+#: Longest automatic context. llama.cpp keeps some 50 bytes per cell, and looks at all cells when it
+#: copies or removes a sequence.
 _AUTO_MAX_TOKENS = 131_072
-#: A quantized cache is slower to attend to: it is chosen only if f16 does not hold this many tokens, or
-#: as many as the model was trained on.
+#: A quantized cache makes attention slower. It is chosen only if f16 cannot hold this many tokens, or
+#: the training context if that is shorter.
 _AMPLE_TOKENS = 32_768
-#: Cells of the shared KV cache that every sequence can count on when all are busy.
+#: Cells of the shared KV cache that each sequence is guaranteed when all are busy.
 _CELLS_PER_SEQUENCE = 1024
 
 
 def choose_threads(asked: int, processors: Processors) -> Chosen:
-    """Choose decode threads: 0 takes the affinity's physical cores, or the control group's share."""
+    """Choose decode threads: 0 means the affinity's physical cores, or the control group's share."""
     if asked:
         return Chosen(asked, "as asked")
     cores = processors.physical_cores
@@ -54,9 +54,7 @@ def choose_threads(asked: int, processors: Processors) -> Chosen:
 
 
 def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose how many sequences are decoded together: 0 takes four per thread, 4 to 16, if their cache
-    fits.
-    """
+    """Choose how many sequences decode together: 0 means four per thread (4 to 16), if they fit."""
     if asked:
         return Chosen(asked, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -73,8 +71,8 @@ def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_by
 def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chosen:
     """Choose the type of the KV cache (decision 082).
 
-    "auto" takes f16 if it holds the requested context, or else the trained one up to 32,768 tokens;
-    otherwise q8_0, which takes about half.
+    "auto" means f16 if it holds the requested context (by default the trained one, at most 32,768
+    tokens), otherwise q8_0, which needs about half.
     """
     if options.kv_type != "auto":
         return Chosen(options.kv_type, "as asked")
@@ -95,9 +93,9 @@ def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chose
 
 
 def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose the tokens of one request. `free_bytes` is what weights and compute buffers leave.
+    """Choose the context of one request (tokens). `free_bytes` excludes weights and compute buffers.
 
-    Raises OutOfMemoryError if the requested context, or the least useful one, does not fit.
+    Raises OutOfMemoryError if the requested context, or the smallest useful one, does not fit.
     """
     per_token = max(1, kv_bytes_per_token)
     if asked:
@@ -114,7 +112,7 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         )
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
-        (fits, f"half of the {free_bytes // _MIB} MiB that are free for it"),
+        (fits, f"half of the {free_bytes // _MIB} MiB available for it"),
         (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
     )
     chosen, reason = min(limits, key=lambda limit: limit[0])
@@ -123,65 +121,62 @@ def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose the cells that all sequences share. They take memory when first used."""
+    """Choose the number of cells that all sequences share. Cells take memory when first used."""
     n_cells = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if n_cells <= n_ctx or fits <= n_ctx:
         return Chosen(round_up_cells(n_ctx), "one full context, shared by all sequences")
     if n_cells > fits:
-        return Chosen(
-            round_up_cells(fits), f"half of the {free_bytes // _MIB} MiB that are free for it"
-        )
+        return Chosen(round_up_cells(fits), f"half of the {free_bytes // _MIB} MiB available for it")
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-#: Tokens a step may verify for one sequence beyond its next one (speculative decoding).
+#: Most tokens that a step may verify for one sequence beyond its next one (speculative decoding).
 MAX_DRAFT = 15
 #: Tokens that a draft model computes per step, so that no other stream stalls; and its sequence ids
 #: beyond the running ones, for texts that a later request may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: Rows with logits per step and request; each takes a vocabulary of floats.
+#: Rows with logits per step and request; each is a vocabulary of floats.
 _OUTPUTS_PER_REQUEST = 8
-#: Sequence ids beyond the running ones: 16 for idle conversations, and one that the states of KV blocks
-#: pass through.
+#: Sequence ids beyond the running ones: 16 for idle conversations, and a scratch id for KV blocks'
+#: states.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
-#: Fewest cells to which an automatic context is shortened for the sake of layers on devices.
+#: Fewest cells to which an automatic context is shortened to place layers on devices.
 _MIN_DEVICE_CELLS = 8192
-#: Context (tokens) with which a model is judged when none fits.
+#: Context (tokens) assumed for a model that does not fit.
 _FALLBACK_CTX = 4096
-#: Smallest useful KV cache (bytes) when the context size is automatic; less only if the whole planned
-#: cache is smaller.
+#: Smallest useful KV cache (bytes) of an automatic context, unless the whole planned cache is smaller.
 _USEFUL_KV_BYTES = 1 << 30
 #: Bytes reserved for the process around the model.
 _PROCESS_BYTES = 64 << 20
-#: Smallest ring (bytes) into which weights are streamed. It holds two of the largest weights, so that
-#: one is read while the other is multiplied.
+#: Smallest ring buffer (bytes) for streamed weights. It holds two of the largest weights, so that one
+#: is read while the other is multiplied.
 _RING_BYTES = 64 << 20
 #: Memory that streaming leaves free: the larger of these bytes and 1/20 of the memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: An automatic context of streamed weights holds this many tokens in f16, or twice as many in q8_0,
-#: where an eighth of the memory would hold fewer: each of its bytes is read again for every token.
+#: If an eighth of the memory holds less, an automatic context of streamed weights has this many tokens
+#: in f16, or twice as many in q8_0: each of its bytes is read again for every token.
 _STREAMING_CTX = 2048
-#: The KV cache's size divided by this is reserved from the start, since a KV cache takes memory as it
-#: fills. As more is used, `llama.streaming` gives weights back.
+#: Divisor of the KV cache's size that gives its reserved part, because a KV cache takes memory as it
+#: fills. As more is used, `llama.streaming` frees weights.
 _KV_SHARE = 4
-#: Slots that hold a share of all experts miss (1 - share) to this power of those that a token uses: on
+#: Slots for a share of all experts miss (1 - share) to this power of the experts that a token uses: on
 #: a trace of 24 layers they missed 0.56 at a share of 0.13, 0.36 at 0.25 and 0.20 at 0.40, which are
 #: powers of 4.2 to 3.2.
 _MISS_POWER = 3
-#: Assumed rate of a disk that could not be measured: a SATA SSD's.
+#: Rate assumed for a disk that could not be measured: a SATA SSD's.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingPlan:
-    """The places (bytes) of weights that do not fit into memory.
+    """The division (bytes) of weights that do not fit into memory.
 
-    `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model are read from
-    the disk at every step, `streamed_bytes` into a ring of `ring_bytes`. A mixture pins all that is not
-    an expert, and reads experts into slots of `expert_bytes`; for a dense model that is 0.
+    `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
+    `streamed_bytes`, are read from the disk at every step, into a ring of `ring_bytes`. A mixture pins
+    everything except experts, and reads experts into slots of `expert_bytes` (0 for a dense model).
     """
 
     pinned_bytes: int
@@ -190,7 +185,7 @@ class StreamingPlan:
     streamed_bytes: int
 
     def miss_share(self, shape: Shape) -> float:
-        """Estimate the share of the experts a token uses that are in no slot; 0.0 without experts."""
+        """Estimate the share of a token's experts that are in no slot; 0.0 without experts."""
         held = self.expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
         return (1.0 - min(1.0, held)) ** _MISS_POWER
 
@@ -202,11 +197,11 @@ class StreamingPlan:
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a context; each automatic choice with its reason.
 
-    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` the least useful one: all of it
-    for a requested context. A device's context may have down to `least_cells`. `from_disk`: the weights
-    do not stay in memory; then `streaming` says which do, or is None where memory is too small for it:
-    the kernel reads all of them by page faults. `refusal` is why the model cannot be loaded, "" if it
-    can. `has_draft`: the buffers are those of a draft model too.
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` its smallest useful size: all
+    of it for a requested context. A device's context may have down to `least_cells`. `from_disk`: the
+    weights do not stay in memory; then `streaming` says which do. It is None if memory is too small for
+    streaming: then the kernel reads all weights by page faults. `refusal` is why the model cannot be
+    loaded, "" if it can. `has_draft`: the buffers include a draft model's.
     """
 
     n_threads: Chosen
@@ -231,9 +226,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None = None) -> Plan:
-    """Work out the context for `options`, and room for a draft model of shape `draft`.
+    """Plan the context for `options`, with room for a draft model of shape `draft`.
 
-    One that the options do not name is left out if the model fits, or is streamed, only without it.
+    A draft model that the options do not name is left out if the model fits, or streams, only without
+    it.
     """
     plan = _make_plan(shape, options, machine, draft)
     if draft is None or options.draft or plan.fits:
@@ -265,9 +261,9 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shap
     if not shape.is_recurrent:
         n_seq_max = min(_MAX_SEQUENCES, n_seq_max + _SPARE_SEQUENCES)
     else:
-        n_seq_max += 1  # parts of states pass through it (decision 080)
+        n_seq_max += 1  # a scratch id for saving and restoring ranges of states (decision 080)
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
-    # llama.cpp aborts when fewer outputs are allowed than there are sequence ids
+    # llama.cpp aborts if fewer outputs are allowed than there are sequence ids
     n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * _OUTPUTS_PER_REQUEST))
     buffers = make_buffers(
         shape, n_cells.value, kv_type.value, n_seq_max=n_seq_max, n_ubatch=n_batch, n_outputs=n_outputs
@@ -308,7 +304,7 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, Plan]:
-    """Make a plan; if the weights do not fit, by the sizes (bytes) of tensors. Return its shape too."""
+    """Return plan and shape; if the weights do not fit, use exact tensor sizes (bytes)."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
@@ -319,7 +315,7 @@ def make_exact_plan(
 def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
     """Divide the memory that a context leaves among weights that do not fit.
 
-    Returns None without room for a ring and the output, or for the experts that one layer uses.
+    Returns None if there is no room for a ring and the output, or for the experts that one layer uses.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
     budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
@@ -343,10 +339,10 @@ def _draft_compute_bytes(draft: Shape, options: LoadOptions) -> int:
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
-    """Return the bytes left for the KV cache, and whether the weights stay on disk for lack of memory.
+    """Return the bytes left for the KV cache, and whether the weights must stay on disk.
 
-    Weights without room for the least context are read from the disk as they are needed: then an
-    automatic context is small, and a quarter of the memory is kept from a requested one.
+    Weights that leave no room for the smallest context are read from the disk when needed. Then an
+    automatic context is small, and a requested one leaves a quarter of the memory.
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
@@ -367,17 +363,16 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 
 
 def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
-    """Return the tokens/s of one stream that the disk allows; 0.0 assumes a disk.
+    """Return the tokens/s of one stream that the disk allows; a rate of 0.0 assumes a usual disk.
 
-    Without `streaming` it is the worst case: of what a token needs nothing is left in the page cache
-    from the token before.
+    Without `streaming` it is the worst case: the page cache keeps nothing from one token to the next.
     """
     n_bytes = streaming.read_bytes(shape) if streaming else shape.weights_bytes_per_token
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)
 
 
 def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: float = 0.0) -> str:
-    """Describe how fast a model with `Plan.from_disk` will be. 0.0 assumes a disk."""
+    """Describe how fast a model with `Plan.from_disk` will be. A rate of 0.0 assumes a usual disk."""
     streaming = plan.streaming
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = disk_pace(shape, streaming, rate)

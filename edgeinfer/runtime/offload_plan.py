@@ -1,6 +1,6 @@
-"""Divide a planned model among devices: which layers go to which, and how long their context is.
+"""Divide a planned model among devices: which layers each gets, and how long their context is.
 
-Pure arithmetic, in bytes, over facts that are passed in, like `memory_plan`.
+Pure arithmetic, in bytes, over passed facts, like `memory_plan`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MARGIN_BYTES, _MARGIN_SHARE = 256 << 20, 16
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's name in llama.cpp, and how much of its memory may be used."""
+    """A device's name in llama.cpp, and its usable memory."""
 
     name: str
     free_bytes: int
 
 
 class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a model: `n_layers` of the `n_all` are on `devices`, the output among them.
+    """The distribution of a model: `n_layers` of `n_all` layers are on `devices`, including the output.
 
-    The first `n_without_experts` of the model's layers leave their experts with the CPU. `reason`
-    explains the choice. `split` are the layers of each device; bytes are those of all together. The
-    devices' context has `n_cells`, which may be fewer than the CPU's.
+    The experts of the model's first `n_without_experts` layers stay on the CPU. `reason` explains the
+    choice. `split` has the layers of each device; bytes are those of all devices together. The devices'
+    context has `n_cells`, which may be fewer than the CPU's.
     """
 
     n_layers: int
@@ -61,13 +61,13 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
 def make_offload(
     shape: Shape, plan: Plan, memories: tuple[DeviceMemory, ...], layers: int | str
 ) -> Offload:
-    """Put a model of `shape`, to be loaded by `plan`, on devices.
+    """Place a model of `shape`, to be loaded by `plan`, on devices.
 
-    `layers` is "none", "all", a number of layers, or "auto": all layers, if need be without their
-    experts, else as many as fit, else none if that is less than half of them. They fit if each device
-    holds its share, with a context of at least `plan.least_cells`; it gets the longest one that fits.
-    llama.cpp counts the output as the last layer, puts the last layers on devices, in the devices'
-    order, with the KV cache of each, and leaves the token table to the CPU.
+    `layers` is "none", "all", a number of layers, or "auto": all layers, if necessary without their
+    experts; otherwise as many as fit; otherwise none, if less than half of them fit. Layers fit if each
+    device holds its part, with a context of at least `plan.least_cells`; the longest context that fits
+    is used. llama.cpp counts the output as the last layer, places the last layers on devices, in the
+    devices' order and with the KV cache of each, and leaves the token table on the CPU.
     """
     n_all = shape.n_layer + 1
     if layers == "none" or not memories or layers == 0:
@@ -77,7 +77,7 @@ def make_offload(
         distribute = partial(_distribute, shape, plan, memories, n_layers, n_without_experts)
         n_cells = _max_cells(plan, distribute)
         if not n_cells and layers == "auto":
-            continue  # with a number that was asked for, loading will show if it fits
+            continue  # for a requested number, loading will show whether it fits
         n_cells = n_cells or plan.least_cells
         if n_cells < plan.n_cells.value:
             reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"
@@ -89,7 +89,7 @@ def make_offload(
 
 
 def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
-    """List layers on devices, layers without experts there and the reason, the best first."""
+    """List layers on devices, layers without experts there and the reason, the best choice first."""
     if layers != "auto":
         return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
     most = n_all - 1 if shape.expert_bytes else 0
@@ -99,7 +99,7 @@ def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, 
 
 
 def _max_cells(plan: Plan, distribute: Callable[[int], tuple[Offload, bool]]) -> int:
-    """Return the most cells, from `plan.least_cells` on, whose distribution fits; 0 for none."""
+    """Return the most cells, at least `plan.least_cells`, whose distribution fits; 0 if none does."""
 
     def fits(n_cells: int) -> bool:
         return distribute(n_cells)[1]
@@ -143,7 +143,7 @@ def _distribute(
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one layer without its experts, of them, of its KV cache, the output, and computing."""
+    """Bytes of a layer without its experts, of its experts, its KV cache, the output, and computing."""
 
     layer: int
     experts: int
@@ -153,9 +153,9 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
-    """Estimate the sizes; an output that may share the token table counts once more.
+    """Estimate the sizes; an output that may share the token table counts again.
 
-    For a quantized KV cache CUDA's attention makes copies in f16 of one layer's K and V.
+    For a quantized KV cache, CUDA's attention copies one layer's K and V to f16.
     """
     n = max(1, shape.n_layer)
     buffers = make_buffers(
@@ -184,7 +184,7 @@ def _usable_bytes(memory: DeviceMemory, sizes: _Sizes) -> int:
 
 
 def _layer_bytes(sizes: _Sizes, n_layers: int, n_all: int, n_without_experts: int) -> list[int]:
-    """Return the bytes of each layer on devices; the last is the output, which has no cache."""
+    """Return the bytes of each layer on devices; the last one is the output, which has no cache."""
     bare = sizes.layer + sizes.kv
     indices = range(n_all - n_layers, n_all - 1)
     return [bare + sizes.experts * (i >= n_without_experts) for i in indices] + [sizes.output]

@@ -98,8 +98,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Texts of up to `n_ctx_embed` tokens can be embedded. Sizes in bytes; `least_kv_bytes` is the
     smallest useful KV cache of another load. `can_see`: messages may have pictures. `lora` are the
-    currently loaded adapters. `choices` maps an option's name to the choice made for it; `warnings` are
-    sentences.
+    currently loaded adapters. `choices` maps options' names to choices; `warnings` are sentences.
     """
 
     model: str

@@ -189,14 +189,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     processor to other programs. `cache_prompt` False neither uses nor fills the prefix cache, in memory
     or on disk. `cache_on_disk` False keeps the prompt in memory, until a later request with it is
     stored. Requests share prefixes only under one `cache_salt`. `conversation` owns the blocks, which
-    are deleted with it. `preamble` names the agent whose sessions share a prefix, which is evicted
-    last.
+    are deleted with it. `preamble` names an agent, whose shared prefix is evicted last.
 
-    `reasoning_budget` closes a reasoning span after this many tokens, 0 immediately; None never closes
-    it.
+    `reasoning_budget` closes a reasoning span after this many tokens, 0 immediately, None never.
 
-    `record_tokens` reports the tokens of prompt and answer at the end, in `Finished.record`; so does
-    `replay`.
+    `record_tokens` and `replay` report the tokens of prompt and answer in `Finished.record`.
     """
 
     messages: tuple[Message, ...] = ()

@@ -64,8 +64,8 @@ class Span:
     """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
 
     `chunk` is the number of the span within its picture. `is_whole`: one step must compute all rows.
-    They take `n_positions`; with M-RoPE these are fewer than the rows, and `positions` are each row's
-    own.
+    They take `n_positions`; with M-RoPE these are fewer than the rows, and each row has its
+    `positions`.
     """
 
     start: int

@@ -215,7 +215,7 @@ def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: Unknown paths get the first dialect's error envelope. OpenAPI leaves the page's routes out: they may
+#: Unknown paths get the first dialect's error envelope. OpenAPI omits the page's routes: they may
 #: change.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
@@ -286,8 +286,7 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`. For an unknown path, return the dialect of the nearest path above
-    it.
+    """Find the operations at `path`. For an unknown path, return the nearest path's dialect.
 
     Clients write a base URL with or without `/v1` and a final slash; all of these are found.
     """

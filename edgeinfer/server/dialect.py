@@ -1,8 +1,7 @@
 """The parts of a dialect: one HTTP API with its operations and error envelope.
 
 Each dialect is a folder next to this file. It holds the wire types (`wire.py`), the conversion of
-requests (`translate.py`) and of answers (`render.py`), and in `routes.py` the handlers and the
-`Dialect`.
+requests (`translate.py`) and of answers (`render.py`), and in `routes.py` handlers and `Dialect`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def stamp(unix_s: float) -> str:
 
 
 Method = Literal["GET", "POST", "DELETE"]
-#: Called with the request's context and, decoded, body and query; returns a Response or a value for
-#: JSON.
+#: Called with the request's context and, decoded, body and query; returns a Response or a JSON value.
 Handler = Callable[..., Awaitable[Any]]
 #: Called with a problem and the request's id; returns the encoded error.
 Envelope = Callable[[Problem, str], bytes]
@@ -137,8 +135,7 @@ class Dialect:
     comment: Callable[[str], bytes] = sse_comment
     #: Whether a body must be declared as JSON. Ollama does not check, so its clients declare no type.
     checks_body_type: bool = True
-    #: Whether the only model answers to any name. Not for Ollama: its clients pull a model that is not
-    #: found.
+    #: Whether the only model answers to any name. Not for Ollama: its clients pull models not found.
     answers_any_name: bool = True
     #: Unknown paths with this prefix get this dialect's error envelope.
     prefix: str = ""

@@ -217,8 +217,7 @@ class Preparation:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Threads that decode new files, which may take a minute; text-only requests do not wait for
-        #: them.
+        #: Threads that decode new files, which may take a minute; other requests do not wait for them.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 

@@ -55,8 +55,8 @@ class PayloadLog:
         """Create the folder. Raises ServeError if that fails, or if other users own or may write it."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: Status for `/status`. `failure` says why the last line was dropped, "" once a line is written
-        #: again.
+        #: Status for `/status`. `failure` says why the last line was dropped; "" after the next
+        #: success.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
         self._queue: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()

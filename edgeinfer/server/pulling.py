@@ -50,8 +50,7 @@ async def reports_of(work: Work) -> Reports:
 def source_of(name: str) -> str:
     """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
 
-    Other sources are refused: clients must not make the endpoint read local files or contact other
-    servers.
+    Other sources are refused: clients must not make it read local files or contact other servers.
     """
     plain = name.removesuffix(LATEST)
     hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")

@@ -15,8 +15,7 @@ from edgeinfer.config.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body or a part of one. Its fields are honoured; it also declares other fields of
-    clients.
+    """A request body or a part of one. Its fields are used; it also declares other fields of clients.
 
     A hint cannot change the meaning of the answer: it is ignored and named in a header. A refused field
     would change it: it is an error with a reason, unless its value switches the feature off. Unknown

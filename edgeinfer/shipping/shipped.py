@@ -81,8 +81,7 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library if it is newer than the bundled one; return its path, otherwise
-    "".
+    """Load this system's C++ library if it is newer than the bundled one; return its path, or "".
 
     A process has only one libstdc++, and a GPU's driver may need a newer one than the bundled. Code for
     the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.

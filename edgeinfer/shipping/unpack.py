@@ -7,8 +7,8 @@
     DATA/app/MODEL-DIGEST.model      marks that the model of a bundle is in the store
 
 A version is removed once no process uses it and its shipped file was removed or has another version.
-Every file is checked against the index while it is written, and the index against the name in the
-bootloader.
+Every file is checked against the index while it is written, and the index against the bootloader's
+name.
 """
 
 from __future__ import annotations

@@ -212,8 +212,7 @@ def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
-    """Replace this process by `criu restore` with our descriptors; it ends once the restored process
-    runs.
+    """Replace this process by `criu restore` with our descriptors; it ends once that process runs.
 
     The restored process is a child of our caller from its first instruction, as CRIU's sibling (`-S`).
     As CRIU's child it would be killed with CRIU, because it has asked to die with its parent. It

@@ -217,9 +217,7 @@ def given_part(name: str, model: str, requested: dict[str, str]) -> str:
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return an option's part of a snapshot's name, e.g. `ctx8192`; for paths, the file names and a
-    hash.
-    """
+    """Return an option's part of a snapshot's name, e.g. `ctx8192`; paths: file names and a hash."""
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"
@@ -237,9 +235,7 @@ def model_part(name: str) -> str:
 
 
 def short_hash(text: str) -> str:
-    """Return eight hexadecimal digits of a text (FNV-1a). It needs no import and nothing here is
-    secret.
-    """
+    """Return eight hex digits of a text (FNV-1a). It needs no import and nothing here is secret."""
     value = 0x811C9DC5
     for byte in os.fsencode(text):
         value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF

@@ -196,8 +196,7 @@ def argument_text(value: Any) -> str:
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
     """Propose a pattern for similar calls: paths by folder, URLs by host, all else exactly.
 
-    Return "" if the pattern would be long. A pattern for a built-in file tool does not restrict the
-    content.
+    Return "" if the pattern would be long. A pattern for a file tool does not restrict the content.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments

@@ -242,8 +242,7 @@ class BuiltinFiles(Builtin):
 def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop) -> list[str]:
     """Return the matching lines. A time limit or a stop can end grep; `re` would hold the GIL.
 
-    `opened` maps descriptors to names. grep is not searched on PATH, where a command may have added
-    one.
+    `opened` maps descriptors to names. PATH is not searched for grep: a command may have added one.
     """
     program = shutil.which("grep", path=FIXED_PATH)
     if program is None:

@@ -160,8 +160,7 @@ class ChatTools:
     def fields(self, past: Rounds) -> dict[str, Any]:
         """Return tools and choice for a request after `past` rounds of calls since its question.
 
-        After the last round, or one that only repeats calls, the request has no tools, so the answer is
-        text.
+        After the last round, or one that only repeats calls, there are no tools, so the answer is text.
         """
         mode: Literal["auto", "required", "none"] = "auto"
         if not past and self._tools:

@@ -1,7 +1,6 @@
 """The configured MCP servers: those of config.toml, and of the mcp.json files that it lists.
 
-Formats: Claude Desktop, Cursor and LM Studio (`mcpServers`), VS Code (`servers`); files are read in
-place.
+Formats: Claude Desktop, Cursor and LM Studio (`mcpServers`), VS Code (`servers`); read in place.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns that convert JSON with comments to JSON: strings stay; comments are removed, then final
-#: commas.
+#: Patterns that convert JSON with comments to JSON: strings stay; comments, then final commas are
+#: removed.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),

@@ -69,8 +69,7 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 
 
 class StdioTransport:
-    """A child with one message per line. Its reader thread starts it, because PDEATHSIG follows that
-    thread.
+    """A child with one message per line. Its reader thread starts it, which PDEATHSIG follows.
 
     Without a `folder` the child starts in an empty private one.
     """

@@ -2,8 +2,7 @@
 
 There are three processes. This one waits; it ends the others at a SIGTERM or with its parent. The init
 of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with
-it. The command runs under Landlock and seccomp, with a root file system of only programs and the
-folder.
+it. The command runs under Landlock and seccomp, with a root of only programs and the folder.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """The present self-running files of `folder`, and its mode; `looks_below` False: only those at its
-    top.
-    """
+    """The present self-running files of `folder`, and its mode; `looks_below` False: only the top's."""
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
@@ -40,9 +38,7 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the self-running files that exist in the folder, without links, and the target of
-        `.git`.
-        """
+        """Return the existing self-running files of the folder, without links, and `.git`'s target."""
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
@@ -116,8 +112,7 @@ class SelfRunning:
 def _find_below(
     folder: str, max_names: int, *, opens: bool = False
 ) -> tuple[dict[str, os.stat_result], bool]:
-    """Return the self-running files below a folder's top by relative path, and whether the search was
-    complete.
+    """Return self-running files below a folder by relative path, and whether the search was complete.
 
     Links are not followed. `opens`: makes folders readable that a command has closed.
     """

@@ -45,9 +45,7 @@ class Answering:
 
     @dataclass
     class CardShown(Message):
-        """Message: a call waits for the user, whose input goes into `typed`; None once `running` is
-        set.
-        """
+        """Message: a call waits for the user, whose input goes into `typed`; None while it runs."""
 
         text: str
         typed: SimpleQueue[str | None]

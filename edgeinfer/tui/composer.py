@@ -287,8 +287,8 @@ class AttachmentList:
         self.show()
 
     def paste(self, text: str) -> Attachment:
-        """Attach a pasted text; return the attachment, with its token count if a model is loaded that
-        can count.
+        """Attach a pasted text; return the attachment, with its token count if a loaded model can
+        count.
         """
         names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)

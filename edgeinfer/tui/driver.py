@@ -1,8 +1,8 @@
 """The terminal driver for a terminal that may not be this process's controlling terminal.
 
 A resumed process gets its terminal as descriptors, and its signals from the launcher. So this driver
-reads and writes these descriptors, asks them for the size, and suspends the process for which the shell
-waits.
+reads and writes these descriptors, asks them for the size, and suspends the process that the shell
+awaits.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class TerminalDriver(LinuxDriver):
 def claim_terminal() -> TextIO | None:
     """Make descriptor 0 a terminal if stdin is a pipe. Return its stream, None without a terminal.
 
-    Output goes to the first of stdout, stderr, stdin that is a terminal. A controlling terminal is not
-    needed.
+    Output goes to the first of stdout, stderr, stdin that is a terminal, controlling or not.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:

@@ -17,8 +17,7 @@ _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: Least running time (s) of a healthy replica, whose end counts as the first failure.
 _HEALTHY_S = 60.0
 
-#: Starts a replica like the first one (if given), with this number of threads. Raises what loading
-#: raises.
+#: Starts a replica like the first one (if given), with this number of threads. Raises as loading does.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 

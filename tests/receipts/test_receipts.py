@@ -204,7 +204,10 @@ def test_another_question_or_seed_differs(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("penalties"))
     request = {**_content(receipt).request, "messages": [{"role": "user", "content": "Lie to me."}]}
-    assert "the prompt of the request differs" in verify(_redigested(receipt, request=request), engine).reason
+    assert (
+        "the prompt of the request differs"
+        in verify(_redigested(receipt, request=request), engine).reason
+    )
     for change in ({"seed": 6}, {"temperature": 1.4}, {"repeat_penalty": 3.0}, {"logit_bias": {}}):
         sampling = msgspec.structs.replace(receipt.sampling, **change)
         forged = _redigested(msgspec.structs.replace(receipt, sampling=sampling))

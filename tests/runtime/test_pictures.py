@@ -495,7 +495,7 @@ def test_failed_encoder_fails_its_request_alone(
 
 def test_model_without_projector_refuses(smol: LlamaEngine) -> None:
     assert not smol.info.can_see
-    with pytest.raises(InvalidRequestError, match="cannot read pictures"):
+    with pytest.raises(InvalidRequestError, match="does not accept pictures"):
         smol.submit(chat(b"a file that nobody decodes", "What is in it?"))
 
 

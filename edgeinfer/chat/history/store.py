@@ -241,9 +241,8 @@ class ConversationStore:
         file = path or store_path()
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # only a new file: closing a descriptor of an existing one would end SQLite's locks on it in
-            # this process, and another process that closes the store would delete the log that is in
-            # use
+            # only a new file: closing a descriptor of an existing one would end this process's SQLite
+            # locks on it, and another process that closes the store would delete the log that is in use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             pass
@@ -355,8 +354,7 @@ class ConversationStore:
         """Reopen an ended turn for streaming; its journal is moved into it first."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # the journal's rows are numbered from 1 again: followers must notice that it is a new
-            # journal
+            # the journal's row numbers restart at 1: followers must notice the new journal
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -477,7 +475,7 @@ class ConversationStore:
         return list(map(_summary, self._rows(sql, limit)))
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
-        """Return conversations with all the words (the last one as a prefix): titles first, then the
+        """Return conversations with all words (the last one as a prefix): titles first, then the
         newest.
 
         Each has one snippet, from the newest turn with the words. Of a frequent word only the newest

@@ -105,8 +105,7 @@ def share(n: int, total: int) -> Interval:
 
 
 def paired_difference(first: int, second: int, total: int) -> Interval:
-    """Return how much more often the second passes; `first` and `second` count items that only one
-    passes.
+    """Return how much more often the second passes; `first`, `second` count items that only one passes.
 
     Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half
     an item added to each of the four cells.
@@ -419,9 +418,7 @@ def _candidate(
 
 
 def _engine_stamp(host: Host) -> list[Any]:
-    """Return a stamp of all that changes an answer's bits besides the model: processor, devices,
-    libraries.
-    """
+    """Return a stamp of what changes answers besides the model: processor, devices, libraries."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]

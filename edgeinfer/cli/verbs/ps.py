@@ -1,4 +1,4 @@
-"""`edgeinfer ps`: list running processes with replicas, layers on GPUs and cached prompts; show daily
+"""`edgeinfer ps`: list running processes with replicas, GPU layers and cached prompts; show daily
 usage.
 """
 
@@ -23,9 +23,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running edgeinfer processes with this data folder; with `--everywhere`, with any data
-    folder.
-    """
+    """This user's running edgeinfer processes with this data folder; `--everywhere`: with any."""
 
     running: tuple[Running, ...]
 

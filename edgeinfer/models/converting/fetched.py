@@ -15,7 +15,7 @@ from edgeinfer.models.pull_plan import Fetched
 
 
 def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
-    """Convert verified files or a local folder to one GGUF in `work`, and its vision tower to a
+    """Convert verified files or a local folder to one GGUF in `work`, and a vision tower to a
     projector.
 
     `type_name` is one of DIRECT, or "" for the checkpoint's own type. Raises ConversionError,

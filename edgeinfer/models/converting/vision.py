@@ -167,8 +167,8 @@ def _third(third: int, values: Array, _heads: Heads) -> Array:
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
     """Write the projector to `target` in F32 or, for any other type, F16.
 
-    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; then `target` does not
-    exist.
+    If it raises (ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser), there is no
+    `target`.
     """
     tower = find_tower(checkpoint)
     assert tower is not None

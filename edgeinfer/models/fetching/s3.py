@@ -1,8 +1,7 @@
 """Resolve objects of S3 and Google Cloud Storage to signed addresses, with botocore.
 
 Credentials, region and endpoint come from the usual places of S3 tools (environment, profile,
-instance). Without credentials, requests are anonymous. Google's buckets are requested at Google's S3
-endpoint.
+instance). Without credentials, requests are anonymous. Google's buckets use Google's S3 endpoint.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _SIGNED_S = 7 * 24 * 3600
 
 
 def resolve(source: StoredObject) -> list[Remote]:
-    """Return the object, or all files of a split model or a checkpoint, with sizes and signed
-    addresses.
+    """Return the object, or all files of a split model or a checkpoint, with sizes and signed URLs.
 
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """

@@ -162,8 +162,7 @@ class AnswerParser:
             self._emit(marker)
             return True
         self._fresh = False
-        # the grammar covers only the format's first begin marker; after another one, calls may be
-        # malformed
+        # the grammar covers only the format's first begin marker; others may begin malformed calls
         certain = self._certain and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
         self._section = kind(self._form, marker, self._tools, certain=certain, new_call=self._new_call)

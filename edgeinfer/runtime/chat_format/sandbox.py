@@ -30,8 +30,7 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: Units of work of one render: 1 for a character produced, 16 for a loop round, 256 for a container's
-#: element.
+#: Units of work of one render: 1 for a character produced, 16 for a loop round, 256 for an element.
 FUEL = 64 * 1024 * 1024
 #: CPU time (s) of one render; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0
@@ -48,15 +47,14 @@ _WIDE = re.compile(r"\d{6}")
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 #: String methods that compare each character with each of the argument's; 16 comparisons cost one unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
-#: The filters that chat templates use; jinja2's others can produce much from little, or are for web
-#: pages.
+#: The filters that chat templates use; jinja2's others can produce long output, or are for web pages.
 _FILTERS = """
     abs attr capitalize count d default dictsort e escape first float groupby indent int items join last
     length list lower map max min reject rejectattr replace reverse round safe select selectattr sort
     string title tojson trim unique upper
 """
-#: The allowed string methods. `format` and the operator % can pad to any width, and no template in use
-#: needs them.
+#: The allowed string methods. `format` and the operator % can pad to any width; no known template needs
+#: them.
 _STR_METHODS = """
     capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit
     isidentifier islower isnumeric isspace istitle isupper join ljust lower lstrip partition

@@ -3,7 +3,7 @@
 A template is the model's own jinja2 program. It is compiled once and probed once (`probe`) for its
 features: system role, tools, earlier tool calls and the form of their arguments. `render` then shapes
 messages for these features, so callers need not know model families. A request works even if a feature
-is missing: a system prompt goes into the first user turn (Gemma), consecutive turns of one role are
+is missing: a system prompt goes into the first user turn (Gemma), successive turns of a role are
 joined.
 
 The first rendering runs in a process with limits, later ones only in the `sandbox`. Probe results are
@@ -143,8 +143,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt; templates get `options` as variables (`enable_thinking`).
 
-        `continue_final` leaves the last message open. Raises InvalidRequestError if the template
-        refuses.
+        `continue_final` leaves the last message open. Raises InvalidRequestError.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
@@ -290,8 +289,7 @@ def _probe_message(string_arguments: bool, null_content: bool) -> dict[str, Any]
 
 
 def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
-    """Return how earlier calls must be given: arguments as text, content as none. None if neither
-    works.
+    """Return how to give earlier calls: arguments as text, content as none. None if neither works.
 
     DeepSeek's templates render content that is empty but not none; others cannot search in none. So
     none is tried first, and used unless the template prints it as a word. Double quotes distinguish
@@ -518,7 +516,7 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in the forms that templates may require, beginning with the plain one.
 
-    Further forms have one call per turn, joined or alternating turns; the last has {} for invalid
+    Further forms have one call per turn, joined or alternating turns; the last has {} for bad
     arguments.
     """
     tried: list[list[dict[str, Any]]] = []

@@ -165,8 +165,8 @@ def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Return (text before, marker, text after) of the earliest marker, the longest if several begin
-    there.
+    """Return (text before, marker, text after) of the earliest marker, the longest if there are
+    several.
 
     Without a marker it is "", and the text after is an end that could begin one.
     """

@@ -224,9 +224,7 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """Close the schema's objects. With `joined` another schema applies to the same object, which stays
-    open.
-    """
+    """Close the schema's objects. If `joined`, another schema applies too: the object stays open."""
     if isinstance(schema, list):
         return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

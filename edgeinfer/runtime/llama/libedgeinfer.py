@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Version of llama-cpp-python that the kernels are built for (pyproject.toml's): they access its data
-#: by offsets.
+#: The llama-cpp-python version that the kernels are built for: they access its data by offsets.
 BUILT_FOR = "0.3.36"
 #: Mangled name of ggml_backend_cpu_get_extra_buffer_types, a function of the CPU variant's library.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
@@ -32,8 +31,8 @@ _FUNCTIONS = {
 }
 #: ggml_backend_dev_type.
 _CPU = 0
-#: ggml's CPU variant of x86-64 → level of the kernels for it: x86-64-v3, v3 with AVX-VNNI, or x86-64-v4
-#: with VNNI.
+#: ggml's CPU variant of x86-64 → level of the kernels for it: x86-64-v3, with AVX-VNNI, or v4 with
+#: VNNI.
 LEVELS = {
     "haswell": "v3",
     "skylakex": "v3",

@@ -187,8 +187,7 @@ def variant_dirs() -> list[Path]:
 
 def ggml_library() -> ctypes.CDLL:
     """Open libggml, with the functions that edgeinfer calls declared."""
-    # libllama is linked against the soname; the wheel's libggml.so is another copy with its own
-    # registry
+    # libllama is linked against the soname; the wheel's libggml.so is a copy with another registry
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {

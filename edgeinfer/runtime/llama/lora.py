@@ -30,8 +30,7 @@ class LoraAdapters:
     """The adapters of an engine by name, for every model that it may decode with.
 
     `key` may be called on any thread; all other methods run on the decode thread, between two steps.
-    `lock` is held from getting a request's key until it is queued, so that no adapter is unloaded
-    meanwhile.
+    `lock` is held from getting a request's key until it is queued: no adapter is unloaded meanwhile.
     """
 
     def __init__(self, model: Any, context: LlamaContext, adapters: Sequence[Adapter]) -> None:
@@ -99,8 +98,7 @@ class LoraAdapters:
             loaded.leave_kernels()
 
     def change(self, adapters: Sequence[Adapter]) -> None:
-        """Let requests name these adapters, and no others. Removed adapters stay loaded until
-        `release`.
+        """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
 
         If it raises (InvalidRequestError, ModelLoadError), nothing has changed.
         """

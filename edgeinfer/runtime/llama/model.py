@@ -320,7 +320,7 @@ def context_params(
     params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
     params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
-    # llama.cpp aborts if a pooling context gets fewer outputs than tokens, so a generating context must
+    # llama.cpp aborts if a pooling context gets fewer outputs than tokens, so generating contexts do
     # not pool
     params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
     # only a full-size sliding-window cache allows reusing a prefix of it (decision 021)

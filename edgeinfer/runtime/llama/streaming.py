@@ -69,8 +69,7 @@ class Streaming:
     def _follow(self, available_bytes: int) -> None:
         """Keep fewer weights in memory while it is short, and more while it is ample.
 
-        Pinned weights may use memory that the context does not use yet: they are page cache. Slots may
-        not.
+        Pinned weights, which are page cache, may use memory that the context does not use yet.
         """
         now, held = self._now, self.statistics()
         to_fill = max(0, now.expert_bytes - held.expert_slot_bytes)

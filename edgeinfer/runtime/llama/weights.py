@@ -19,8 +19,7 @@ Progress = Callable[[str, float | None], None]
 
 #: ggml_backend_dev_type.
 _CPU = 0
-#: Number of pointers in ggml_backend_reg, and index of the function that finds further functions by
-#: name.
+#: Number of pointers in ggml_backend_reg, and index of the function that finds functions by name.
 _REGISTRY_ENTRIES = 5
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 #: Pattern of llama.cpp's names for a layer's expert tensors.

@@ -1,7 +1,7 @@
-"""The on-disk prefix cache: KV blocks that outlive memory, process and conversation.
+"""The on-disk prefix cache: KV blocks that survive eviction, the process and the conversation.
 
-    cache ─┬─ writer ──────────┐         stores the sequences that have ended
-           ├─ block_search ────┤         finds the blocks that a prompt begins with
+    cache ─┬─ writer ──────────┐         stores ended sequences
+           ├─ block_search ────┤         finds the blocks of a prompt's prefix
            └─ roundtrip_check ─┤         tests that blocks are bit-identical after a restore
                                └─ block_folder ─┬─ writer_thread
                                                 ├─ retention    limits, and the order of eviction
@@ -9,5 +9,5 @@
                                                    └─ block_file  the file of a block
 
 `cache` holds the prefix cache of one loaded model, `block_folder` its files. There is no index: a
-search tests one block name after another, so many processes share the folder without a lock.
+search tests one block name after another, so processes share the folder without a lock.
 """

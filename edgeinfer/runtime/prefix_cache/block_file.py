@@ -34,16 +34,16 @@ _CHECKED_FROM = 16
 _ALIGN = 64
 
 #: "full": a whole block of a chain. "tail": the partial block after the last whole one. "point": a
-#: partial block that ends at a checkpoint of a recurrent model. "rows": those of a picture, in f32, for
-#: any prompt; its `tokens` are width and height (pixels).
+#: partial block that ends at a checkpoint of a recurrent model. "rows": the rows of a picture in f32,
+#: for any prompt; their `tokens` are width and height (pixels).
 Kind = Literal["full", "tail", "point", "rows"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """A block's header. `tokens` are int32, little endian.
 
-    `states` has for each state its pieces: how many bytes, and where in a page they start,
-    [0, page size), or ANYWHERE.
+    `states` lists the pieces of each state: number of bytes, and where in a page the piece starts, [0,
+    page size), or ANYWHERE.
     """
 
     kind: Kind
@@ -96,29 +96,29 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
 
 
 def read_header(start: bytes | memoryview) -> Header:
-    """Decode the header from the start of a file, unchecked: for listing. Raises BlockDamagedError."""
+    """Decode a header from a file's start, unchecked, only for listing. Raises BlockDamagedError."""
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
-            raise BlockDamagedError("it is no block of this version")
+            raise BlockDamagedError("it is not a block of this version")
         return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
     except (struct.error, msgspec.MsgspecError) as error:
         raise BlockDamagedError(f"its header cannot be read: {error}") from error
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
-    """Decode the block in `data`, which may be that of `file`; its pieces are views of it.
+    """Decode the block in `data`, which may be the content of `file`; its pieces are views of it.
 
-    Raises BlockDamagedError before one is used.
+    Raises BlockDamagedError before any piece is used.
     """
     if len(data) < _HEAD.size:
         raise BlockDamagedError("it is shorter than its head")
     magic, checksum, size, length = _HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise BlockDamagedError("it is no block of this version")
+        raise BlockDamagedError("it is not a block of this version")
     if size != len(data):
-        raise BlockDamagedError(f"it has {len(data)} bytes, and its header says {size}")
-    computed = xxhash.xxh3_64()  # its `update` releases the GIL, xxh3_64_intdigest does not
+        raise BlockDamagedError(f"it has {len(data)} bytes, but its header says {size}")
+    computed = xxhash.xxh3_64()  # `update` releases the GIL, but xxh3_64_intdigest does not
     computed.update(data[_CHECKED_FROM:])
     if computed.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
@@ -134,12 +134,12 @@ def _states(
         for size, page_offset in sizes:
             offset += _padding(offset, page_offset)
             if size < 0 or offset + size > len(data):
-                raise BlockDamagedError("its pieces do not fit into it")
+                raise BlockDamagedError("its pieces exceed the file")
             pieces.append(data[offset : offset + size])
             offset += size
         yield State(tuple(pieces), tuple(page_offset for _, page_offset in sizes), file)
 
 
 def _padding(size: int, page_offset: int) -> int:
-    """Count the zeros before a piece, in a file of `size` bytes so far."""
+    """Return the number of zeros before a piece, in a file of `size` bytes so far."""
     return -size % _ALIGN if page_offset == ANYWHERE else (page_offset - size) % mmap.PAGESIZE

@@ -2,15 +2,16 @@
 
     ROOT/secret                      the key of all names (0600)
     ROOT/used                        the bytes of all blocks (retention.py)
-    ROOT/owners/HASH                 names of the blocks that hold one conversation
+    ROOT/owners/HASH                 names of the blocks of one conversation
     ROOT/MODEL/answers/NAME          past answers, for suffix drafting (past_answers.py)
     ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or the failure
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
 
-A block appears by one rename and never changes; every writer of a block writes the same bytes.
-Files and folders are only this user's, and others are refused. They hold what a person wrote, and are
-never part of a snapshot."""
+A block appears by one rename and never changes; every writer of a block writes the same bytes. Only
+this user may access the files; otherwise they are refused. They contain what a person wrote, so they
+are never part of a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _CLEAR_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters since the store was opened. Bytes are those of files."""
+    """Counters since the store was opened. Bytes are sizes of files."""
 
     blocks_written: int = 0
     bytes_written: int = 0
@@ -65,7 +66,7 @@ class Traffic:
 class BlockStore:
     """All blocks of one user, below `root`. `warn` is called once with a reason not to write.
 
-    Raises SnapshotUnsafeError if the folder is another user's or open to others, OSError.
+    Raises SnapshotUnsafeError if the folder belongs to another user or is open to others, OSError.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class BlockStore:
     ) -> BlockFolder:
         """Open the blocks of one model under one identity.
 
-        `model` is its sha256, or another name of exactly these bytes; `identity` is everything else
+        `model` is its sha256, or another name for exactly these bytes. `identity` is everything else
         that decides a bit of a state.
         """
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
@@ -140,12 +141,12 @@ class BlockStore:
     def make_root(self) -> None:
         """Recreate a deleted folder.
 
-        Raises OSError, also if another process has written its own secret; SnapshotUnsafeError.
+        Raises OSError, also if another process has written a secret of its own; SnapshotUnsafeError.
         """
         paths.private_dir(self.root)
         if read_secret(self.root / "secret", self.secret) != self.secret:
             raise OSError(
-                errno.ESTALE, "their folder was deleted, and another process has made its own"
+                errno.ESTALE, "the folder was deleted, and another process has created a new one"
             )
 
 
@@ -154,7 +155,7 @@ def model_folder(model: str) -> str:
 
 
 class BlockFolder:
-    """The blocks of one identity. Threads read and write; any thread may call."""
+    """The blocks of one identity. Its threads read and write; any thread may call it."""
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
@@ -174,11 +175,11 @@ class BlockFolder:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Return whether a block is present; reading shows if it is whole."""
+        """Return whether a block exists; only reading shows whether it is complete."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
-        """Read a block's header, its checksum unverified; return None without a readable one."""
+        """Read a block's header without verifying the checksum; None if it is not readable."""
         try:
             with open(open_own(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
@@ -187,7 +188,7 @@ class BlockFolder:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark a chain as used now. `names` begin with the root, which counts as used last."""
+        """Mark a chain as used. `names` begin with the root, which gets the latest time."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:
@@ -206,9 +207,9 @@ class BlockFolder:
     def prefetch(
         self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
-        """Start to read and verify blocks, in order; a result is None for an unusable one.
+        """Start to read and verify blocks, in order; a result is None for an unusable block.
 
-        The thread that reads a block first calls `before_read` with its index in `names`.
+        The thread that reads a block first calls `before_read` with the block's index in `names`.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
@@ -220,12 +221,12 @@ class BlockFolder:
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def read(self, name: bytes) -> KvBlock | None:
-        """Read a block, mapped and verified; return None without a usable one."""
+        """Read a block, mapped and verified; None if it is missing or unusable."""
         path = self.path(name)
         try:
             block = self._map(path)
             if block.header.name != name or block.header.identity != self.names.identity:
-                raise BlockDamagedError("it is another block, renamed")
+                raise BlockDamagedError("it is another block that was renamed")
         except OSError:
             return None
         except BlockDamagedError:
@@ -274,11 +275,11 @@ class BlockFolder:
         self.writer_thread.put(lambda: self._try(record))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Append an answer to the past answers in which draft tokens are looked up."""
+        """Append an answer to the past answers, in which draft tokens are searched."""
         self.writer_thread.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
 
     def _write(self, block: KvBlock) -> None:
-        """Write the file, whole or not at all. In the writer's thread."""
+        """Write the file, completely or not at all. Runs on the writer's thread."""
         if self._store.reserve(block.n_bytes):
             header = block.header
             n_bytes = _write_file(self.path(header.name), block_file.encode(block), is_durable=True)
@@ -289,7 +290,7 @@ class BlockFolder:
                 retention.record_fork(self._folder, parent, name, is_tail=header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Write, again after recreating a deleted folder; other failures pause writing."""
+        """Write, and again after recreating a deleted folder; other failures pause writing."""
         try:
             try:
                 work()
@@ -323,7 +324,7 @@ class BlockFolder:
         return self._checked
 
     def save_check(self, outcome: str) -> None:
-        """Save the result of the check. A full disk only means another check."""
+        """Save the result of the check. If the disk is full, the check runs again later."""
         self._checked = outcome
         self._try(self._write_check)
 
@@ -342,7 +343,7 @@ class BlockFolder:
 
 
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Write a file, whole or not at all, and return its size. Raises OSError."""
+    """Write a file, completely or not at all, and return its size. Raises OSError."""
     with new_file(path, 0o600) as file:
         for buffer in buffers:
             file.write(buffer)
@@ -354,9 +355,9 @@ def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable
 
 
 def forget_all(root: Path) -> int:
-    """Delete everything but the secret, which running processes use; return the freed bytes.
+    """Delete everything except the secret, which running processes use; return the freed bytes.
 
-    A process keeps the prefixes in its own memory until it ends.
+    Processes keep the prefixes in their own memory until they end.
     """
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
@@ -367,7 +368,7 @@ def forget_all(root: Path) -> int:
 
 
 def forget_model(root: Path, model: str) -> int:
-    """Delete the blocks of a model, named by its key; return the freed bytes."""
+    """Delete the blocks of a model, given by its key; return the freed bytes."""
     folder = root / model_folder(model)
     freed = sum(block.n_bytes for block in retention.list_blocks(folder))
     shutil.rmtree(folder, ignore_errors=True)

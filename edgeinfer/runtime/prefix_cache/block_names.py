@@ -1,8 +1,9 @@
 """Names of KV blocks: keyed hashes, which reveal no text without the user's secret.
 
-A name depends on everything that decides a block's bytes: the model and its way to compute
+A name depends on everything that decides a block's bytes: the model and how it is computed
 (`identity`), the cache `salt`, the adapters, all tokens before the block, and its own. It is the hash
-of the parent's name and of the block's tokens, so a prefix has one chain of names and no index."""
+of the parent's name and of the block's tokens, so a prefix has one chain of names and needs no index.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NAME_BYTES = 20
 SECRET_BYTES = 32
 #: Number of tokens in a block, unless a sliding window is shorter.
 BLOCK_TOKENS = 256
-#: Lengths (tokens) of the prefixes by which a partial block is found, longest first.
+#: Lengths (tokens) of the prefixes by which a partial block is searched, longest first.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
@@ -39,12 +40,12 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
             continue
         if len(secret) == SECRET_BYTES:
             return secret
-        path.unlink(missing_ok=True)  # the disk was full when it was made
+        path.unlink(missing_ok=True)  # the disk was full when the file was created
     raise OSError(f"no secret can be kept in {path}")
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return a model's sha256, or the stamps of files without one. Raises OSError."""
+    """Return a model's sha256, or the stamps of files that have none. Raises OSError."""
     return sha256 or stamps(files)
 
 
@@ -57,7 +58,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Name the parent of the first block. Requests with different salts share nothing."""
+        """Name the parent of the first block. Requests with different salts share no blocks."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 
@@ -79,21 +80,21 @@ class BlockNames:
             start = block_end
 
     def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a whole block after `parent`."""
+        """Return the name of a whole block after `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a partial block; it depends on the first tokens only, so a longer one replaces it."""
+        """Return a partial block's name. It depends on the first tokens: a longer block replaces it."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Name a checkpoint at the end of `tokens`; one a few tokens later has the same name."""
+        """Return a checkpoint's name; a checkpoint a few tokens later has the same name."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
     def rows(self, digest: bytes) -> bytes:
-        """Name the rows of a picture."""
+        """Return the name of a picture's rows."""
         return self._hash(b"rows", self.identity, digest)
 
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
@@ -110,7 +111,7 @@ def owner_name(secret: bytes, conversation: str) -> str:
 
 @dataclass(slots=True)
 class Chain:
-    """The names of a prefix's root and of its whole blocks, and how many tokens end with each."""
+    """Names of a prefix's root and whole blocks, and the number of tokens up to each block's end."""
 
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])

@@ -1,4 +1,4 @@
-"""Search for blocks on disk: files that begin like a prompt."""
+"""Search on disk for blocks whose tokens begin like a prompt."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from edgeinfer.runtime.prefix_cache.block_file import Header, unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 
-#: A block's name, and how many of its tokens agree with a prompt's; 0 for none.
+#: A block's name, and how many of its tokens agree with a prompt's; 0 if there is no match.
 Match = tuple[bytes, int]
 
 
 class BlockSearch:
-    """Search the blocks of one model. Each method reads the headers of a few files."""
+    """Searches the blocks of one model. Each method reads the headers of a few files."""
 
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class BlockSearch:
         return _longest(self._read(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Find a partial block whose tokens are all in `tokens`, and so in block `by`."""
+        """Find a partial block all of whose tokens are in `tokens`, and so in block `by`."""
         blocks = self._read(self._tail_names(parent, tokens))
         return next((n for n, saved in blocks if n != by and tokens[: len(saved)] == saved), None)
 
@@ -63,15 +63,15 @@ class BlockSearch:
         return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the whole block after `parent` in which an agent's shared prefix ends and that agrees
-        longest with `tokens`.
+        """Find the whole block after `parent` that ends an agent's shared prefix and agrees longest
+        with `tokens`.
         """
         return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
 
     def _read(
         self, names: Iterable[bytes], parent: bytes | None = None
     ) -> Iterator[tuple[bytes, list[int]]]:
-        """Read the tokens of the blocks that exist, if `parent` is theirs."""
+        """Read the tokens of those blocks that exist and have the parent `parent`."""
         for name in names:
             header = self._folder.header(name)
             if header is not None and parent in (None, header.parent):

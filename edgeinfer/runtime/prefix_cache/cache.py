@@ -1,11 +1,12 @@
 """Load KV blocks: between the KV cache's accounting and the files on disk.
 
 `start_load` finds how much of a prompt is on disk and starts to read it, `load_block` puts a block into
-a sequence; `writer` stores the sequences that have ended. The files' side knows no llama.cpp, and the
-scheduler no file. One thread.
+a sequence; `writer` stores ended sequences. The files' side knows no llama.cpp, and the scheduler no
+files. For one thread.
 
-A block is `block_tokens` long, and shorter than a sliding window: a longer one lacks the cells that the
-window hides at its end, which shows only when a later request is truncated inside it (decision 080).
+A block has `block_tokens` tokens, fewer than a sliding window. A longer block would lack the cells that
+the window hides at its end, which would show only when a later request is truncated inside it (decision
+080).
 """
 
 from __future__ import annotations
@@ -32,17 +33,16 @@ from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Least gain (tokens) for which blocks are read.
+#: Smallest gain (tokens) for which blocks are read.
 _MIN_GAIN_TOKENS = 32
-#: Least gain, in multiples of the round-trip check's own tokens, for which a request waits for the
-#: check.
+#: Smallest gain, in multiples of the tokens of the round-trip check, for which a request waits for it.
 _MIN_GAIN_CHECKS = 2
-#: Least time (s) for which a request waits for a block before it prefills instead.
+#: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05
 
 
 def block_tokens(window: int) -> int:
-    """Return the tokens of a block for a sliding window (0 for none): a power of two below it."""
+    """Return a block's tokens for a sliding window (0 for none): a power of two below the window."""
     if window <= 0 or window > BLOCK_TOKENS:
         return BLOCK_TOKENS
     return max(1, 1 << ((window - 1).bit_length() - 1))
@@ -50,7 +50,7 @@ def block_tokens(window: int) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCache:
-    """Load blocks into `context`. `check` is the round-trip check of this model, not started."""
+    """Loads blocks into `context`. `check` is the round-trip check of this model, not yet started."""
 
     folder: BlockFolder
     states: SequenceStates
@@ -78,7 +78,7 @@ class PrefixCache:
         *,
         is_only_request: bool,
     ) -> BlockLoad | None:
-        """Start to read blocks of `tokens` beyond the first `n_cached`; return None if not worth it.
+        """Start to read blocks of `tokens` beyond the first `n_cached`; None if the gain is too small.
 
         The blocks begin at or before `n_cached`. An unchecked model is checked now if the gain is large
         and no other request waits.
@@ -111,7 +111,7 @@ class PrefixCache:
         return BlockLoad(self.folder.prefetch(block_names, populate), ends[first], stop)
 
     def _make_populate(self, ends: list[int]) -> Callable[[int], None]:
-        """Make a callback that populates the memory of a block's cells, unless they are mapped."""
+        """Make a callback that allocates the memory of a block's cells, unless they are mapped."""
         offset = self.kv.used_cells - ends[0]
         cells = self.context.cells
         if cells.can_be_pages_of(offset - self.kv.pinned_cells):
@@ -119,7 +119,7 @@ class PrefixCache:
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find the last checkpoint: whole blocks before it, name, own tokens (0 for none)."""
+        """Find the last checkpoint: number of whole blocks before it, name, own tokens (0 for none)."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)
@@ -140,7 +140,7 @@ class PrefixCache:
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
-        """Return whether an idle sequence is on disk, or would be stored at once."""
+        """Return whether an idle sequence is on disk, or would be stored immediately."""
         if cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched:
             return False
         if len(cached_seq.cells) < self.block_tokens:
@@ -150,7 +150,7 @@ class PrefixCache:
     def record_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
     ) -> None:
-        """Record the blocks of an agent's session, so that the shared ones are evicted last."""
+        """Record the blocks of an agent's session: blocks that sessions share are evicted last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.folder.names.chain(tokens, adapters, request.cache_salt).names[1:]
             self.folder.record_session(request.preamble, names, request.cache_salt)
@@ -213,7 +213,7 @@ class BlockLoad:
         return self.futures[self.n_loaded].done()
 
     def next_block(self) -> KvBlock | None:
-        """Return the next block, which is ready; None if it is unusable."""
+        """Return the next block, which must be ready; None if it is unusable."""
         block = self.futures[self.n_loaded].result()
         self.n_loaded += 1
         self.waits_since = time.monotonic()
@@ -222,7 +222,7 @@ class BlockLoad:
     def is_too_slow(self, prefill_s: float) -> bool:
         """Return whether prefilling the next block (`prefill_s`) is faster than waiting for it."""
         if self.is_ready:
-            return False  # the block was read in time; this thread was late
+            return False  # the block was read in time, but this thread was late
         return time.monotonic() - self.waits_since > max(_MIN_WAIT_S, prefill_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -233,9 +233,9 @@ class BlockLoad:
             future.cancel()
 
 
-#: Number of tokens in a block of a model with a large recurrent state.
+#: Tokens per block for a model with a large recurrent state.
 _LONG_BLOCK_TOKENS = 2048
-#: Number of tokens that a step of the round-trip check computes.
+#: Tokens that a step of the round-trip check computes.
 _CHECK_BATCH = 32
 
 
@@ -298,7 +298,7 @@ def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens of a block: more for recurrent models, whose blocks carry their large state."""
+    """Return the tokens per block: more for recurrent models, because their state is large."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 
@@ -308,12 +308,12 @@ def make_states(loaded: LlamaModel, context: LlamaContext) -> SequenceStates:
 
 
 def scratch_id(loaded: LlamaModel) -> int:
-    """Return the sequence id that ranges of states pass through; the KV cache never assigns it."""
+    """Return the scratch sequence id for ranges of states; the KV cache never assigns it."""
     return loaded.plan.n_seq_max - 1
 
 
 def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
-    """Describe everything but the model's file that decides a bit of a block of `n_tokens`."""
+    """Describe everything besides the model's file that decides a bit of a block of `n_tokens`."""
     build = libllama.build_info()
     names = (name for name in ("kv_type", "gpu_layers", "gpus") if name in loaded.choices)
     options = {name: str(loaded.choices[name].value) for name in names}
@@ -324,7 +324,7 @@ def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
         "cpu": build.cpu_variant,
         "kernels": f"{build.kernels} {build.kernels_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
-        # models have separate rope factors for long and short contexts
+        # some models have separate rope factors for long and short contexts
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
         "block": str(n_tokens),
     }

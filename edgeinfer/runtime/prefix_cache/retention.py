@@ -2,8 +2,8 @@
 
     ROOT/used   int64 words: the bytes of all blocks when they were last counted, then of each written
                 since. Listing 100,000 files takes 2 to 3 s, so blocks are counted again only after a
-                part of the limit was written, or when the limit seems reached. A block that goes
-                otherwise stays in the sum until then.
+                part of the limit was written, or when the limit seems reached. Until then,
+                blocks that were deleted otherwise stay in the sum.
 
 A block's last use is its file's mtime, set when it is written and whenever it is read. Parents are
 stamped later than their children, so that leaves go first. Times in the future (a clock that was set
@@ -13,8 +13,9 @@ back) count as now. Prefixes that the sessions of an agent share go last:
                                after an empty line the names of blocks after them, inside which the
                                sessions diverge
 
-One session cannot tell the agent's instructions and tools from the user's text: a shared prefix is
-known, and retained, from the second session on."""
+One session does not show where the agent's instructions and tools end and the user's text begins. So a
+shared prefix is known, and retained, from the second session on.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ from edgeinfer.runtime.kv_cache import common_prefix
 
 SUFFIX = ".block"
 _USED = "used"
-#: Divisor of the default limit: a quarter of the free space plus the blocks.
+#: Divisor for the default limit: a quarter of the free space plus the blocks.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
 #: Space (bytes) that stays free on the disk.
 MARGIN_BYTES = 512 << 20
-#: Share of the limit at which pruning stops, so that it is not needed again immediately.
+#: Share of the limit at which pruning stops, so that it is not needed again soon.
 _PRUNE_TO = 0.9
-#: Blocks are counted again after the limit divided by this was written.
+#: Blocks are counted again after 1/32 of the limit was written.
 _RECOUNT_SHARE = 32
 #: Age (s) at which unfinished files, and lists of deleted blocks, are removed.
 _STALE_S = 3600.0
@@ -50,7 +51,7 @@ _STALE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """`max_bytes`: for all blocks, 0 for a quarter of the free space. `margin_bytes` stays free."""
+    """`max_bytes` limits all blocks; 0 means a quarter of the free space. `margin_bytes` stays free."""
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
@@ -65,7 +66,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True)
 class ListedBlock:
-    """A block's file below the root, as a listing shows it."""
+    """A block's file below the root, with the data of a listing."""
 
     path: Path
     n_bytes: int
@@ -99,7 +100,7 @@ def _stamp(path: Path, used_ns: int) -> None:
 
 
 def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
-    """Reserve `n_bytes` for a new block, evicting if needed; return (blocks evicted, whether it fits).
+    """Reserve `n_bytes` for a new block; return the number of evicted blocks, and whether it fits.
 
     Raises OSError.
     """
@@ -118,7 +119,7 @@ def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
 
 
 def _read_used(root: Path) -> tuple[int, int]:
-    """Return the bytes of all blocks, and of those since the last count: too many if there is none."""
+    """Return the bytes of all blocks, and of those since the last count; too many if there was none."""
     try:
         with open(open_own(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())
@@ -133,8 +134,8 @@ def forget_total(root: Path) -> None:
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Evict the least recently used blocks until `extra_bytes` fit; return the number evicted and the
-    bytes of those left.
+    """Evict least recently used blocks until `extra_bytes` fit; return their number, and the bytes
+    left.
 
     Raises OSError.
     """
@@ -160,7 +161,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
 
 
 def owned_names(owner: Path) -> set[str]:
-    """Read the list of a conversation's blocks; empty if it is missing or another user's."""
+    """Read the list of a conversation's blocks; empty if it is missing or belongs to another user."""
     try:
         with open(open_own(owner), encoding="ascii") as file:
             return set(file.read().split())
@@ -169,11 +170,11 @@ def owned_names(owner: Path) -> set[str]:
 
 
 _FOLDER = "kept"
-#: An agent's name becomes the name of a file, with a digest of the salt: other salts share no block.
+#: An agent's name is the name of a file, with a digest of the salt: other salts share no block.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: Least share of the recorded prefix that a session must have; with less it is a new version of the
-#: agent, and recording restarts.
+#: Least share of the recorded prefix in a session. With less it is a new version of the agent, and
+#: recording restarts.
 _SAME_SHARE = 0.5
 #: Number of sessions that prove a shared prefix.
 _MIN_SESSIONS = 2
@@ -185,7 +186,7 @@ _MAX_FOLLOWING = 8
 class _AgentRecord:
     """Names of the blocks that an agent's sessions share, in order, and of blocks `following` them.
 
-    The latest of `following` is first.
+    The latest of `following` comes first.
     """
 
     n_sessions: int = 0
@@ -207,8 +208,8 @@ def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "
 def record_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
     """Record that a block follows `parent`, if an agent's shared prefix ends there.
 
-    A partial block also counts after the last recorded one: a working directory may be named at a
-    block's end. Raises OSError.
+    A partial block also counts after the last recorded one, because a working directory may be named at
+    a block's end. Raises OSError.
     """
     for path, agent in _read_all(folder):
         ends = agent.shared[-1:] + (agent.following[:1] if is_tail else ())
@@ -266,7 +267,7 @@ def _read(path: Path) -> _AgentRecord:
         with open(open_own(path), encoding="ascii") as file:
             head, _, following = file.read().partition("\n\n")
         first, *names = head.split("\n")
-        bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for what is no name
+        bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for an invalid name
         return _AgentRecord(int(first), tuple(names), tuple(following.split()))
     except (OSError, ValueError):
         return _AgentRecord()

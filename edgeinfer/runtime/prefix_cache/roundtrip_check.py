@@ -1,9 +1,9 @@
 """Check once per model and build that KV blocks are bit-identical after a round trip.
 
-llama.cpp has caches of many kinds. If one loses information when a part of it is saved, the only
-symptom is wrong logits. So a small context prefills a text and keeps the next logits, both after the
-whole text and after a truncation in its middle. Then blocks restore the same text into an empty cache,
-and both logits must be bit-identical. Both sides use the same batches: others round differently.
+llama.cpp has many kinds of caches. If one of them loses information when a part is saved, the only
+symptom is wrong logits. So a small context prefills a text and stores the next logits, after the whole
+text and after a truncation in its middle. Then blocks restore the same text into an empty cache, and
+both logits must be bit-identical. Both sides use the same batches, because others round differently.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.sequence_state import State
 
-#: Tokens in a step of the check: an incoming request waits for one step.
+#: Tokens per step of the check: a request waits at most for one step.
 _CHUNK = 32
-#: Tokens of a text without a window, and of its blocks: three, with a truncation inside one.
+#: Tokens of the text without a window, and per block: three blocks, and a truncation inside one.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: Most tokens of the check; a longer window is not filled: blocks are shorter than it in any case.
+#: Most tokens of the check. A longer window is not filled: blocks are shorter than it in any case.
 _MOST_TOKENS = 1600
-#: The check's sequence id, the scratch one next to it, and the number of both.
+#: The check's sequence id, the scratch id next to it, and the number of both.
 _SEQ_ID = 0
 _SCRATCH = 1
 _N_SEQ = 2
@@ -36,13 +36,13 @@ _TAIL_TOKENS = 3
 
 
 def text_tokens(window: int, block_tokens: int) -> int:
-    """Return the length of the text: beyond a sliding window, unless that is too long."""
+    """Return the length of the text: more than a sliding window, unless that is too long."""
     beyond = window + 2 * block_tokens if window else 0
     return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
 
 
 class RoundtripCheck:
-    """Run one check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
+    """Runs one check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class RoundtripCheck:
         self._work: Iterator[str | None] | None = None
 
     def step(self) -> str | None:
-        """Do the next part; return None if more parts follow, otherwise "exact" or the failure.
+        """Run the next part; return None if more parts follow, otherwise "exact" or the failure.
 
-        One thread.
+        For one thread.
         """
         if self._work is None:
             self._work = self._compare()
@@ -103,7 +103,7 @@ class RoundtripCheck:
     def _next_logits(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits after the whole text, and after truncating it and another tail."""
+        """Return the next logits after the whole text, and after cutting it and adding another tail."""
         after_text = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._truncate_at)
         tail = self._tokens[-_TAIL_TOKENS:]
@@ -119,7 +119,7 @@ class _Probe:
         self._n_vocab = n_vocab
 
     def prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
-        """Prefill `tokens` from position `start` on, in chunks. The last has logits."""
+        """Prefill `tokens` from position `start` on, in chunks. The last token has logits."""
         for offset in range(0, len(tokens), _CHUNK):
             chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
@@ -129,7 +129,7 @@ class _Probe:
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
-        """Return the logits after `tokens`, float32 of the vocabulary's length."""
+        """Return the logits after `tokens`: float32 of the vocabulary's length."""
         for _ in self.prefill(tokens, start):
             continue
         return self._context.logits(len(tokens) - 1, self._n_vocab).copy()
@@ -138,14 +138,14 @@ class _Probe:
         return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
 
     def restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Truncate to the first `n` positions, and write back the checkpoint that was saved there."""
+        """Truncate to the first `n` positions, and restore the checkpoint saved at that position."""
         if checkpoint is not None:
             self.states.write_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
 
 
 class RoundtripVerdict:
-    """The result of a model's check: "" before its end, "exact", or the failure."""
+    """The result of a model's check: "" while it runs, "exact", or the failure."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
@@ -162,7 +162,7 @@ class RoundtripVerdict:
     def step(self) -> None:
         """Continue the check; a failure deletes the blocks stored so far.
 
-        A check that cannot compute refuses the cache to this process, and a later one tries again.
+        If the check cannot compute, this process does not use the cache; a later process tries again.
         """
         try:
             outcome = self._check.step()

@@ -16,11 +16,11 @@ from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 
-#: Sequences that prefill faster than this (s) are not stored: a file costs as much.
+#: Sequences that can be prefilled faster than this (s) are not stored: writing a file costs as much.
 _MIN_PREFILL_S = 0.05
 #: Share of the time for storing blocks while streams run.
 _WRITE_SHARE = 0.02
-#: Interval (s) at which a full queue is looked at again.
+#: Interval (s) at which a full queue is checked again.
 _WAIT_S = 0.05
 
 #: A missing block: its header, its first position, and the partial block that it replaces.
@@ -38,14 +38,14 @@ class _PendingWrite:
 
 @dataclass(eq=False, kw_only=True)
 class BlockWriter:
-    """Store ended sequences of `kv`, once this model passed the round-trip check. One thread."""
+    """Stores ended sequences of `kv` after this model's round-trip check succeeded. For one thread."""
 
     folder: BlockFolder
     states: SequenceStates
     kv: KvCache
     search: BlockSearch
     verdict: RoundtripVerdict
-    #: The process is about to end: blocks are stored unchecked, and a later process runs the check.
+    #: Whether the process will end: blocks are stored unchecked, and a later process runs the check.
     is_exiting: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class BlockWriter:
         return self._was_used and not self.verdict.outcome and not self.is_exiting
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
-        """Store `cached_seq`, if prefilling it again would take long enough."""
+        """Store `cached_seq` if prefilling it again would take long enough."""
         n = len(cached_seq.tokens)
         if self.verdict.is_refused or not cached_seq.is_storable or n < TAIL_KEY_TOKENS:
             return
@@ -73,7 +73,7 @@ class BlockWriter:
         pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.writer_thread.is_idle:
-                self._queued.clear()  # blocks deleted meanwhile are stored again
+                self._queued.clear()  # store blocks that were deleted meanwhile again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
             cached_seq.n_unchanged = 0
@@ -82,7 +82,7 @@ class BlockWriter:
             pending.conversations.add(cached_seq.conversation)
 
     def would_store(self, cached_seq: CachedSequence) -> bool:
-        """Return whether dropping `cached_seq` now would store all of its tokens."""
+        """Return whether dropping `cached_seq` now would store all its tokens."""
         if not cached_seq.is_storable or cached_seq.memory_only_from is not None:
             return False
         return cached_seq not in self._pending or self.folder.writer_thread.has_room
@@ -135,7 +135,7 @@ class BlockWriter:
         states = self._read_states(cached_seq, header, start)
         if states is None:
             return False
-        # first: a killed process leaves no block without an owner
+        # do this first, so that a killed process leaves no block without an owner
         for conversation in pending.conversations:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
@@ -146,7 +146,7 @@ class BlockWriter:
     def _read_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """Save a block's state and its checkpoint; return None if llama.cpp lacks a part."""
+        """Save a block's state and its checkpoint; None if llama.cpp lacks a part."""
         stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
         state = self.states.read(cached_seq.seq_id, start, stop, shift, position)
@@ -167,7 +167,7 @@ class BlockWriter:
     def _extend_chain(
         self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
     ) -> None:
-        """Name the blocks of new tokens, and those whose tokens have changed."""
+        """Name the blocks of new tokens, and rename those whose tokens have changed."""
         n_same = pending.chain.index_at(cached_seq.n_unchanged)
         del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
         pending.n_done = min(pending.n_done, n_same)
@@ -229,11 +229,11 @@ class BlockWriter:
         return header.name + header.tokens in self._queued
 
     def _record_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
-        """Mark the prefix as used, and record the conversation as owner of blocks that others wrote."""
+        """Mark the prefix as used, and record the conversation as owner of blocks written by others."""
         names, conversations = pending.chain.names, pending.conversations
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 
-        def record() -> None:  # in the writer's thread: the tail block exists only after its write
+        def record() -> None:  # on the writer's thread: the tail block exists only after its write
             tail, n = self.search.find_tail(names[-1], tail_tokens)
             used_names = [*names[1:], *([tail] if n else [])]
             self.folder.touch(used_names)
@@ -245,7 +245,7 @@ class BlockWriter:
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
-    # the last picture may be only partly decoded, and positions do not show it: leave it out
+    # the last picture may be only partly decoded, which positions do not show: leave it out
     if tokens and tokens[-1] < 0:
         tokens.truncate(tokens.cut(len(tokens) - 1))
     return tokens

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Most pending bytes; a single job is always taken.
+#: Most pending bytes; a single job is always accepted.
 _QUEUE_BYTES = 256 << 20
 
 
 class WriterThread:
-    """Run jobs in a separate thread, in order. Any thread may call."""
+    """Runs jobs in a separate thread, in order. Any thread may call it."""
 
     def __init__(self) -> None:
         self._queue_bytes = _QUEUE_BYTES
@@ -35,7 +35,7 @@ class WriterThread:
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
         """Queue a job that holds `n_bytes` of memory until done; return False if too much is pending.
 
-        A job that holds none is always taken.
+        A job that holds no memory is always accepted.
         """
         with self._changed:
             if n_bytes and not self.has_room:
@@ -49,7 +49,7 @@ class WriterThread:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until another job is taken; return False after the timeout."""
+        """Wait until another job can be accepted; return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has_room, timeout_s)
 
@@ -59,8 +59,8 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread; return False after the timeout. The next job starts
-        another.
+        """Finish the jobs and end the thread; return False after the timeout. A later job starts it
+        again.
         """
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)

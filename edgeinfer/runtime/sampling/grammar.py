@@ -100,8 +100,7 @@ class TokenMatcher:
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._mask_words, out=self._mask_words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
-        # a parser after an error allows the end token, with which an incomplete output would seem
-        # complete
+        # a parser after an error allows the end token: an incomplete output would seem complete
         if self._matcher.is_error() or forbidden.all():
             raise UnsupportedConstraintError(
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
@@ -164,8 +163,7 @@ class Constraints:
         self._digits: DigitTokens | None = None
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
-        """Compile, or use the cache of the same `salt`, so that timing reveals nothing to other
-        clients.
+        """Compile, or use the cache of this `salt`, so that timing reveals nothing to other clients.
 
         Raises UnsupportedConstraintError; `param` is the place in the schema or grammar.
         """
@@ -357,8 +355,8 @@ _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 
 
 def to_lark(gbnf: str) -> str:
-    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError; `param` is the
-    line.
+    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError (`param`: the
+    line).
 
     llguidance's converter supports `"\x1b"` but not `"\u00e9"`, so the latter is resolved before.
     """

@@ -260,8 +260,7 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 def negate(schema: Any, depth: int = 0) -> Any:
     """Return a schema for documents that `schema` forbids, perhaps not all; None if there is none.
 
-    The negation of several keywords is that any of them fails; keywords without a negation are left
-    out.
+    The negation of several keywords is that any of them fails; those without a negation are left out.
     """
     check_deadline()
     if isinstance(schema, bool):
@@ -360,8 +359,7 @@ def locate(
 ) -> tuple[str, str]:
     """Return place and error of the innermost part of `root` that fails by itself.
 
-    `complaint` compiles a schema and returns its error, or "". Return the root if `seconds` are not
-    enough.
+    `complaint` compiles a schema and returns its error, or "". After `seconds`, return the root.
     """
     deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}
@@ -414,8 +412,7 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._target_of, self._define = target, define
-        #: Verdicts by the ids of a pair, with both schemas, because a freed schema's id would be
-        #: reused.
+        #: Verdicts by the ids of a pair, with both schemas: a freed schema's id would be reused.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
 

@@ -80,8 +80,7 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # limit outliers
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # one disturbed step must not end drafts of this length: only such drafts would correct the
-            # cost
+            # one disturbed step must not end drafts of this length, which alone would correct the cost
             excess = self._points[-1] - _line(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -266,9 +265,7 @@ class SuffixDrafter:
         self._n = len(tokens)
 
     def _follows(self, n_known: int) -> bool:
-        """Return whether drafting can continue after the latest draft: it was right, and the match is
-        long.
-        """
+        """Return whether drafting can continue: the latest draft was right, and its match long."""
         if not self._length:
             return False
         n_new = self._n - n_known

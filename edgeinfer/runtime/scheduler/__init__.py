@@ -1,4 +1,4 @@
-"""The step of the decode loop, by roles.
+"""The step of the decode loop, divided by roles.
 
 scheduler ── request_queue     waiting and running requests, their admission and their end
           ├─ prefixes          acquire and release cached prefixes, in memory and on disk
@@ -8,6 +8,6 @@ scheduler ── request_queue     waiting and running requests, their admission
           └─ output_processor  sampled tokens, progress, ends
 
 `preparation` makes a `sequence` of each request; features that only record it are its `observer`s.
-`idle_cells` gives the memory of the KV cache back while idle, `batch_invariance` bounds the steps that
-are bit-identical to unbatched ones, and `divergence` finds where a prompt leaves the cached prefixes.
+`idle_cells` returns the memory of the KV cache while idle, `batch_invariance` limits the steps that are
+bit-identical to unbatched ones, and `divergence` finds where a prompt leaves the cached prefixes.
 """

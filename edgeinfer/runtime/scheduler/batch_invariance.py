@@ -1,4 +1,4 @@
-"""Bounds within which a batched step is bit-identical to unbatched ones."""
+"""Limits within which a batched step is bit-identical to unbatched ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from edgeinfer.runtime.llama.model import LlamaModel
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Bounds within which a batched step is bit-identical to unbatched ones (decision 022).
+    """Limits within which a batched step is bit-identical to unbatched ones (decision 022).
 
     Kernels round differently in a batch of more than `max_tokens`, and a single token's attention with
-    more than `max_cells` used cells (None: no such bound). `sums_in_order`: attention sums a sequence's
+    more than `max_cells` used cells; None means no limit. `sums_in_order`: attention sums a sequence's
     cells in the order of its positions, whichever free cells were filled.
     """
 
@@ -22,31 +22,32 @@ class BatchInvariance:
     sums_in_order: bool = True
 
 
-#: Bounds for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
+#: Limits for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
 #: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
 #: 256, and 192 cells with a batch of 60 tokens stay within the first.
 _LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
-#: Largest head (elements) that native/attention.cpp accepts, and the step its length is a multiple of.
+#: Largest head (elements) that native/attention.cpp accepts, and the divisor of its length.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 #: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
 #: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: Most tokens that every kernel multiplies alike; for other types, a larger number switches the kernel.
+#: Most tokens for which every kernel computes the same; other types switch kernels at some larger
+#: number.
 _DOT_TOKENS = 3
 
 
 def _is_left_to_llama(loaded: LlamaModel) -> bool:
-    """Return whether native/attention.cpp declines this model's attention."""
+    """Return whether native/attention.cpp does not support this model's attention."""
     return any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
 
 
 def max_invariant_tokens(n_batch: int, file_type: int) -> int:
-    """Return the tokens of a batch up to which llama.cpp's kernels are batch-invariant."""
+    """Return the largest batch (tokens) for which llama.cpp's kernels are batch-invariant."""
     return n_batch if file_type in _DOT_ONLY else _DOT_TOKENS
 
 
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    """Return the bounds for the kernels, the attention and the KV cache in use."""
+    """Return the limits for the kernels, the attention and the KV cache in use."""
     kernels = libllama.build_info().kernels
     n_batch = loaded.n_batch
     max_tokens = n_batch if kernels else max_invariant_tokens(n_batch, loaded.shape.file_type)
@@ -59,14 +60,14 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
 
 
 def why_irreproducible(loaded: LlamaModel) -> str:
-    """Return why the tokens of a request may depend on its batch or the machine; "" if they do not."""
+    """Return why a request's tokens may depend on its batch or the machine; "" if they do not."""
     invariance = batch_invariance(loaded)
     if not libllama.build_info().kernels:
-        return "llama.cpp's own kernels serve here, whose bits depend on the batch and the processor"
+        return "llama.cpp's own kernels are used, and their bits depend on the batch and the processor"
     if not loaded.supports_truncation:
         return "the model is recurrent: it computes a prompt differently from single tokens"
     if invariance.max_cells is not None or not invariance.sums_in_order:
-        return "llama.cpp's own attention serves this model, whose bits depend on the batch"
+        return "llama.cpp's own attention is used, and its bits depend on the batch"
     operation = libedgeinfer.dependent_operation()
     if operation:
         return f"llama.cpp computed an operation whose bits depend on the processor ({operation})"

@@ -11,14 +11,14 @@ from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudge
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: Short prompts of one burst, up to this many tokens, are prefilled before any of them decodes.
+#: Total tokens of a burst's short prompts, up to which they are prefilled before any of them decodes.
 _BURST_PROMPT_TOKENS = 256
 #: Most tokens forced by a constraint that a decode step computes together with the next one.
 _MAX_FORCED_TOKENS = 32
 
 
 class BatchPlanner:
-    """Plan batches for `executor`. `n_ctx` limits one sequence."""
+    """Plans batches for `executor`. `n_ctx` limits one sequence."""
 
     def __init__(
         self, executor: Executor, queue: RequestQueue, *, batch_invariance: BatchInvariance, n_ctx: int
@@ -61,7 +61,7 @@ class BatchPlanner:
     def _ready_sequences(self) -> list[Sequence]:
         """List sequences that have tokens to compute, with the same adapters of the context.
 
-        Sequences with different ones take turns.
+        Sequences with other adapters take turns.
         """
         started = [s for s in self.queue.running if s.is_started and not s.is_loading_blocks]
         by_adapters: dict[AdapterKey, list[Sequence]] = {}
@@ -91,14 +91,14 @@ class BatchPlanner:
         return is_short and all(s.n_generated == 1 for s in decoding)
 
     def _next_picture(self, ready: list[Sequence]) -> Sequence | None:
-        """Choose a sequence whose next tokens are a picture; pictures and steps of text take turns."""
+        """Choose a sequence whose next tokens are a picture; picture and text steps alternate."""
         with_picture = [s for s in ready if s.picture is not None]
         is_turn = bool(with_picture) and not (self._was_picture and len(with_picture) < len(ready))
         self._was_picture = is_turn
         return with_picture[0] if is_turn else None
 
     def _add_picture(self, seq: Sequence, *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add rows of a picture, all of them if they attend to each other in both directions."""
+        """Add rows of a picture; all of them if they attend to each other in both directions."""
         span, past = seq.picture, seq.n_past
         assert span is not None
         n = span.end - past
@@ -146,7 +146,7 @@ class BatchPlanner:
         n_invariant = self._max_invariant_tokens(is_unbatched=is_unbatched) - n_tokens
         draft_budget = DraftBudget(self.step_costs, len(decoding), n_tokens)
         for seq in decoding:
-            # tokens of a drafter that the request names may round differently
+            # a drafter that the request demands may round differently
             is_automatic = seq.request.speculative == "auto"
             max_drafts = min(n_spare, n_invariant) if is_automatic else n_spare
             drafts = self._propose_drafts(seq, max_drafts, draft_budget)
@@ -160,12 +160,12 @@ class BatchPlanner:
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:
-        """Return how many tokens a step may have with answers bit-identical to unbatched ones."""
+        """Return the most tokens of a step for which answers are bit-identical to unbatched ones."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # other sequences may get the cells of rejected drafts, and then have their cells out of order
+        # other sequences may get the cells of rejected drafts, so that their own cells are out of order
         is_mixed = not (is_unbatched or invariance.sums_in_order)
-        # llama.cpp's products with a LoRA's small matrices round differently in a batch
+        # in a batch, llama.cpp rounds products with a LoRA's small matrices differently
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens
 
     def _propose_drafts(self, seq: Sequence, max_drafts: int, draft_budget: DraftBudget) -> list[int]:
@@ -177,7 +177,7 @@ class BatchPlanner:
         return seq.drafting.propose(seq.tokens, max_drafts, draft_budget, valid)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
-        """Add short prompts and long ones in turn, short first; prefill-only ones last."""
+        """Add short and long prompts in turn, short ones first; prefill-only ones last."""
         self._decode_budget.charge_last_step()
         awaited = [s for s in prefilling if not s.is_prefill_only]
         are_all_long = bool(prefilling) and all(s.n_pending > SHORT_TOKENS for s in prefilling)
@@ -200,8 +200,8 @@ class BatchPlanner:
             token_budget -= len(entry.tokens)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose short prompts or long ones: in a common step, attention would scan the cells of the
-        long ones for the short ones too (decision 081).
+        """Choose either short or long prompts: in a common step, attention for the short ones would
+        also scan the cells of the long ones (decision 081).
         """
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]

@@ -16,7 +16,7 @@ _EXCERPT_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class LongestMatch:
-    """The longest match of a prompt: `n` tokens are cached, then `continuation` follows them."""
+    """The longest match of a prompt: `n` tokens are cached, then the cache has `continuation`."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ def find_longest_match(
 ) -> LongestMatch:
     """Find the longest match of `tokens` among the sequences that its request may reuse.
 
-    All clients share a pinned prompt, but no cache report shows its text.
+    All clients share a pinned prompt, but cache reports never show its text.
     """
     best = LongestMatch()
     for cached_seq in cached_sequences:
@@ -48,7 +48,7 @@ def describe_divergence(
     n_cached: int,
     detokenize: Callable[[Sequence[int]], bytes],
 ) -> Divergence:
-    """Describe where `prompt`, of which `n_cached` tokens were cached, diverges."""
+    """Describe where `prompt`, of which `n_cached` tokens were cached, diverges from the cache."""
     n_agree = max(best.n, n_cached)
     if n_agree >= len(prompt) - 1:
         return Divergence(n_tokens=len(prompt), cause="none")

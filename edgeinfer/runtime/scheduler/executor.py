@@ -21,7 +21,7 @@ from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: Return codes of llama_decode: no cells are left, and it was aborted.
+#: Return codes of llama_decode: no free cells, and aborted.
 _NO_CELLS = 1
 _ABORTED = 2
 #: Most distinct tokens of profiled steps: every vocabulary has as many.
@@ -29,14 +29,14 @@ _PROFILED_VOCAB = 64
 T = TypeVar("T")
 #: Most outputs of a profiled step. Their logits, up to 1 MB each, stay in the parked process.
 _PROFILED_OUTPUTS = 16
-#: Tokens of the profiled prefill, by which a resumed engine knows what its cached prefixes save. With
+#: Tokens of the profiled prefill, from which a resumed engine knows what its cached prefixes save. With
 #: 128, a token costs a quarter less (SmolLM2, zen4), but 6 MB more stay in the parked process.
 _PROFILED_PREFILL = 32
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
-    """Run batches on `context`. A step can be aborted only if `kv` supports truncation."""
+    """Runs batches on `context`. A step can be aborted only if `kv` supports truncation."""
 
     context: LlamaContext
     batch: Batch
@@ -61,13 +61,13 @@ class Executor:
             self._abort.install(self.context.pointer)
 
     def run(self, entries: list[BatchEntry]) -> float | None:
-        """Compute the batch; return the seconds, or None if it must be planned again.
+        """Compute the batch; return the time (s), or None if it must be planned again.
 
         Raises DecodeError.
         """
         began = time.perf_counter()
         code = self._decode(entries)
-        if code == _NO_CELLS:  # although the accounting has some: drop idle sequences, and retry
+        if code == _NO_CELLS:  # despite free cells in our counts: drop idle sequences, and retry
             self.kv.drop_idle(include_pinned=True)
             code = self._decode(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
@@ -127,7 +127,7 @@ class Executor:
         self.chunk_sizer.record(n_prefilled, seconds - decode_s, is_long=is_long)
 
     def prefill(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
-        """Compute `tokens` after those of `cached_seq`, outside of any request. Raises DecodeError."""
+        """Compute `tokens` after those of `cached_seq`, without a request. Raises DecodeError."""
         for start in range(0, len(tokens), self.batch.capacity):
             chunk = tokens[start : start + self.batch.capacity]
             adapters = cached_seq.adapters
@@ -146,7 +146,7 @@ class Executor:
             self.kv.record_computed(cached_seq, chunk)
 
     def profile_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Measure what steps cost by their number of tokens, with an empty sequence.
+        """Measure the cost of steps by their number of tokens, with an empty sequence.
 
         Raises DecodeError.
         """
@@ -173,10 +173,10 @@ class Executor:
 
 
 class LowPriorityExecutor:
-    """Run work in a thread of low priority, which the first work starts.
+    """Runs work in a thread of low priority, which the first work starts.
 
     OpenMP creates a team of threads for each thread that computes, and the team inherits its priority.
-    The decode thread cannot lower its own priority for a while: only root may raise it again.
+    The decode thread cannot lower its own priority temporarily: only root may raise it again.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class LowPriorityExecutor:
             self._thread = None
 
 
-#: Share of the prefill time that aborted steps may lose, and the most (s) that they may lose together.
+#: Share of the prefill time that aborted steps may waste, and the most (s) that all of them may.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step this close to its end (s), with half of it done, is not aborted.
@@ -203,7 +203,7 @@ _ALMOST_DONE_S = 0.3
 
 
 class StepCancellation:
-    """Decide when to abort a prefill step, within a limit of lost work.
+    """Decides when to abort a prefill step, within a limit of wasted work.
 
     `request_abort` ends the running llama_decode. One thread calls `begin` and `end`; any thread may
     call the other methods.
@@ -218,7 +218,7 @@ class StepCancellation:
         self._allowed_loss_s = _MAX_LOST_S
 
     def begin(self, *, is_prefill_only: bool, expected_s: float) -> None:
-        """Record that a prefill step begins; `is_prefill_only` if no client waits for its prompts."""
+        """Record a prefill step's start; `is_prefill_only` if no client waits for its prompts yet."""
         with self._lock:
             self._began, self._is_prefill_only = time.monotonic(), is_prefill_only
             self._expected_s = expected_s
@@ -234,9 +234,9 @@ class StepCancellation:
                 self._allowed_loss_s = min(_MAX_LOST_S, self._allowed_loss_s + change_s)
 
     def abort_for_incoming_request(self, n_tokens: int) -> None:
-        """Abort the running prefill step for an arriving short request, if little work is lost.
+        """Abort the running prefill step for a short incoming request, if little work is wasted.
 
-        `n_tokens`: the most that the request has to compute.
+        `n_tokens` is the most that the request has to compute.
         """
         with self._lock:
             if self._began is None:
@@ -248,7 +248,7 @@ class StepCancellation:
                 self._request_abort()
 
     def abort_if_all_cancelled(self, cancelled: list[bool]) -> None:
-        """Abort the running prefill step if every one of its requests was cancelled."""
+        """Abort the running prefill step if all its requests were cancelled."""
         with self._lock:
             if self._began is not None and cancelled and all(cancelled):
                 self._request_abort()

@@ -1,4 +1,4 @@
-"""Give the KV cache's pages back to the OS while the engine is idle."""
+"""Return the KV cache's pages to the OS while the engine is idle."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 _IDLE_S = 300.0
 #: Interval (s) at which pending writes are checked.
 _WRITE_CHECK_S = 0.5
-#: Least number of idle cells for which pages are given back.
+#: Smallest number of idle cells for which pages are returned.
 _MIN_IDLE_CELLS = 512
 
 
 class IdleCells:
-    """Give the pages of `kv`, the context context's cells, back to the OS after minutes of idleness.
+    """Returns the pages of `kv`, which are the cells of `context`, to the OS after minutes of idleness.
 
-    Their contents are in the prefix cache on disk then. llama.cpp does not say which cells are free, so
-    all are emptied; a pinned prefix is written back to `states` (decision 088). One thread.
+    By then their contents are in the on-disk prefix cache. llama.cpp does not report which cells are
+    free, so all are emptied; a pinned prefix is written back to `states` (decision 088).
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class IdleCells:
         self._used_at = time.monotonic()
 
     def record_use(self) -> None:
-        """Record that a step is about to use cells, and stop giving pages back."""
+        """Record that a step will use cells, and stop returning pages."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 
     def due_in_s(self) -> float | None:
-        """Return the seconds until there is work; None without any."""
+        """Return the time (s) until there is work; None if there is none."""
         if self._ranges:
             return 0.0
         cache = self._prefixes.prefix_cache
@@ -59,7 +59,7 @@ class IdleCells:
         return all(not c.in_use and cache.writer.would_store(c) for c in idle)
 
     def release_some(self) -> None:
-        """Empty the cells, then give back one piece of their memory. Only while idle."""
+        """Empty the cells, then return one piece of their memory. Only while idle."""
         if self._ranges:
             self._context.cells.give_back([self._ranges.pop()])
             return

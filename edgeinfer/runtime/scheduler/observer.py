@@ -1,4 +1,4 @@
-"""Observers of requests: features that record what the decode loop does, and never change it."""
+"""Observers of requests: features that record what the decode loop does, without changing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 
 class SequenceObserver:
-    """Observe one request, on the decode thread, before its client sees it. A method must not raise."""
+    """Observes one request, on the decode thread, before its client sees the result. Must not raise."""
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         """Read the logits of the next token, before a constraint changes them."""
@@ -33,7 +33,7 @@ class RequestObserver(Protocol):
     """A feature that observes the requests of an engine; `close` is called when the engine closes."""
 
     def on_admit(self, request: GenerateRequest) -> SequenceObserver:
-        """Observe a request that has entered the queue."""
+        """Return the observer of a request that has entered the queue."""
 
     def close(self) -> None: ...
 
@@ -53,7 +53,7 @@ class TokenRecorder(SequenceObserver):
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        # a constraint is about to change them
+        # copy the logits, which a constraint will change
         self._logits = logits if self._replayed is None else logits.copy()
         self._log_sum = log_sum(logits)
 
@@ -61,7 +61,7 @@ class TokenRecorder(SequenceObserver):
         n, logits = len(self._answer), self._logits
         self._answer.append(token)
         self._logits = None
-        # masked logits differ, but not that of `token`
+        # a constraint's mask changes other logits, but not that of `token`
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         if self._replayed is None:
             return

@@ -16,7 +16,7 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 
 class OutputProcessor:
-    """Sample from the logits of the last batch that `executor` has run."""
+    """Samples from the logits of the last batch that `executor` ran."""
 
     def __init__(self, executor: Executor, queue: RequestQueue, vocab: Vocab) -> None:
         self._executor, self.queue = executor, queue
@@ -37,7 +37,7 @@ class OutputProcessor:
                 self.queue.end(entry.seq, "length")
 
     def _report_prompt_logprobs(self, entry: BatchEntry) -> None:
-        """Reduce the prompt's logits to log-probabilities at once: a token's take 0.2 to 1 MB."""
+        """Reduce the prompt's logits to log-probabilities immediately: a token's take 0.2 to 1 MB."""
         seq, n_top = entry.seq, entry.seq.request.prompt_logprobs
         if n_top is None:
             return
@@ -66,7 +66,7 @@ class OutputProcessor:
         while True:
             i, length = entry.first_output + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._logits), self._logits[i])
-            new = seq.tokens[length:]  # several, if a constraint forces some
+            new = seq.tokens[length:]  # several tokens, if a constraint forces some
             if reason is not None or entry.drafts[n_accepted : n_accepted + len(new)] != new:
                 break
             n_accepted += len(new)
@@ -84,8 +84,7 @@ class OutputProcessor:
             seq.drafting.record_acceptance(seq.tokens, 0, 0)
             return
         accepted_end = common_prefix(seq.cached_seq.tokens, seq.tokens, seq.n_past - len(entry.drafts))
-        # tokens that a constraint forced may equal the rest of the drafts; the last one's logits are
-        # not computed yet
+        # forced tokens may equal the rest of the drafts, but the last one's logits are not computed yet
         accepted_end = min(accepted_end, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
         seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))

@@ -1,4 +1,4 @@
-"""Decide how much prefill a step computes, and how long decode-only steps may delay a long prompt."""
+"""Decide how many prompt tokens a step computes, and how long decode-only steps delay a long prompt."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from collections.abc import Sequence as Tokens
 from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: While others decode, a chunk takes about this long (s), with at least `_CHUNK_MIN` tokens.
+#: Target time (s) of a chunk while other sequences decode; it has at least `_CHUNK_MIN` tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
-#: While no sequence decodes, prompts beyond `SHORT_TOKENS` have chunks of this length (tokens) on the
-#: CPU, so that incoming requests start soon (decision 081). A chunk's size decides the rounding of
-#: llama.cpp's kernels, so it must not depend on measured time.
+#: Chunk length (tokens) of prompts beyond `SHORT_TOKENS` on the CPU while no sequence decodes, so that
+#: incoming requests start soon (decision 081). A chunk's size decides the rounding of llama.cpp's
+#: kernels, so it must not depend on measured time.
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length are prefilled before longer ones.
 SHORT_TOKENS = 256
-#: Share of a long prefill's time for decode-only steps, and how much of it (s) is granted in advance.
+#: Share of a long prefill's time for decode-only steps, and how much (s) is granted in advance.
 _DECODE_SHARE = 0.1
 _MAX_ADVANCE_S = 1.0
 
 
 class ChunkSizer:
-    """Learn the cost of prefill, `s_per_token` (s) at first, and size the next chunk."""
+    """Learns the cost of prefill, at first `s_per_token` (s), and sizes the next chunk."""
 
     def __init__(self, batch_invariance: BatchInvariance, s_per_token: float = 0.001) -> None:
         self._max_invariant_tokens = batch_invariance.max_tokens
         #: Length (tokens) of a long prompt's chunks while no sequence decodes.
         self.idle_chunk_tokens = IDLE_CHUNK_TOKENS
-        #: Least length (tokens) of a chunk while other sequences decode.
+        #: Minimum length (tokens) of a chunk while other sequences decode.
         self.least_tokens = _CHUNK_MIN
-        #: Recent cost (s) of a token of prefill.
+        #: Recent cost (s) of prefilling one token.
         self.s_per_token = s_per_token
-        #: The same for long prompts, whose attention scans more cells; None before one was measured.
+        #: Recent cost (s) per token of long prompts, whose attention scans more cells; None before one
+        #: was measured.
         self._long_s_per_token: float | None = None
         self._is_measured = False
 
     def estimate_prefill_s(self, n_tokens: int) -> float:
-        """Estimate how long (s) a prefill of `n_tokens` takes; 0 before the first was measured."""
+        """Estimate the time (s) of a prefill of `n_tokens`; 0 before the first measurement."""
         return n_tokens * (self._long_s_per_token or self.s_per_token) if self._is_measured else 0.0
 
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
@@ -73,16 +74,16 @@ def _moving_average(measured: float, average: float | None) -> float:
 
 
 def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
-    """Return how long (s) decode-only steps may delay this prefill: 10 % of the time spent on it, plus
-    up to 1 s borrowed from the rest.
+    """Return how long (s) decode-only steps may delay this prefill: 10 % of its time so far, plus up to
+    1 s borrowed from the rest.
     """
     return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 
 
 class DecodeBudget:
-    """Grant running streams decode-only steps during a long prefill.
+    """Grants decode-only steps to running streams during a long prefill.
 
-    A short answer then ends within a few steps, instead of one token for each chunk of the long prompt.
+    So a short answer ends within a few steps, instead of getting one token per chunk of the prompt.
     """
 
     def __init__(self, chunk_sizer: ChunkSizer) -> None:
@@ -97,7 +98,7 @@ class DecodeBudget:
             self._delayed = None
 
     def grant_step(self, seq: Sequence) -> bool:
-        """Return whether the next step is decode-only, and delays the long prompt of `seq`."""
+        """Return whether the next step should be decode-only, which delays the long prompt of `seq`."""
         now = time.monotonic()
         remaining_s = seq.n_pending * self._chunk_sizer.s_per_token
         if seq.delayed_s >= decode_budget_s(now - seq.clock.prefill_start, remaining_s):

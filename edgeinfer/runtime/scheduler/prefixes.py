@@ -15,10 +15,10 @@ from edgeinfer.runtime.scheduler.divergence import describe_divergence, find_lon
 from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Time (s) for loading blocks in a step while sequences decode, and otherwise.
+#: Time (s) for loading blocks in a step while sequences decode, and in one while none does.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
-#: Least number of cells of idle sequences worth evicting.
+#: Smallest number of idle sequences' cells that is worth evicting.
 _MIN_EVICTED_CELLS = 1024
 #: Shortest answer (tokens) that is stored for later drafts.
 _MIN_ANSWER_TOKENS = 8
@@ -27,13 +27,13 @@ _DISK_WAIT_S = 0.02
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """List the sequences whose blocks are loaded now; prefill-only ones yield to the others."""
+    """List the sequences whose blocks are loaded now; prefill-only ones come last."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
 
 class Prefixes:
-    """Give each sequence the longest cached prefix, from the KV cache or from disk."""
+    """Gives each sequence the longest cached prefix, from the KV cache or from disk."""
 
     def __init__(self, kv: KvCache, chunk_sizer: ChunkSizer, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
@@ -48,7 +48,7 @@ class Prefixes:
         return self.prefix_cache is not None and self.prefix_cache.writer.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
-        """Store one pending block of an ended sequence, if this is the time for it."""
+        """Store one pending block of an ended sequence, if there is time for it."""
         if self.prefix_cache is not None:
             self.prefix_cache.writer.step(is_idle=is_idle)
 
@@ -66,7 +66,7 @@ class Prefixes:
     def acquire(self, seq: Sequence, *, is_only_request: bool) -> None:
         """Start `seq` with the longest prefix in memory, and start to load more blocks from disk.
 
-        Without a free sequence id it is not started.
+        Without a free sequence id, `seq` is not started.
         """
         request = seq.request
         if request.cache_prompt and not seq.clock.prefill_start:
@@ -122,9 +122,9 @@ class Prefixes:
         seq.report_progress()
 
     def _evict_idle(self, n_new: int) -> None:
-        """Evict idle sequences before a prefill of `n_new` tokens if their blocks are on disk.
+        """Evict idle sequences whose blocks are on disk, before a prefill of `n_new` tokens.
 
-        Attention scans every used cell, so idle ones slow each step.
+        Attention scans every used cell, so idle sequences slow each step.
         """
         cache = self.prefix_cache
         if cache is None or not self._kv.supports_truncation or n_new < cache.block_tokens:
@@ -135,7 +135,7 @@ class Prefixes:
                 self._kv.drop(cached_seq)
 
     def load_blocks(self, running: list[Sequence]) -> None:
-        """Load blocks that were read, for a bounded time, so that running streams do not stall."""
+        """Load blocks that were read, for a limited time, so that running streams do not stall."""
         is_decoding = any(s.is_decoding for s in running)
         until = time.monotonic() + (_LOAD_S_WHILE_DECODING if is_decoding else _LOAD_S)
         for seq in loading_sequences(running):
@@ -177,7 +177,7 @@ class Prefixes:
         return prefix_cache
 
     def save_checkpoint(self, seq: Sequence) -> None:
-        """Save a recurrent checkpoint if later requests may need one here."""
+        """Save a recurrent checkpoint if later requests may need one at this length."""
         n_past = seq.n_past
         if not seq.request.cache_prompt or seq.n_past_uncut < n_past:
             return
@@ -185,7 +185,7 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Release the cells of a request that resumes later; unless `keep`, it is prefilled again."""
+        """Release the cells of a request that resumes later; without `keep`, it is prefilled again."""
         self._end_load(seq)
         if seq.is_started:
             self._kv.release(seq.stop(), keep=keep)

@@ -1,4 +1,4 @@
-"""Turn a request into a sequence: template, tokens, sampler, checks. In the caller's thread."""
+"""Convert a request to a sequence: template, tokens, sampler, checks. Runs on the caller's thread."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Preparer:
-    """Turn requests into sequences of one loaded model, without their adapters. Any thread.
+    """Converts requests to sequences of one loaded model, without their adapters. Any thread.
 
     `entropy`: bytes of the last resume, mixed into every seed. `vision_error` says why a model with a
-    projector cannot read pictures.
+    projector does not accept pictures.
     """
 
     files: ModelFiles
@@ -58,7 +58,7 @@ class Preparer:
 
     @preparing()
     def make_sequence(self, request: GenerateRequest) -> Sequence:
-        """Make a sequence ready to be queued.
+        """Make a sequence that can be queued.
 
         Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError.
         """
@@ -134,24 +134,24 @@ class Preparer:
     def _checked_vision(self, request: GenerateRequest, param: str) -> Vision:
         if self.vision is None:
             raise InvalidRequestError(
-                f"{self.files.name} cannot read pictures{self.vision_error}",
+                f"{self.files.name} does not accept pictures{self.vision_error}",
                 hint=f"`edgeinfer warm {self.files.name}` with the projector, or another model: "
                 "`edgeinfer list pictures`"
                 if self.files.projector
-                else "models that can: `edgeinfer list pictures`",
+                else "`edgeinfer list pictures` shows models that do",
                 param=param,
             )
         if request.n_pictures > MAX_PICTURES:
-            raise InvalidRequestError(f"more than {MAX_PICTURES} pictures", param=param)
+            raise InvalidRequestError(f"at most {MAX_PICTURES} pictures are allowed", param=param)
         return self.vision
 
     def _max_infill_tokens(self, request: GenerateRequest) -> int:
-        """Return how many tokens the prompt of an infill may have next to the answer."""
+        """Return how many tokens prefix and suffix of an infill may have next to the answer."""
         answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
     def _fit_context(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
-        """Return the tokens of a prompt that fits; a shifting request drops some after `n_keep`."""
+        """Return the prompt's tokens if they fit; a shifting request drops some after `n_keep`."""
         if not tokens and self.vocab.bos >= 0:
             tokens = [self.vocab.bos]
         if not tokens:
@@ -161,8 +161,8 @@ class Preparer:
         param = "messages" if request.messages else "prompt"
         if request.overflow != "shift":
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}, which must hold "
-                f"the answer too",
+                f"the prompt has {len(tokens)} tokens, but the context of {self.n_ctx} must also hold "
+                f"the answer",
                 param=param,
                 hint=hint_beyond_training(len(tokens), self.n_ctx_train),
                 n_tokens=len(tokens),
@@ -173,13 +173,13 @@ class Preparer:
         return tokens[:n_keep] + tokens[-n_tail:]
 
     def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Count the tokens at the front that survive a context shift: the system prompt, or BOS."""
+        """Count the tokens at the beginning that survive a context shift: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[0] == self.vocab.bos)
 
     def system_prefix(self, system: str) -> list[int]:
-        """Return the tokens that every conversation with this system prompt starts with."""
+        """Return the tokens with which every conversation with this system prompt begins."""
 
         def tokenize_with(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (
@@ -225,7 +225,7 @@ class Preparer:
 
 _REPO = "repository\n"
 _FILE = "file\n"
-#: Separator of files for a model that has no token for it.
+#: Separator of files for a model without a token for it.
 _RULE = "\n\n--- {name} ---\n\n"
 
 

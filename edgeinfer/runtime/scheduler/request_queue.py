@@ -14,12 +14,12 @@ from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Least number of tokens saved for which a request waits until another has prefilled a shared prefix.
+#: Fewest saved tokens for which a request waits until another has prefilled a shared prefix.
 _MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """Requests `waiting`, and up to `n_parallel` `running`, some of them not started: without cells.
+    """Requests `waiting`, and up to `n_parallel` `running`, some still without cells.
 
     `on_end` is called with each request that has ended.
     """
@@ -31,7 +31,7 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
-        #: Features that observe the requests from now on.
+        #: Features that observe all later requests.
         self.observers: tuple[RequestObserver, ...] = ()
 
     @property
@@ -71,7 +71,7 @@ class RequestQueue:
         c.constraint_seconds_total += seq.constraint_s
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
-        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
+        self.on_end(seq)  # before the last event, because its consumer may read the metrics immediately
         send_last_event()
 
     def admit(self) -> None:
@@ -86,7 +86,7 @@ class RequestQueue:
         self._start_admitted()
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
-        """Requeue a running prefill-only request for `seq`; its prefix stays cached."""
+        """Put a running prefill-only request back into the queue for `seq`; its prefix stays cached."""
         prefill_only = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not prefill_only:
             return False
@@ -97,9 +97,9 @@ class RequestQueue:
         return True
 
     def _start_admitted(self) -> None:
-        """Start running sequences that have not started, while cells last.
+        """Start admitted sequences as long as there are free cells.
 
-        A sequence that waits for a shared prefix lets later ones pass; one that waits for cells does
+        A sequence that waits for a shared prefix lets later ones pass. One that waits for cells does
         not, or it would starve.
         """
         running = self.running
@@ -113,13 +113,13 @@ class RequestQueue:
             self.prefixes.acquire(seq, is_only_request=len(running) == 1)
 
     def _fits(self, seq: Sequence, n_cached: int, started: list[Sequence]) -> bool:
-        """Return whether cells are left for `seq` besides those used or promised to other prompts."""
+        """Return whether enough cells for `seq` are neither used nor promised to other prompts."""
         in_use = len(set().union(*(s.cached_seq.cells for s in started)))
         promised = sum(s.n_pending for s in started)
         return in_use + promised + len(seq.tokens) - n_cached <= self._kv.n_cells
 
     def _count_soon_cached(self, seq: Sequence, started: list[Sequence]) -> int:
-        """Count the tokens of the longest prefix of `seq` that a running prefill is about to cache."""
+        """Return the length of the longest prefix of `seq` that a running prefill will soon cache."""
         if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [

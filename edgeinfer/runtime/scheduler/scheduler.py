@@ -1,8 +1,8 @@
 """The decode loop's step: admit requests, plan a batch, run it, process its output.
 
 Each step is one llama_decode. It carries the next token of every decoding sequence, with draft tokens
-after it, and fills the rest of the batch with chunks of prompts (continuous batching, chunked
-prefill), so a long prompt never stalls the others. One thread.
+after it, and fills the rest of the batch with chunks of prompts (continuous batching, chunked prefill),
+so a long prompt never stalls the others. For one thread.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
 _PICTURE_WAIT_S = 0.02
 
-#: Assumed cost of prefill before the first measurement (s per token and byte of its weights): half of
-#: that of a 4B in Q4_0 on two cores.
+#: Cost of prefill assumed before the first measurement (s per token and byte of its weights): half of a
+#: 4B's in Q4_0 on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
 #: Share of a step's time for reading streamed weights of a dense model, however many tokens it has.
 _STREAMED_SHARE = 0.9
 
 
 class Scheduler:
-    """Own `context`, which decodes, while it runs."""
+    """Owns `context`, which decodes, while it runs."""
 
     def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
         vocab, batch = loaded.vocab, Batch.of(context, max_outputs=loaded.plan.n_outputs)
@@ -91,7 +91,7 @@ class Scheduler:
         self._with_cpu_fallback(self._step)
 
     def _with_cpu_fallback(self, work: Callable[[], None]) -> None:
-        """Run `work`; if a GPU fails in it, continue on the CPU. Raises DecodeError without a GPU."""
+        """Run `work`; if a GPU fails, continue on the CPU. Raises DecodeError without a GPU."""
         try:
             work()
         except DecodeError as error:
@@ -114,7 +114,7 @@ class Scheduler:
         decode_s = self.executor.run(entries)
         if decode_s is None:
             return
-        self.counters.steps_total += 1  # before a client that has its answer can ask
+        self.counters.steps_total += 1  # before the client that gets its answer can ask for it
         self._output_processor.process(entries)
         draft_s = sum(entry.seq.drafting.model_s for entry in entries if not entry.is_prefill)
         self.counters.decode_seconds_total += draft_s
@@ -138,11 +138,11 @@ class Scheduler:
                 return
 
     def idle_work_due_in_s(self) -> float | None:
-        """Return the seconds until idle work is due; None without any."""
+        """Return the time (s) until idle work is due; None if there is none."""
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_idle_work(self) -> None:
-        """Store one pending block, or give some pages back to the OS. Only while idle."""
+        """Store one pending block, or return some pages to the OS. Only while idle."""
         if self.prefixes.has_writes:
             self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
@@ -155,7 +155,7 @@ class Scheduler:
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until `n_cells` suffice; return False if a request is too long."""
+        """Evict idle sequences until `n_cells` cells suffice; return False if a request is too long."""
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -165,8 +165,8 @@ class Scheduler:
     ) -> None:
         """Continue in another context, which has a copy of this one's cells (`has_copy`) or is empty.
 
-        Only between steps, and without a prefix cache. A device computes whole batches of a prompt, and
-        is not batch-invariant, so there are no automatic drafts on one.
+        Only between steps, and without a prefix cache. A device computes whole batches of a prompt and
+        is not batch-invariant, so it gets no automatic drafts.
         """
         self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
@@ -206,7 +206,7 @@ class Scheduler:
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Prefill and pin a prefix that many requests share; return its tokens. Only while idle."""
+        """Prefill and pin a prefix that many requests share; return its length. Only while idle."""
         self._idle_cells.record_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)

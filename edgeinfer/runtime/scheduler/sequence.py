@@ -41,7 +41,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 @dataclass(slots=True)
 class RequestClock:
-    """Monotonic seconds of a request's stages; 0.0 before each."""
+    """Monotonic times (s) of a request's stages; 0.0 before each."""
 
     submitted: float = field(default_factory=time.monotonic)
     prefill_start: float = 0.0
@@ -53,7 +53,7 @@ class RequestClock:
 class Sequence:
     """A request. `tokens` are the prompt and the sampled tokens; `n_past` of them are in the KV cache.
 
-    `n_keep` returns how many tokens at the front survive a context shift; `delayed_s` is how long
+    `n_keep` returns how many tokens at the beginning survive a context shift; `delayed_s` is how long
     decode-only steps have delayed its prefill. While `block_load` is set, blocks are loaded from disk,
     and the planner skips the sequence.
     """
@@ -101,7 +101,7 @@ class Sequence:
             self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
-        """Request the end; the loop sees it at its next step. Any thread."""
+        """Request the end, which happens at the next step. Any thread."""
         self.cancelled = True
         self.wake_loop()
 
@@ -120,7 +120,7 @@ class Sequence:
         self._cached_seq = cached_seq
 
     def stop(self) -> CachedSequence:
-        """Give up the sequence id, and return its tokens and cells. `start` continues later."""
+        """Release the sequence id, and return its tokens and cells. `start` continues later."""
         cached_seq, self._cached_seq = self.cached_seq, None
         return cached_seq
 
@@ -131,7 +131,7 @@ class Sequence:
 
     @property
     def n_past_uncut(self) -> int:
-        """Number of tokens in the KV cache before a picture of which it has only some rows."""
+        """Number of tokens in the KV cache, without a picture that is there only in part."""
         return self.tokens.cut(self.n_past)
 
     @property
@@ -141,7 +141,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the next token, or the first one of the next picture rows."""
+        """Position of the next token, or of the first of the next picture rows."""
         return self.tokens.position(self.n_past)
 
     @property
@@ -155,13 +155,13 @@ class Sequence:
 
     @property
     def encoding(self) -> Span | None:
-        """The picture that comes next if it is not encoded yet."""
+        """The picture that comes next, if it is not encoded yet."""
         span = self.picture if self.is_started and not self.is_loading_blocks else None
         return span if span is not None and self.pictures.is_encoding(span) else None
 
     @property
     def is_prefill_only(self) -> bool:
-        """Return whether only the prompt is computed: a warm-up for an expected request."""
+        """Return whether only the prompt is computed, for an expected request."""
         return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
@@ -170,13 +170,13 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the last sampled token is to be computed."""
+        """Return whether only the last sampled token must be computed."""
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
         self, vocab: Vocab, context: Any, output_index: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
-        """Sample a token and emit events; return the finish reason, if it ended.
+        """Sample a token and emit events; return the finish reason, if the answer ended.
 
         `logits` are those of `output_index` in `context`, llama.cpp's pointer.
         """
@@ -213,7 +213,7 @@ class Sequence:
             if logprobs is not None and self.request.prompt_logprobs is not None:
                 self.output.hold_logprobs(
                     logprobs
-                )  # evaluators drop the last entry as the generated token's
+                )  # evaluation tools drop the last entry, that of the generated token
             return "stop"
         for event in self.output.feed(token, logprobs):
             self._emit(event)
@@ -229,7 +229,7 @@ class Sequence:
         return "length" if self.n_generated >= self.max_tokens else None
 
     def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
-        """End the reasoning span, unless a constraint needs another token before."""
+        """End the reasoning span, unless a constraint requires another token first."""
         if self.matcher is not None and self.matcher.valid(close) < len(close):
             return None
         return self._append_forced(vocab, close)
@@ -269,13 +269,13 @@ class Sequence:
         self.stream.put(event)
 
     def fail(self, error: EngineError) -> None:
-        """End with an error, raised from the consumer's iteration."""
+        """End with an error, which the consumer's iteration raises."""
         self._end(error)
 
     def _end(self, last_event: Finished | EngineError) -> None:
         for observer in self.observers:  # before the event, at which `run` ends the process
             observer.on_end(last_event, self.output.n_broken_calls)
-        self.drafting.close()  # before the event, too: the next request may continue its text
+        self.drafting.close()  # also before the event: the next request continues with its text
         self.stream.put(last_event)
         self.sampler.close()
         self.pictures.close()
@@ -307,7 +307,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchEntry:
-    """A sequence's share of a batch: its tokens with draft tokens.
+    """A sequence's part of a batch: its tokens with draft tokens.
 
     `first_output` is its first output to sample from; outputs are the batch's tokens with logits.
     """

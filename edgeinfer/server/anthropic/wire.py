@@ -294,8 +294,7 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
     """`input_tokens` were prefilled, `cache_read_input_tokens` were cached.
 
-    `cache_read_disk_input_tokens`, a field of edgeinfer, counts the cached tokens that came from the
-    disk.
+    `cache_read_disk_input_tokens`, a field of edgeinfer, counts the cached tokens from the disk.
     """
 
     input_tokens: int

@@ -2,8 +2,8 @@
 
 Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
 configuration directory, which is created at the first bind beyond loopback. Keys are never on the
-command line, in a log or in a snapshot. The first key of a file is the administrator's; others may only
-use models.
+command line, in a log or in a snapshot. The first key of a file is the administrator's; others only use
+models.
 """
 
 from __future__ import annotations

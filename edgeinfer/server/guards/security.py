@@ -133,8 +133,7 @@ def _is_address(name: str) -> bool:
 def cors_headers(origin: str, asked: str | None = None) -> dict[str, str]:
     """Return CORS headers for an allowed origin; credentials are never allowed.
 
-    `asked` are the request headers that a preflight lists ("" for none); official clients add their
-    own.
+    `asked` are the request headers that a preflight lists ("" for none); official clients add some.
     """
     headers = {
         "access-control-allow-origin": origin,

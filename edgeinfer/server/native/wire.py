@@ -209,7 +209,7 @@ class Props(Reply, frozen=True, kw_only=True):
     """The endpoint and its models. The default model has the fields of llama.cpp's server.
 
     `requests` is the number that use a model now. `loose_tools` lists tools whose arguments cannot be
-    constrained to their schema, each with the place in the schema and the reason. `payload_log` is null
+    constrained to their schema, each with the place in the schema and the reason. `payload_log`: null
     if off.
     """
 

@@ -194,8 +194,8 @@ DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class AnswerFields(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of the answers of both routes. The last line has the statistics; zeros are left out, as by
-    Ollama.
+    """Fields of the answers of both routes. The last line has the statistics, without zeros (as
+    Ollama).
     """
 
     model: str

@@ -32,8 +32,7 @@ from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk, without `usage`: strands-agents drops the text of a chunk with `usage`, even if it is
-#: null.
+#: End of a chunk, without `usage`: strands-agents drops a chunk's text if it has `usage`, even null.
 _TAIL = b"]}\n\n"
 
 
@@ -173,8 +172,8 @@ class ChatRenderer(_OpenAI):
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
         self._logprobs = bool(body.logprobs)
-        #: A stream of only tool calls must not begin with an empty text: some clients make a text part
-        #: of it.
+        #: A stream of only tool calls must not begin with an empty text, of which some clients make a
+        #: text part.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
 
     def opening(self) -> bytes:

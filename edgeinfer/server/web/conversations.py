@@ -136,8 +136,8 @@ class Conversations:
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
-        #: Threads of tool calls. A call that waits for the user blocks one, so answers use other
-        #: threads.
+        #: Threads of tool calls, separate from those of answers: a call that waits for the user blocks
+        #: one.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
         self._answers: dict[int, RunningAnswer] = {}

@@ -16,8 +16,7 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """Sign in with a one-time code, with the endpoint's first API key, or with neither as the local
-    user.
+    """Sign in with a one-time code or the endpoint's first API key, or with neither as the local user.
 
     `announce`: `edgeinfer web` sends it, and opens a browser next.
     """
@@ -52,8 +51,7 @@ class Question(Settings, frozen=True, kw_only=True):
 
 
 class Change(Settings, frozen=True, kw_only=True):
-    """One change of a conversation. `show` selects the branch of `turn`, or its alternative `step`
-    further.
+    """One change of a conversation. `show` selects the branch of `turn`, or the `step`th after it.
 
     `decide` is the user's decision about the call of `card`; the model is told `reason`.
     """

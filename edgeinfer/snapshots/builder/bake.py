@@ -11,7 +11,7 @@ including Python's heap and the threads' stacks (docs/decisions/040-bake-the-ima
 
 CRIU still reads runs that are too short for a mapping, and areas that cannot be mapped (the stack,
 which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes no
-disk space.
+disk.
 """
 
 from __future__ import annotations
@@ -184,8 +184,7 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # Anonymous memory needs no zeros on disk; in a file's mapping the zeros must hide the file's
-        # bytes.
+        # Anonymous memory needs no zeros on disk; in a file's mapping they must hide the file's bytes.
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start

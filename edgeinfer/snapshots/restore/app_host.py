@@ -198,8 +198,7 @@ class AppHost(Host):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """Start the engine of `model` in its own process, resumed if possible; closing it ends the
-        process.
+        """Start the engine of `model` in a process, resumed if possible; closing it ends the process.
 
         Raises what loading raises there, EngineClosedError if that process dies before it is ready.
         """

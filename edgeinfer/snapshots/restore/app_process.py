@@ -196,8 +196,7 @@ def forget_random_state(ranges: list[Range]) -> None:
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
     """Give every source of randomness a new state; return entropy for the samplers.
 
-    `entropy` comes from the launcher, and is mixed with the kernel's. Raises OSError if the kernel
-    gives none.
+    `entropy` comes from the launcher, and is mixed with the kernel's. Raises OSError.
     """
     forget_random_state(ranges)
     seed = linux.getrandom(64) + entropy

@@ -4,8 +4,7 @@ Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done"
 "n_tokens"}`. With COMPARED, another file of the same model, that line also has "compared_perplexity",
 the mean Kullback-Leibler "divergence" of the model from it in nats per token, and "same_top", the share
 of tokens for which both have the same most likely token. The text is read once from its beginning, in
-one window; every token after the first 32 is scored. Models with different vocabularies cannot be
-compared.
+one window; every token after the first 32 is scored. Their vocabularies must be equal.
 """
 
 from __future__ import annotations
