@@ -1,14 +1,14 @@
-"""`make bench`: load time, prefill and decode rates of both real models, compared with a bare llama_decode
-loop in the same process and with llama-bench when it is on PATH. Writes bench-out/bench.md and
-bench-out/bench.json.
+"""`make bench`: load time, prefill and decode rates of both real models, compared with a bare
+llama_decode loop in the same process and with llama-bench if it is on PATH. Writes bench-out/bench.md
+and bench-out/bench.json.
 
-Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop is what
-llama.cpp gives with its own defaults (micro-batches of 512) and a greedy pick by numpy: none of
-our Python in it.
+Sides alternate, round by round; figures are medians with the range of the rounds. The bare loop shows
+llama.cpp's speed with its own defaults (micro-batches of 512) and greedy sampling by numpy, without our
+Python.
 
-`--decode`: one answer at a time instead, sides in turn: ours, llama-server and, with `--ik FOLDER`,
-llama-bench of an ik_llama.cpp that was built there, on plain and on repacked weights; and the share of
-the rate at which a plain loop reads memory in the same run (bench-out/decode.md).
+`--decode` measures one stream instead, sides in turn: ours, llama-server and, with `--ik FOLDER`,
+llama-bench of an ik_llama.cpp that was built there, on plain and on repacked weights. It also reports
+the share of the rate at which a plain loop reads memory in the same run (bench-out/decode.md).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Bare:
         return int(np.frombuffer(row, np.float32).argmax())
 
     def rates(self, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
-        """Prefill of the prompt and decode of n tokens, tokens a second."""
+        """Measure prefill of the prompt and decode of n tokens, in tokens/s."""
         self.llama.llama_memory_clear(self.memory, False)
         began = time.perf_counter()
         self.decode(prompt)
@@ -104,18 +104,16 @@ def run_to_end(engine: LlamaEngine, prompt: list[int], n: int) -> Finished:
 
 
 def engine_rates(engine: LlamaEngine, prompt: list[int]) -> tuple[float, float]:
-    """Prefill (prompt to first token) and steady decode, tokens a second, by the engine's own
-    timings.
-    """
+    """Measure prefill (prompt to first token) and steady decode in tokens/s, by the engine's timings."""
     prefill = run_to_end(engine, prompt, 1).timings.prefill_ms
     last_event = run_to_end(engine, prompt[:16], DECODE + 1)
     return 1000.0 * len(prompt) / prefill, last_event.timings.decode_tokens_per_s(DECODE + 1)
 
 
 def beside(engine: LlamaEngine, bare: Bare, prompt: list[int], n: int = DECODE) -> tuple[float, float]:
-    """The bare loop's rates, on the engine's own decode thread: libgomp keeps a team of threads for
-    every thread that calls ggml, and with more of them than processors all sleep at barriers instead of
-    spinning, ours and theirs (30 % slower).
+    """Measure the bare loop on the engine's own decode thread: libgomp creates a team of threads for
+    every thread that calls ggml. With more threads than processors all of them sleep at barriers
+    instead of spinning, on both sides (30 % slower).
     """
     return engine.between_steps(lambda: bare.rates(prompt, n))
 
@@ -195,7 +193,7 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
 
 
 def _read_by_a_token(path: Path) -> int:
-    """Return the bytes of weights that one token needs: all but a table of embeddings of its own."""
+    """Return the bytes of weights that one token needs: all except a separate table of embeddings."""
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
     has_output = "output.weight" in tensors
     return sum(size for name, size in tensors.items() if name != "token_embd.weight" or not has_output)
@@ -211,7 +209,7 @@ def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> flo
 
 
 def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
-    """Return tokens a second of one stream by side and round; "read": the plain loop's GB a second."""
+    """Return tokens/s of one stream by side and round; "read" is the plain loop's rate in GB/s."""
     path = model_path(name)
     engine = load_engine(
         ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=N_CTX, n_parallel=1)
@@ -239,7 +237,7 @@ def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
         sides["ik, repacked"] = lambda: _ik_rate(ik, path, threads, is_repacked=True)
     rates: dict[str, list[float]] = {"read": []}
     level = libllama.build_info().kernels
-    for number in range(rounds + 1):  # the first one is a warm-up
+    for number in range(rounds + 1):  # the first round is a warm-up
         for side, rate in sides.items():
             rates.setdefault(side, []).append(rate())
             if side == "ours":
@@ -253,7 +251,7 @@ def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
 
 
 def decode_table(rates: dict[str, dict[str, list[float]]]) -> str:
-    """Return the figure's rows: medians with the range of the rounds, tokens a second."""
+    """Return the figure's rows: medians with the range of the rounds, in tokens/s."""
     peers = [side for side in next(iter(rates.values())) if side not in ("read", "ours")]
     lines = [
         f"| model | GB a token | plain loop, GB/s | ours | share of the loop | {' | '.join(peers)} |",
@@ -307,9 +305,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     add_out(parser)
-    parser.add_argument("--decode", action="store_true", help="only one stream, sides in turn")
+    parser.add_argument("--decode", action="store_true", help="measure only one stream, sides in turn")
     parser.add_argument(
-        "--ik", default="", metavar="FOLDER", help="where ik_llama.cpp's llama-bench was built"
+        "--ik", default="", metavar="FOLDER", help="folder of a built ik_llama.cpp with llama-bench"
     )
     options = parser.parse_args()
     if options.decode:

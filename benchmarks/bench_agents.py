@@ -1,12 +1,12 @@
-"""The first token of a new session of an agent whose preamble is at rest: `make bench-agents`.
+"""`make bench-agents`: time to the first token of a new agent session whose preamble is on disk.
 
-Recorded sessions (tests/clients/recorded) are asked over HTTP as the agents ask. Two in folders of their own
-are prefilled. Then, each time after a new start of `serve`, at once and once what
-the agent begins with is back in memory, as `edgeinfer launch` has it while the agent starts:
+Recorded sessions (tests/clients/recorded) are replayed over HTTP with the agents' requests. Two
+sessions in different folders are prefilled. Each measurement follows a new start of `serve`:
+immediately, and after the agent's preamble is back in memory, as `edgeinfer launch` does while the
+agent starts:
 
-another folder   a session with other words, in a folder that was never seen
-same folder      one in the folder of the second session that was read
-the next day     and one there on another day
+another folder a session with other words, in a new folder same folder a session in the folder of the
+second prefilled session the next day a session in that folder on another day
 
 Writes bench-out/agents.md and agents.json.
 """
@@ -38,18 +38,18 @@ RECORDED = ROOT / "tests/clients/recorded"
 N_CTX = 16_384
 _LIMITS = {"/v1/responses": "max_output_tokens"}
 _ANSWER_TOKENS = 8
-#: Folders that the sessions that were recorded ran in.
+#: Folders in which the recorded sessions ran.
 _HOME = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/home")
 _WORK = re.compile(r"(?:/\w+)+/edgeinfer-agent-\w+/work")
 _SLUG = re.compile(r"(?:-\w+)+-edgeinfer-agent-[\w-]+?-work")
 _DAY = re.compile(r"20\d\d-\d\d-\d\d|[A-Z][a-z][a-z] [A-Z][a-z][a-z] \d\d 20\d\d")
 CASES = ("another folder", "same folder", "the next day")
-#: An event of each dialect that carries a piece of an answer.
+#: An event of each dialect that contains a piece of an answer.
 _PIECE = re.compile(rb'"(?:text_delta|response\.output_text\.delta|thinking_delta)"|"content":"[^"]')
 
 
 class Session(NamedTuple):
-    """Where and when a session is, and what its person says first."""
+    """Folder and day of a session, and its user's first message."""
 
     folder: str
     question: str
@@ -57,17 +57,17 @@ class Session(NamedTuple):
 
 
 def first_request(agent: str) -> dict[str, Any]:
-    """The first request of the recorded session: `path`, `user_agent`, `body`."""
+    """Return the first request of the recorded session: `path`, `user_agent`, `body`."""
     recorded = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))["requests"]
     most = max(len(request["body"].get("tools") or ()) for request in recorded)
     return next(request for request in recorded if len(request["body"].get("tools") or ()) == most)
 
 
 def body_for(body: dict[str, Any], session: Session) -> dict[str, Any]:
-    """The body as the agent would have sent it for another session."""
+    """Return the body that the agent would have sent for another session."""
     raw = json.dumps(body)
     if scrub(FIRST) not in raw:
-        raise SystemExit("the recorded session does not begin with the words that it was asked")
+        raise SystemExit("the recorded session does not begin with its question")
     raw = _HOME.sub("/home/ada", raw)
     raw = _WORK.sub(f"/home/ada/{session.folder}", raw)
     raw = _SLUG.sub(f"-home-ada-{session.folder}", raw)
@@ -80,7 +80,9 @@ def body_for(body: dict[str, Any], session: Session) -> dict[str, Any]:
 def ask(
     side: Side, recorded: dict[str, Any], session: Session, *, n: int
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds from the request to the first piece of an answer of `n` tokens, and what /slots says."""
+    """Return the seconds from the request to the first piece of an answer of `n` tokens, and the answer
+    of /slots.
+    """
     limit = _LIMITS.get(recorded["path"], "max_tokens")
     body = body_for(recorded["body"], session) | {"model": side.model, "stream": n > 0, limit: n}
     for name in ("stream_options", "max_completion_tokens"):
@@ -103,7 +105,7 @@ def ask(
 
 
 def recall(side: Side, agent: str, session: Session) -> float:
-    """Have what the agent begins with in memory, as `launch` does; seconds that took."""
+    """Load the agent's preamble into memory, as `launch` does; return the seconds."""
     body = {"agent": agent, "folder": f"/home/ada/{session.folder}"}
     began = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", side.port, timeout=3000)
@@ -111,13 +113,13 @@ def recall(side: Side, agent: str, session: Session) -> float:
     path = f"/v1/models/{side.model}/recall"
     connection.request("POST", path, json.dumps(body), headers)
     if not json.loads(connection.getresponse().read())["n_tokens"]:
-        raise SystemExit(f"nothing of {agent} is at rest")
+        raise SystemExit(f"no preamble of {agent} is on disk")
     connection.close()
     return time.perf_counter() - began
 
 
 def _read(side: Side, agent: str, recorded: dict[str, Any], home: Path) -> float:
-    """Read what the agent begins with, unless a run before has; seconds that took."""
+    """Prefill the agent's preamble, unless an earlier run has; return the seconds."""
     noted = home / "read.json"
     if not noted.is_file():
         began = time.perf_counter()
@@ -130,13 +132,13 @@ def _read(side: Side, agent: str, recorded: dict[str, Any], home: Path) -> float
 
 
 def measure(agent: str, shape: str, model: Path, home: Path, runs: int) -> list[dict[str, Any]]:
-    """The rows of one agent on one model."""
+    """Measure one agent on one model; return the rows."""
     recorded = first_request(agent)
     side = ours(home, model, N_CTX, parallel=1)
     try:
         return _measure_side(side, agent, shape, recorded, home, runs)
     finally:
-        side.stop()  # what was read is written, also of a run that was broken off
+        side.stop()  # stopping writes the prefilled blocks, also of an interrupted run
 
 
 def _measure_side(
@@ -168,7 +170,7 @@ def _measure_side(
                 file=sys.stderr,
                 flush=True,
             )
-    for case, measurements in runs_by_case.items():  # nothing was asked where a run only reads
+    for case, measurements in runs_by_case.items():  # a run that only prefills asks nothing
         firsts, at_once, recalled, computed = (
             sorted(column) for column in zip(*measurements, strict=True)
         )
@@ -190,9 +192,9 @@ def _measure_side(
 
 
 def _session(case: str, number: int, *, is_new: bool = False) -> Session:
-    """A new session of today, in a new folder in the first case.
+    """Make a new session of today, in a new folder in the first case.
 
-    `is_new`: in the last case on a day that was never seen either, so that today is another for the next.
+    `is_new`: in the last case also on a new day, so that today differs from it.
     """
     question = f"Why does test {number} fail, {case}?"
     if case == "another folder":
@@ -203,7 +205,7 @@ def _session(case: str, number: int, *, is_new: bool = False) -> Session:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "| agent | model | prompt | read at first in | back in memory in | new session | computed"
         " | first token | spread | asked at once |",
@@ -227,10 +229,10 @@ def main() -> None:
         "--shapes", default="small,4b", help="small: SmolLM2; 4b: random weights, f16 cache"
     )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--work", default="", help="a folder for homes and made models; 12 GB")
-    parser.add_argument("--keep", type=Path, help="keep them there: the next run reads nothing again")
+    parser.add_argument("--work", default="", help="folder for homes and generated models; 12 GB")
+    parser.add_argument("--keep", type=Path, help="keep them: the next run prefills nothing again")
     add_out(parser)
-    parser.add_argument("--add", action="store_true", help="to the rows that are in OUT already")
+    parser.add_argument("--add", action="store_true", help="append to the rows in OUT")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     written = options.out / "agents.json"

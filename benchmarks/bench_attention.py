@@ -1,8 +1,9 @@
-"""`make bench-attention`: whole steps of a model after a long context, with kernels of our own and llama.cpp's.
+"""`make bench-attention`: whole steps of a model after a long context, with our own kernels and
+llama.cpp's.
 
-Each side is a process of its own that holds the model with the same context read; steps of each length
-alternate between them. Figures are medians of `--runs` with the least and the greatest, and their ratio.
-`--variant haswell` measures another of ggml's CPU variants than the best for this machine.
+Each side is a process with the model and the same prefilled context; steps of each length alternate
+between them. Figures are medians of `--runs` with minimum and maximum, and their ratio. `--variant
+haswell` measures another of ggml's CPU variants than the best for this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Steps:
             self._decode(first, min(_BATCH, depth - first))
 
     def step(self, rows: int) -> float:
-        """Compute so many tokens after the context, and forget them; seconds."""
+        """Compute `rows` tokens after the context, and remove them; return the seconds."""
         took_s = self._decode(self._depth, rows)
         memory = self._lib.llama_get_memory(self._context)
         self._lib.llama_memory_seq_rm(memory, 0, self._depth, -1)
@@ -64,7 +65,7 @@ class Steps:
 
 
 def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> None:
-    """One side, asked for steps on its standard input."""
+    """Run one side, which computes steps for requests on its standard input."""
     if side != "ours":
         libedgeinfer.use_kernels = lambda ggml, base, binding_version: libedgeinfer.Kernels()
     steps = Steps(model, int(depth), cache, variant)
@@ -74,7 +75,7 @@ def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> 
 
 
 def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
-    """Seconds by rows and side."""
+    """Return the seconds by rows and side."""
     command = [sys.executable, __file__, "--side"]
     model_arguments = [str(model), str(options.depth), cache, options.variant]
     sides: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, d
 
 
 def table(figures: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
-    """The rows of the figure."""
+    """Return the rows of the figure."""
     lines = [
         "| model | cache | rows | llama.cpp's kernels | ours | of llama.cpp's |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--variant", default="", help="one of ggml's CPU variants")
-    parser.add_argument("--work", type=Path, help="a folder for the model that is made, which stays")
+    parser.add_argument("--work", type=Path, help="folder in which the generated model is kept")
     add_out(parser)
     parser.set_defaults(rows=[1, 2, 4, 8, 19, 32, 64, 512])
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""The shipped file compared with the virtual environment: every stage of a warm launch from exec, the first
-launch, and sizes.
+"""The shipped file compared with the virtual environment: every stage of a warm launch from exec, the
+first launch, and sizes.
 
     bench_binary.py [--binary dist/edgeinfer] [--models small,7b] [--runs 10] [--out bench-out]
 
-Whole processes, timed here from just before exec; sides alternate run by run, each with a home and a
-snapshot of its own. `ready` is an endpoint whose /health answers 200, `painted` a chat that has drawn
-its screen on a pseudo-terminal; `cold` is a start without a snapshot and a prompt of one token (in
-containers: bench_containers.py). Run as root, the programs run as an ordinary user (--uid). Medians and
-the spread (least to greatest) go to bench-out/binary.md and .json.
+Whole processes are timed from just before exec; sides alternate run by run, each with its own home and
+snapshot. `ready`: /health of an endpoint answers 200. `painted`: a chat has drawn its screen on a
+pseudo-terminal. `cold`: a start without a snapshot, with a prompt of one token (in containers:
+bench_containers.py). If this runs as root, the programs run as an ordinary user (--uid). Medians and
+ranges go to bench-out/binary.md and .json.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from common import add_out, free_port, is_healthy, link_model, write_figure  # n
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
 STAGES = ("launcher", "restore", "running", "request")
-#: The empty composer's words: on the screen when the chat is.
+#: Text of the empty composer, which shows that the chat has drawn its screen.
 PAINTED = b"Ask something"
 
 
 def cold_start(side: Side, model: str) -> dict[str, float]:
-    """`run` without a snapshot, the page cache hot: exec → loaded, → first token, by its own clock."""
+    """Time `run` without a snapshot, with a hot page cache: exec → loaded, → first token, by its own
+    clock.
+    """
     arguments = ("run", model, "--raw", "Hello", "--temperature", "0", "--max-tokens", "1", "--json")
     result = json.loads(side.run(*arguments, "--resume", "never").stdout)["result"]
     ready_ms = result["start"]["stages_ms"]["ready"]
@@ -54,7 +56,7 @@ def cold_start(side: Side, model: str) -> dict[str, float]:
 
 
 class Side:
-    """One way to start edgeinfer, with a home of its own."""
+    """One way to start edgeinfer, with its own home."""
 
     def __init__(self, name: str, command: list[str], home: Path, uid: int) -> None:
         self.name = name
@@ -64,7 +66,7 @@ class Side:
         home.mkdir(parents=True)
         if os.geteuid() == 0:
             os.chown(home, uid, uid)
-        # no tty, no colours: what is timed is the launch
+        # no tty, no colours: only the launch is timed
         self.environment = {
             "PATH": "/usr/bin:/bin",
             "LANG": "C.UTF-8",
@@ -76,7 +78,7 @@ class Side:
 
     @property
     def person(self) -> dict[str, Any]:
-        """subprocess's words for running as the ordinary user."""
+        """Arguments of subprocess for running as the ordinary user."""
         return {"user": self.uid, "group": self.uid, "extra_groups": []} if os.geteuid() == 0 else {}
 
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -96,7 +98,7 @@ class Side:
         return done
 
     def answer(self, model: str) -> dict[str, float]:
-        """`run`: the stages its own clock gives, and the whole of it by ours."""
+        """Time `run`: its stages by its own clock, and the whole by ours."""
         began = time.monotonic()
         text = self.run(
             "run", model, "Name three colours.", "--temperature", "0", "--max-tokens", "1", "--json"
@@ -108,7 +110,7 @@ class Side:
         return {**{s: result["start"]["stages_ms"][s] for s in STAGES}, "answered and ended": exit_ms}
 
     def ready(self, model: str) -> dict[str, float]:
-        """`serve`: exec → /health is 200."""
+        """Time `serve`: exec → /health is 200."""
         port = free_port()
         began = time.monotonic()
         process = subprocess.Popen(
@@ -131,7 +133,7 @@ class Side:
             process.wait(60)
 
     def measure_chat(self, model: str) -> dict[str, float]:
-        """`chat` on a pseudo-terminal: exec → the composer is on the screen."""
+        """Time `chat` on a pseudo-terminal: exec → the composer is on the screen."""
         controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         began = time.monotonic()
@@ -151,12 +153,12 @@ class Side:
         try:
             while PAINTED not in seen:
                 if not select.select([controller], [], [], 60)[0]:
-                    raise SystemExit(f"{self.name}: the chat painted nothing in 60 s: {seen[-200:]!r}")
+                    raise SystemExit(f"{self.name}: the chat drew nothing within 60 s: {seen[-200:]!r}")
                 seen += os.read(controller, 1 << 16)
             return {"chat: painted": (time.monotonic() - began) * 1000}
         finally:
             process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(OSError):  # EIO: the last of them has closed the terminal
+            with contextlib.suppress(OSError):  # EIO: the last process has closed the terminal
                 while os.read(controller, 1 << 16):
                     pass
             process.wait(60)
@@ -164,7 +166,7 @@ class Side:
 
 
 def first_launches(side: Side, runs: int) -> dict[str, Any]:
-    """`--version` of the shipped file in a home that never saw it, then in one that did."""
+    """Time `--version` of the shipped file in a new home, then in a used one."""
     times: dict[str, list[float]] = {"first": [], "later": []}
     for _ in range(runs):
         shutil.rmtree(side.home / ".local/share/edgeinfer/app", ignore_errors=True)
@@ -185,7 +187,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def sizes(binary: Path) -> dict[str, int]:
-    """Bytes in the file, by part, and unpacked, by folder."""
+    """Return the bytes in the file, by part, and unpacked, by folder."""
     shipped = open_shipped(binary)
     with binary.open("rb") as file:
         index = read_index(file, shipped)
@@ -249,7 +251,7 @@ def measure(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: launches, first launch, sizes."""
+    """Return Markdown: launches, first launch, sizes."""
 
     def ms(value: dict[str, float] | None) -> str:
         return (
@@ -285,10 +287,10 @@ def main() -> None:
     parser.add_argument("--models", default="small,7b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument(
-        "--uid", type=int, default=1000, help="who runs the programs when this runs as root"
+        "--uid", type=int, default=1000, help="user that runs the programs if this runs as root"
     )
     parser.add_argument(
-        "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
+        "--work", default=None, help="folder with space for models and snapshots, not on tmpfs"
     )
     add_out(parser)
     options = parser.parse_args()

@@ -1,16 +1,17 @@
-"""`make bench-drafts`: what draft tokens gain on edits, tool calls, JSON, chat and summaries, and that `auto`
-drafts only where that gains.
+"""`make bench-drafts`: what draft tokens gain on edits, tool calls, JSON, chat and summaries, and
+whether `auto` drafts only where that gains.
 
-Every request is answered without drafts and with `auto` in turn, greedily, each time into an empty KV cache; figures
-are medians of tokens a second over `--rounds`, with the share of drafts that were accepted and of texts that are equal. Tool calls and JSON are
-answered under a schema, and after other requests of the same kind, whose answers `auto` finds; none of
-what is measured is written there.
+Every request is answered without drafts and with `auto` in turn, greedily, each time into an empty KV
+cache. Figures are medians of tokens/s over `--rounds`, with the share of accepted drafts and of equal
+texts. Tool calls and JSON are answered under a schema, after other requests of the same kind, whose
+answers `auto` finds; measured answers are not stored there.
 
-`--draft-models` drafts with a model: the large one costs what a 4B does and says what SmolLM2 says (its
-feed-forward widened by rows that add zero), the small one is SmolLM2 itself, in Q4_1 and in Q2_K.
+`--draft-models` drafts with a model. The large model costs as much as a 4B and gives SmolLM2's answers
+(its feed-forward is widened by rows that add zero); the small one is SmolLM2 itself, in Q4_1 and in
+Q2_K.
 
-The 4B shape has random weights, so its rows are replays: the steps that `auto` takes over the real models' answers,
-each at the time that a step of so many rows takes with the shape.
+The 4B shape has random weights, so its rows are replays: the steps of `auto` for the real models'
+answers, with the measured times of such steps of the shape.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _table(i: int) -> str:
 
 
 def prompts(task: str) -> tuple[list[str], JsonSchema | None]:
-    """Eight requests of one kind, and their schema."""
+    """Return eight requests of one kind, and their schema."""
     if task == "edit":
         instruction = "The same file with the class renamed to"
         return [f"The file:\n\n{CODE}\n{instruction} {n}:\n\nclass {n}:\n" for n in NAMES], None
@@ -116,7 +117,7 @@ def prompts(task: str) -> tuple[list[str], JsonSchema | None]:
 
 
 TASKS = ("edit", "tool call", "JSON", "chat", "summary")
-#: Of a task's eight requests, those that are answered before the measured ones.
+#: Number of a task's eight requests that are answered before the measured ones.
 _BEFORE = 6
 
 
@@ -140,7 +141,7 @@ def ask(
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
     engine.between_steps(
         engine._scheduler.kv.drop_idle
-    )  # or old cells would decide the new ones' order
+    )  # otherwise old cells would decide the order of the new ones
     running = [
         engine.submit(msgspec.structs.replace(r, speculative=speculative, cache_on_disk=False))
         for r in requests
@@ -166,7 +167,7 @@ def measure(
     n_tokens: int,
     tasks: tuple[str, ...] = TASKS,
 ) -> tuple[list[list[str]], dict[str, list[tuple[str, str]]]]:
-    """A row for each task, and the measured prompts with their answers."""
+    """Return a row for each task, and the measured prompts with their answers."""
     rows, said = [], {}
     for task in tasks if n_streams <= 8 else ("chat", "summary"):
         asked = requests(task, n_tokens)
@@ -227,9 +228,9 @@ def replay(
     *,
     uses_past: bool,
 ) -> list[list[str]]:
-    """A row for each task: the same answers in steps of the times of another model's `curve`.
+    """Return a row for each task: the same answers, with the step times of another model's `curve`.
 
-    Tool calls and JSON are drafted from past answers too if `uses_past`; other tasks only once.
+    If `uses_past`, tool calls and JSON are also drafted from past answers.
     """
     rows = []
     one_s = curve.seconds(1, 1)
@@ -266,12 +267,12 @@ def replay(
     return rows
 
 
-#: Of the widened SmolLM2: 2.4 GB a token, as a 4B in Q4_K_M.
+#: Feed-forward width of the widened SmolLM2: 2.4 GB per token, as a 4B in Q4_K_M.
 _WIDE = 73_728
 
 
 def measure_draft_models(folder: Path, rounds: int, n_tokens: int) -> list[list[str]]:
-    """A row for each draft model and task, one stream, without past answers."""
+    """Return a row for each draft model and task, with one stream and without past answers."""
     small, large = model_path("smollm2"), folder / f"smollm2-{_WIDE}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     if not large.exists():
@@ -311,8 +312,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--models", default="smollm2,gemma3")
-    parser.add_argument("--shape", default="4b-q4_k_m", help="a shape of random weights; empty: none")
-    parser.add_argument("--draft-models", action="store_true", help="also draft with a model")
+    parser.add_argument("--shape", default="4b-q4_k_m", help="shape of random weights; empty: none")
+    parser.add_argument("--draft-models", action="store_true", help="also measure draft models")
     add_out(parser)
     options = parser.parse_args()
     rows = []

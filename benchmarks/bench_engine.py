@@ -1,9 +1,10 @@
-"""`make bench-engine`: what continuous batching, prefix reuse and constraints give and cost, on both
-real models in one run.
+"""`make bench-engine`: gain and cost of continuous batching, prefix reuse and constraints, on both real
+models in one run.
 
-Compared with us: a bare llama_decode loop in the same process, ourselves without draft tokens, and llama-server with as many
-slots. Sides alternate, and turns of who begins; figures are medians of the rounds with their least and greatest, latencies
-percentiles over all streams of all rounds. Six minutes. Writes OUT/bench-engine.md and OUT/bench-engine.json.
+Peers are a bare llama_decode loop in the same process, our engine without draft tokens, and
+llama-server with as many slots. Sides alternate, and so does which begins. Figures are medians of the
+rounds with minimum and maximum; latencies are percentiles over all streams of all rounds. Takes six
+minutes. Writes OUT/bench-engine.md and OUT/bench-engine.json.
 """
 
 from __future__ import annotations
@@ -75,17 +76,17 @@ def request(tokens: list[int], n: int, **fields) -> GenerateRequest:
 
 
 class Ours:
-    """Our engine behind the same call as the peer's."""
+    """Our engine, with the same interface as the peer."""
 
     def __init__(self, engine: LlamaEngine, speculative: str = "auto") -> None:
         self.engine, self._speculative = engine, speculative
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
-        """Arrival times of the tokens as the consumer sees them. Text of several tokens at once counts
-        as one arrival each.
+        """Return the arrival times of the tokens at the consumer. A text of several tokens counts as
+        one arrival for each.
         """
-        # logprobs would tell tokens apart but cost; the greedy prompts here give text with nearly every
-        # token
+        # logprobs would separate tokens but cost time; the greedy prompts here give text for nearly
+        # every token
         arrivals: list[float] = []
         generate_request = request(prompt, n, cache_prompt=cache, speculative=self._speculative)
         for event in self.engine.submit(generate_request):
@@ -99,7 +100,7 @@ class Ours:
 
 
 def together(side, prompts: list[list[int]], n: int, *, cache: bool) -> dict:
-    """All prompts at once: total tokens a second from the first submission to the last token, and each
+    """Run all prompts at the same time: tokens/s from the first submission to the last token, and each
     stream's latencies.
     """
     arrivals: list[list[float]] = [[] for _ in prompts]
@@ -149,8 +150,8 @@ def prompts_of(engine: LlamaEngine, width: int, salt: int) -> list[list[int]]:
 
 
 def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
-    """One stream, steady decode rate, against the bare loop: short rounds in turn, and the median of
-    their ratios.
+    """Measure the steady decode rate of one stream against the bare loop: short rounds in turn, and the
+    median of their ratios.
     """
     bare = Bare(path, engine.info.choices["n_threads"].value)
     prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
@@ -193,7 +194,7 @@ def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) ->
 
 
 def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
-    """8 streams that share a 500-token prefix, all at once, a new prefix each round."""
+    """Measure 8 concurrent streams that share a 500-token prefix, with a new prefix each round."""
     server = None
     if program:
         threads = engine.info.choices["n_threads"].value
@@ -213,7 +214,7 @@ def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: 
 
 
 def stall(engine: LlamaEngine) -> dict:
-    """The longest gap of a running stream while a 2,000-token prompt is prefilled at the same time."""
+    """Measure the longest gap of a running stream while a 2,000-token prompt is prefilled."""
     prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then")
     long = (engine.tokenize("Nobody has counted the waves of the sea. ") * 300)[:2000]
     times: list[float] = []
@@ -251,7 +252,7 @@ def stall(engine: LlamaEngine) -> dict:
 
 
 def conversation(engine: LlamaEngine) -> list[float]:
-    """The share of each turn's prompt that came from the cache."""
+    """Return the share of each turn's prompt that came from the cache."""
     turns = [Message(role="system", content="You answer in a few plain sentences. " * 12)]
     shares = []
     for i in range(10):
@@ -269,7 +270,7 @@ def conversation(engine: LlamaEngine) -> list[float]:
 
 
 def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
-    """Decode rate under a JSON schema against none, same prompts, one stream."""
+    """Compare decode rates with and without a JSON schema: same prompts, one stream."""
     rates: dict[str, list[float]] = {"free": [], "schema": []}
     share = []
     for r in range(rounds + 1):

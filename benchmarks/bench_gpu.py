@@ -1,13 +1,13 @@
-"""Layers on GPUs: resume to first token, reading and writing, the CPU against each device and split.
+"""Layers on GPUs: resume to first token, prefill and decode, the CPU against each device and split.
 
     bench_gpu.py [--models tiny,small,4b-q4_k_m] [--runs 5] [--software] [--out docs/figures]
 
-A side is an endpoint that was resumed from one and the same snapshot: on the CPU, with all layers on a
-device, with half of them, and with all spread over all devices of a backend. EDGEINFER_LLAMA_BENCH names
-a llama-bench of llama.cpp's same build, to run next to it with the very same backend libraries. A machine
-without a device gets a row that says so; --software takes Mesa's software device of the tests, which is
-slower than any CPU and shows that everything runs. A SHAPE-TYPE like 4b-q4_k_m is a model of random
-weights, `tiny` a small one.
+Each side is an endpoint resumed from the same snapshot: on the CPU, with all layers on a device, with
+half of them, and with all distributed over all devices of a backend. EDGEINFER_LLAMA_BENCH names a
+llama-bench of the same llama.cpp build, which then runs with the same backend libraries. A machine
+without a device gets a row that says so; --software uses the tests' Mesa software device, which is
+slower than any CPU and only shows that everything runs. A SHAPE-TYPE like 4b-q4_k_m is a model with
+random weights, `tiny` a small one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import Device, LoadedBackend, device_line, survey
 
 PORT = 18420
-#: How long to wait for a device (s): a software one compiles its kernels at the first step.
+#: How long (s) to wait for a device: a software device compiles its kernels at the first step.
 ATTACH_S = 600.0
 
 
 class Side(NamedTuple):
-    """Where layers lie, in words; `--gpu-layers`; the devices' names, none for the CPU."""
+    """A description of where layers are; `--gpu-layers`; the devices' names, none for the CPU."""
 
     label: str
     layers: str
@@ -49,7 +49,7 @@ class Side(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Seconds to attach, milliseconds to a first token, tokens/s of prompts and answers; runs each."""
+    """Of each run: seconds to attach, milliseconds to a first token, tokens/s of prefill and decode."""
 
     attach_s: float | None
     first_ms: Sequence[float]
@@ -58,10 +58,10 @@ class Found(NamedTuple):
 
 
 class GpuBench(Bench):
-    """The measurements of one machine, a home of its own as `Bench` has it."""
+    """The measurements of one machine, with its own home like `Bench`."""
 
     def prepare(self) -> tuple[list[Device], list[str]]:
-        """Choose devices, and say why a backend has none."""
+        """Choose devices, and return why a backend has none."""
         data = self.work / "home/data"
         data.mkdir(parents=True)
         if self.options.software:
@@ -76,13 +76,13 @@ class GpuBench(Bench):
         return [d for d in devices if d.kind in kinds], absent
 
     def _take_software(self) -> None:
-        """Put the backend and a loader next to it where this home has its own: a resumed process heeds no
+        """Copy the backend and a loader to this home's backend folder: a resumed process ignores
         LD_LIBRARY_PATH.
         """
         file = backends.find("vulkan")
         folder = CACHE / "lavapipe"
         if file is None or not folder.is_dir():
-            raise SystemExit("error: no software device is here\n\nhint: scripts/setup.sh test")
+            raise SystemExit("error: no software device was found\n\nhint: scripts/setup.sh test")
         folder = self.work / "home/data/backends"
         folder.mkdir(parents=True)
         for path in (
@@ -122,11 +122,11 @@ class GpuBench(Bench):
         return all_sides
 
     def measure_sides(self, name: str, devices: list[Device]) -> dict[str, Found]:
-        """Every side of a model, one after the other."""
+        """Measure every side of a model, one after the other."""
         model = self._model(name)
         self.edgeinfer("pull", str(model), "--name", name, "--in-place", "--quiet")
         self.json("warm", name, "--quiet")
-        self._launch(name)  # page cache and kdat are hot from here on
+        self._launch(name)  # from here on the page cache is hot
         by_side = {}
         for side in self.sides(name, devices):
             by_side[side.label] = self._measure_side(name, side)
@@ -149,14 +149,14 @@ class GpuBench(Bench):
         return Found(attach_s, first, *zip(*turns, strict=True))
 
     def _turn(self, port: int, n: int) -> tuple[float, float]:
-        """Tokens/s of a prompt that nothing is known of, and of its answer."""
+        """Return tokens/s of an uncached prompt, and of its answer."""
         prompt = [97 + (31 * n + 7 * i) % 26 for i in range(self.options.prompt)]
         body = {"prompt": prompt, "n_predict": self.options.tokens, "temperature": 1, "seed": 7}
         timings = _post(port, body | {"ignore_eos": True, "cache_prompt": False})["timings"]
         return timings["prompt_per_second"], timings["predicted_per_second"]
 
     def _peer_rates(self, model: Path, devices: list[Device]) -> dict[str, Found]:
-        """llama-bench of the same build with the same backend libraries, all layers on one device."""
+        """Run llama-bench of the same build with the same backend libraries, all layers on one device."""
         program = os.environ.get("EDGEINFER_LLAMA_BENCH")
         rates = {}
         for device in devices if program else ():
@@ -172,7 +172,7 @@ class GpuBench(Bench):
 
 
 def _has_layers_on_device(port: int) -> bool:
-    """Wait until layers are on a device. Raises SystemExit when they never are."""
+    """Wait until layers are on a device. Raises SystemExit after a timeout."""
     deadline = time.monotonic() + ATTACH_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ def _get(port: int, path: str) -> Any:
 
 
 def _post(port: int, body: dict[str, Any]) -> Any:
-    """A completion, whenever the endpoint is there."""
+    """Request a completion as soon as the endpoint answers."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
@@ -209,7 +209,7 @@ def _post(port: int, body: dict[str, Any]) -> Any:
 def table(
     rates_by_model: dict[str, dict[str, Found]], devices: list[Device], absent: list[str], n: int
 ) -> str:
-    """The figure: devices, then a row for each side, medians with the spread."""
+    """Return the figure: devices, then a row for each side, medians with the spread."""
     lines = [f"- {device_line(device)}" for device in devices]
     lines += [
         f"- no device: {reason}" for reason in absent or ([] if devices else ["no backend library"])
@@ -252,8 +252,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
-    parser.add_argument("--software", action="store_true", help="take Mesa's software device")
-    parser.add_argument("--work", default=None, help="a folder with room for models, no tmpfs")
+    parser.add_argument("--software", action="store_true", help="use Mesa's software device")
+    parser.add_argument("--work", default=None, help="folder with space for models, not on tmpfs")
     add_out(parser)
     parser.set_defaults(small=None, model_folder=None, keep=False)
     options = parser.parse_args()

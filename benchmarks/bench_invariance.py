@@ -1,8 +1,9 @@
 """`make bench-invariance`: greedy texts are the same in any batch, and perplexity is llama.cpp's.
 
-Texts continue pieces of this repository's docs. Each way of computing them is compared with the first, unbatched, text by
-text. Perplexity is of the same docs, in windows, with the in-tree kernels and with llama.cpp's own (not repacked).
-`--variants haswell,zen4` compares texts, greedy and sampled with penalties and a schema, between CPU variants instead.
+Texts continue pieces of this repository's docs. Each way of computing them is compared with the first,
+unbatched way, text by text. Perplexity is that of the same docs, in windows, with the in-tree kernels
+and with llama.cpp's own (not repacked). `--variants haswell,zen4` compares texts, greedy and sampled
+with penalties and a schema, between CPU variants instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 
 _AT_ONCE = 32
 _WINDOW_TOKENS = 2048
-#: A way of computing the texts → at once, and the fields of a request.
+#: A way of computing the texts → number of concurrent requests, and fields of each request.
 WAYS: dict[str, tuple[int, dict[str, object]]] = {
     "alone": (1, {"cache_prompt": False}),
     "beside 31 others": (_AT_ONCE, {"cache_prompt": False}),
@@ -44,21 +45,21 @@ WAYS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def docs() -> str:
-    """The pages of this repository, without generated tables."""
+    """Return the pages of this repository, without generated tables."""
     pages = sorted((ROOT / "docs").rglob("*.md"))
     lines = "\n".join(page.read_text() for page in pages).splitlines()
     return "\n".join(line for line in lines if not line.startswith("|"))
 
 
 def prompts(n: int) -> list[str]:
-    """Pieces of the docs, of 30 to 140 words."""
+    """Return pieces of the docs, of 30 to 140 words."""
     docs_words = docs().split()
     step = len(docs_words) // n
     return [" ".join(docs_words[i * step : i * step + 30 + i * 37 % 111]) for i in range(n)]
 
 
 class Outcome:
-    """The texts of one way, and what they had of the cache and of drafts."""
+    """The texts of one way, with their cached tokens and drafts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -99,7 +100,7 @@ def compute(engine: LlamaEngine, way: str, all_prompts: list[str], n_tokens: int
 
 
 def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
-    """The rows of a model."""
+    """Return the rows of a model."""
     files = ModelFiles(name=name, paths=(str(model_path(name)),))
     options = LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE)
     texts = prompts(n)
@@ -122,7 +123,7 @@ def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
     return rows
 
 
-#: What sampled texts of `--variants` must be.
+#: Schema of the sampled texts of `--variants`.
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -207,7 +208,7 @@ def score(model: str, text: str, tokens: str, kernels: str) -> None:
 
 
 def text_perplexity(model: Path, windows: list[str], kernels: str) -> float:
-    """The perplexity of all windows together."""
+    """Return the perplexity of all windows together."""
     total, n_tokens = 0.0, 0
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         for window in windows:
@@ -226,7 +227,7 @@ def text_perplexity(model: Path, windows: list[str], kernels: str) -> float:
 
 
 def perplexity_rows(name: str, n_windows: int) -> list[str]:
-    """The row of a model."""
+    """Return the row of a model."""
     text = docs()
     step = len(text) // n_windows
     windows = [text[i * step : (i + 1) * step] for i in range(n_windows)]

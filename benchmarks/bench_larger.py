@@ -2,15 +2,15 @@
 
     make bench-larger ARGS='--cases dense-0.8-1 mixture-0.5-1 --rounds 3 --out docs/figures'
 
-MODEL-SHARE-RATE: a dense model of 2.35 GB or a mixture of experts of 4.5 GB, in a memory control group
-of that share of its file ("all": without a limit), on a disk that is held to so many GB/s ("full": it
-is not). The models lie on an ext4 image on a loop device with a laptop's read-ahead of 128 KB. The
-sides take turns; each starts with nothing of the file in the page cache, reads a prompt, then gets that
-prompt with one token more at a time: so all compute the same tokens, in steps of one row. Steps to warm
-up are the same for all, too.
+MODEL-SHARE-RATE: a dense model of 2.35 GB or a mixture of experts of 4.5 GB, in a control group whose
+memory limit is that share of the file ("all": no limit), on a disk limited to that rate in GB/s
+("full": no limit). The models are on an ext4 image on a loop device with a laptop's read-ahead of 128
+KB. The sides take turns. Each starts with nothing of the file in the page cache, prefills a prompt,
+then gets that prompt with one more token at a time, so that all compute the same tokens, in steps of
+one row. All have the same number of warm-up steps.
 
-`--before PROGRAM` measures another build of edgeinfer. `--results FILE` keeps each run in a line of
-JSON, `--table` only makes the table from it: a measurement may be made in pieces.
+`--before PROGRAM` measures another build of edgeinfer. `--results FILE` appends each run as a line of
+JSON, and `--table` only makes the table from it, so that a measurement can be split.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ from peer_server import EDGEINFER, Side
 from edgeinfer.bench import markdown
 from edgeinfer.platform.machine import read_rate
 
-#: By name: options of `random_gguf.py`.
+#: Name → options of `random_gguf.py`.
 MODELS = {
     "dense": "--layers 36 --width 2560 --feed-forward 9728".split(),
     "mixture": "--layers 24 --width 2048 --feed-forward 768 --experts 64".split(),
 }
-#: The image holds both models; the read-ahead of its disk is a laptop's.
+#: Size of the image, which holds both models, and the read-ahead of its disk: a laptop's.
 IMAGE_BYTES, READ_AHEAD_KB = 7_600_000_000, 128
-#: Tokens of the tests' vocabulary that a text is made of, and topics of `random_gguf.py` among them.
+#: Size of the tests' vocabulary, of which texts are made, and number of topics of `random_gguf.py`.
 VOCABULARY, TOPICS = 49_152, 16
 _N_CTX = 1024
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 class Case(NamedTuple):
-    """One measurement; `share` of the file is the limit, 0.0 for none; `disk` in GB/s, 0.0 for all."""
+    """One measurement; `share` of the file is the limit, 0.0 for none; `disk` is in GB/s, 0.0 for no
+    limit.
+    """
 
     model: str
     share: float
@@ -77,10 +79,10 @@ class Case(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of a side: rates in tokens/s, of a prompt's tokens and of steps of one token.
+    """One run of a side: rates in tokens/s, of prefill and of steps of one token.
 
-    `read_bytes` were read in the steps, `disk_bytes_per_s` is what the disk gives, `digest` of what each
-    step sampled.
+    `read_bytes` were read in the steps, `disk_bytes_per_s` is the disk's rate, `digest` covers what
+    each step sampled.
     """
 
     case: str
@@ -94,7 +96,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def text(n: int) -> list[int]:
-    """Return `n` tokens that stay with a topic for some twenty tokens each."""
+    """Return `n` tokens that change their topic every twenty tokens or so."""
     rng, topic = random.Random(5), 0
     tokens = []
     for _ in range(n):
@@ -106,7 +108,7 @@ def text(n: int) -> list[int]:
 
 @contextmanager
 def model_folder(options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder of the models: a mounted one, or that of the image, mounted meanwhile."""
+    """Yield the folder of the models: a mounted one, or the image's, which is mounted meanwhile."""
     if options.mounted:
         yield options.mounted
         return
@@ -116,7 +118,7 @@ def model_folder(options: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def image(folder: Path, models: Sequence[str]) -> Iterator[Path]:
-    """Mount `folder`/larger.img with `models`, made where they are missing; yield the mount."""
+    """Mount `folder`/larger.img with `models`, which are made if missing; yield the mount."""
     path, mount = folder / "larger.img", folder / "larger"
     is_new = not path.exists()
     if is_new:
@@ -146,7 +148,7 @@ def device_of(path: Path) -> str:
 
 
 def make_model(name: str, mount: Path) -> None:
-    """Make a model unless it is there whole."""
+    """Make a model unless a complete one exists."""
     out = mount / f"{name}.gguf"
     if not out.exists():
         program = Path(__file__).with_name("random_gguf.py")
@@ -163,7 +165,9 @@ def make_model(name: str, mount: Path) -> None:
 
 @contextmanager
 def group(limit_bytes: int, device: str, bytes_per_s: int) -> Iterator[list[Path]]:
-    """Make control groups with a limit of memory and of a device's reads, 0 for none; yield their folders."""
+    """Make control groups with a memory limit and a limit of a device's reads, 0 for none; yield their
+    folders.
+    """
     is_v1 = (_GROUPS / "memory/memory.limit_in_bytes").exists()
     if is_v1:
         limits = [("memory", "memory.limit_in_bytes", str(limit_bytes) if limit_bytes else "")]
@@ -200,7 +204,7 @@ def remove_group(folder: Path) -> None:
 def make_side(name: str, command: list[str], model: Path, home: Path, folders: list[Path]) -> Side:
     """Make a side: `edgeinfer`, another build of it (`before`), or `llama-server`, in the groups."""
     if name == "llama-server":
-        # repacked weights would be a second copy, which no limit allows
+        # repacked weights would be a second copy, which exceeds every limit
         flags = ["-m", str(model), "--host", "127.0.0.1", "-c", str(_N_CTX), "-np", "1", "-t", "2"]
         flags += ["--no-repack", "--no-warmup", "--no-webui"]
     else:
@@ -212,7 +216,7 @@ def make_side(name: str, command: list[str], model: Path, home: Path, folders: l
 
 
 def complete(port: int, prompt: list[int]) -> str:
-    """Have the tokens computed that are new in `prompt`, and one sampled; return its text."""
+    """Compute the new tokens of `prompt` and sample one; return its text."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=900)) as link:
         link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -224,7 +228,7 @@ def complete(port: int, prompt: list[int]) -> str:
 
 
 def read_by(pid: int) -> int:
-    """Return the bytes that a process and all below it have read from disks."""
+    """Return the bytes that a process and its descendants have read from disks."""
     n_bytes = 0
     for child in tree_of(pid):
         try:
@@ -236,14 +240,16 @@ def read_by(pid: int) -> int:
 
 
 def wait_idle(pid: int) -> None:
-    """Wait until a server reads nothing: edgeinfer checks its prefix cache once, in steps after the first answers."""
+    """Wait until a server reads nothing: edgeinfer checks its prefix cache once, in steps after the
+    first answers.
+    """
     n_bytes = -1
     while n_bytes != (n_bytes := read_by(pid)):
         time.sleep(1)
 
 
 def measure(side: Side, case: Case, options: argparse.Namespace, disk_rate: float) -> Run:
-    """Start a side, and measure the prompt and steps, for at most so many seconds."""
+    """Start a side, and measure the prompt and steps, for a limited time."""
     tokens = text(options.prefill + options.warm + options.steps)
     side.start()
     try:
@@ -264,7 +270,7 @@ def measure(side: Side, case: Case, options: argparse.Namespace, disk_rate: floa
         read = read_by(side.pid) - read
     finally:
         side.stop()
-    first = "\0".join(sampled[: options.warm + 1])  # as many of every side
+    first = "\0".join(sampled[: options.warm + 1])  # the same number for every side
     return Run(
         case=str(case),
         side=side.name,
@@ -278,7 +284,7 @@ def measure(side: Side, case: Case, options: argparse.Namespace, disk_rate: floa
 
 
 def sides_of(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the command of each side that is asked for and there."""
+    """Return the command of each side that was requested and exists."""
     peer = peer_program("llama-server")
     commands = {
         "edgeinfer": EDGEINFER,
@@ -296,7 +302,7 @@ def run_all(options: argparse.Namespace) -> None:
                 model = mount / f"{case.model}.gguf"
                 drop([model])
                 held, limit = int(case.disk * 1e9), int(case.share * model.stat().st_size)
-                # a home of each run: a prefix cache of another would spare the prefill
+                # a home for each run: another run's prefix cache would save the prefill
                 with group(limit, device_of(model), held) as folders, new_home() as home:
                     side = make_side(name, command, model, home, folders)
                     run = measure(side, case, options, held or read_rate(model))
@@ -316,7 +322,7 @@ def new_home() -> Iterator[Path]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a row for each case and side, medians with the least and the greatest."""
+    """Return a row for each case and side, medians with minimum and maximum."""
     rows = []
     for case, side in dict.fromkeys((run.case, run.side) for run in runs):
         same = [run for run in runs if (run.case, run.side) == (case, side)]
@@ -352,11 +358,15 @@ def main() -> None:
     parser.add_argument("--before", default="", metavar="PROGRAM", help="edgeinfer of another build")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--warm", type=int, default=8, help="steps before those that are measured")
+    parser.add_argument("--warm", type=int, default=8, help="warm-up steps before the measured ones")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the steps, at most")
-    parser.add_argument("--work", type=Path, default=ROOT / "bench-out/larger", help="8 GB: the image")
-    parser.add_argument("--mounted", type=Path, metavar="FOLDER", help="of dense.gguf and mixture.gguf")
+    parser.add_argument("--seconds", type=float, default=30.0, help="most seconds for the steps")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "bench-out/larger", help="folder of the image, 8 GB"
+    )
+    parser.add_argument(
+        "--mounted", type=Path, metavar="FOLDER", help="folder of dense.gguf and mixture.gguf"
+    )
     parser.add_argument("--models", nargs="*", default=None, choices=MODELS, help="to make first")
     parser.add_argument("--results", type=Path, default=ROOT / "bench-out/larger.jsonl")
     parser.add_argument("--table", action="store_true", help="only make the table from the results")

@@ -1,15 +1,17 @@
-"""`make bench-loops`: how often answers of small models do not end, and what their sampling defaults cost in quality.
+"""`make bench-loops`: how often answers of small models do not end, and what their sampling defaults
+cost in quality.
 
-All prompts go through the chat template as the chat sends them, and nothing stops an answer but the model or a
-token limit.
+All prompts go through the chat template as the chat sends them; only the model or a token limit stops
+an answer.
 
-200 everyday prompts, up to 800 tokens each. `endless`: answers that do not end. `monotonous`:
-answers of at least 100 tokens in whose last 400 tokens less than half of the 4-grams are new. `caught`: endless
+200 everyday prompts, up to 800 tokens each. `endless`: answers that do not end. `monotonous`: answers
+of at least 100 tokens in whose last 400 tokens less than half of the 4-grams are new. `caught`: endless
 answers that `RepetitionWatch` would have stopped.
 
-200 prompts with short answers, up to 128 tokens. A hundred have an answer that can be checked, copies and repeats
-among them, which a penalty could spoil; a hundred are open. `right`: checked answers that hold what they should.
-`surprise`: nats a token of the open answers that do not loop, under the model itself; too heavy a penalty raises it.
+200 prompts with short answers, up to 128 tokens. A hundred answers can be checked, copies and repeats
+among them, which a penalty could spoil; a hundred are open. `right`: checked answers that contain the
+expected text. `surprise`: nats per token of the open answers that do not loop, under the model itself;
+too strong a penalty raises it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 MODELS = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
 DRY: dict[str, Any] = {"dry_multiplier": 0.8, "dry_allowed_length": 3, "dry_penalty_last_n": 512}
-#: Sampling on top of the defaults without penalties, by the row's name. With a repeat penalty, DRY has no breakers.
+#: The row's name → sampling, on top of the defaults without penalties. With a repeat penalty, DRY has
+#: no breakers.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "without": {},
     "DRY 0.8": DRY,
@@ -48,9 +51,9 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     },
 }
 STREAMS = 16
-#: An everyday answer ends within this many tokens; its variety is measured over the last ones.
+#: An everyday answer should end within this many tokens; its variety is measured over the last ones.
 LIMIT, LAST = 800, 400
-#: An answer of at least this many tokens is monotonous below this share of new 4-grams.
+#: An answer of at least this many tokens is monotonous if its share of new 4-grams is less.
 LEAST, NEW_SHARE = 100, 0.5
 
 CAPITALS = {
@@ -124,19 +127,19 @@ FORMS = (
 
 
 class Prompt(NamedTuple):
-    """`holds`: what a right answer holds, `times` over; "" for an open prompt."""
+    """`holds` is the text of a right answer, which contains it `times` times; "" for an open prompt."""
 
     text: str
     holds: str = ""
     times: int = 1
 
     def is_right(self, answer: str) -> bool:
-        """Tell whether an answer to a checked prompt is right."""
+        """Return whether an answer to a checked prompt is right."""
         return len(re.findall(rf"\b(?:{self.holds})", answer, re.IGNORECASE)) >= self.times
 
 
 def prompts() -> list[Prompt]:
-    """All 200, of every kind in turn, so that a part of them is a fair sample."""
+    """Return all 200, the kinds in turn, so that a part of them is a fair sample."""
     moves = zip(PEOPLE, THINGS, PLACES, strict=True)
     kinds = [
         [Prompt(f"What is the capital of {land}?", city) for land, city in CAPITALS.items()],
@@ -167,7 +170,9 @@ def prompts() -> list[Prompt]:
 
 
 class Answer(NamedTuple):
-    """What one prompt got: `loops` by `RepetitionWatch`, `new_share` of 4-grams in the last tokens."""
+    """The answer to one prompt: `loops` by `RepetitionWatch`, `new_share` of 4-grams in the last
+    tokens.
+    """
 
     prompt: Prompt
     text: str
@@ -183,7 +188,7 @@ class Answer(NamedTuple):
 
 
 def new_share(tokens: Sequence[int]) -> float:
-    """Return the share of 4-grams in the last tokens that the answer did not have before."""
+    """Return the share of 4-grams in the last tokens that are new in the answer."""
     grams = list(zip(*(tokens[i:] for i in range(4)), strict=False))
     first = max(0, len(grams) - LAST)
     seen, new = set(grams[:first]), 0
@@ -219,7 +224,7 @@ def ask(engine: LlamaEngine, prompt: Prompt, limit: int, sampling: Sampling, see
 def ask_all(
     engine: LlamaEngine, asked: Sequence[Prompt], sampling: Sampling, *, limit: int = 0, seed: int = 0
 ) -> list[Answer]:
-    """Answer all prompts, many at once; the limit is 128 tokens, or 32 for a checked one, unless given."""
+    """Answer all prompts concurrently; the default limit is 128 tokens, or 32 for a checked prompt."""
     with ThreadPoolExecutor(STREAMS) as pool:
         answer: Callable[[int], Answer] = lambda i: ask(  # noqa: E731
             engine, asked[i], limit or (32 if asked[i].holds else 128), sampling, seed + i
@@ -228,7 +233,7 @@ def ask_all(
 
 
 def show_answers(answers: Sequence[Answer]) -> None:
-    """Print every answer under its prompt and what was found."""
+    """Print every answer with its prompt and findings."""
     for answer in answers:
         marks = (
             f"{'' if answer.is_complete else 'ENDLESS '}{'LOOP ' * answer.loops}{answer.new_share:.2f}"
@@ -237,7 +242,7 @@ def show_answers(answers: Sequence[Answer]) -> None:
 
 
 def everyday_cells(answers: Sequence[Answer]) -> list[str]:
-    """Return the cells of a row that everyday prompts fill."""
+    """Return a row's cells for the everyday prompts."""
     endless = [answer for answer in answers if not answer.is_complete]
     monotonous = sum(answer.is_monotonous for answer in answers)
     caught = sum(answer.loops for answer in endless)
@@ -246,7 +251,7 @@ def everyday_cells(answers: Sequence[Answer]) -> list[str]:
 
 
 def checked_cells(answers: Sequence[Answer]) -> list[str]:
-    """Return the cells of a row that checked and open prompts fill."""
+    """Return a row's cells for the checked and open prompts."""
     checked = [answer for answer in answers if answer.prompt.holds]
     right = sum(answer.prompt.is_right(answer.text) for answer in checked)
     nats = [answer.surprise for answer in answers if not answer.prompt.holds and not answer.loops]
@@ -257,10 +262,12 @@ def main() -> None:
     """Write OUT/loops.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1, help="ask only every Nth prompt")
-    parser.add_argument("--all", action="store_true", help="every candidate, not only what is shipped")
+    parser.add_argument(
+        "--all", action="store_true", help="every candidate, not only the shipped defaults"
+    )
     parser.add_argument("--row", action="append", choices=CANDIDATES, help="only this candidate")
     parser.add_argument("--model", choices=MODELS, help="only this model")
-    parser.add_argument("--prompts", type=Path, help="a file of other everyday prompts, one a line")
+    parser.add_argument("--prompts", type=Path, help="file with other everyday prompts, one per line")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt")
     parser.add_argument("--show", action="store_true", help="print the answers")
     add_out(parser)

@@ -1,11 +1,13 @@
-"""`make bench-matmul`: rows of a batch a second, by type of weights: kernels of our own beside llama.cpp's.
+"""`make bench-matmul`: rows/s of a batch, by type of weights: our own kernels compared with
+llama.cpp's.
 
-A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; what is multiplied is a part of it that no
-cache holds. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same weights, and
-llama.cpp's on repacked ones where it repacks the type; with `--ik`, ik_llama.cpp's on plain and on repacked ones.
-Shares are of the CPU's integer peak with the instructions of that level (cpu_peak.c, measured before and after):
-types of few bits may exceed AVX2's, because sums of their pairs stay 16 bits for some steps. One row is also
-given in GB of weights a second, to be compared with a plain loop that reads memory.
+A row is 0.807 G weights, a qwen3 of eight layers and width 2,560; the multiplied part of it exceeds
+every cache. The sides are processes that take turns: ours and llama.cpp's ("plain") on the same
+weights, and llama.cpp's on repacked weights if it repacks the type; with `--ik`, also ik_llama.cpp's on
+plain and on repacked ones. Shares are of the CPU's integer peak with the instructions of that level
+(cpu_peak.c, measured before and after). Types of few bits may exceed AVX2's peak, because sums of their
+pairs stay 16 bits for some steps. One row is also given in GB of weights per second, for comparison
+with a plain loop that reads memory.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from matmul_ops import TYPES, Bytes, Products, declare, random_weights
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 _ROWS, _WIDTH = 4864, 2560
-#: 280 MB of four bits: with 84 MB an L3 cache of 32 MB served a part, which favoured the fastest side.
+#: 280 MB at four bits: with 84 MB, an L3 cache of 32 MB served a part, which favoured the fastest side.
 _MATRICES = 40
-#: Many rows read the weights once for all: fewer matrices say the same.
+#: Many rows read the weights only once, so fewer matrices suffice.
 _MANY, _MATRICES_OF_MANY = 64, 3
 _ROW_WEIGHTS = 0.807e9
-#: What llama.cpp repacks for AVX2 and AVX-512; Q2_K for AVX-512 alone.
+#: Types that llama.cpp repacks for AVX2 and AVX-512; Q2_K only for AVX-512.
 _REPACKED = ("Q4_0", "Q4_K", "Q2_K", "IQ4_NL")
-#: Level of our kernels → the variant of ggml's CPU backend that has it, and what compiles _PEAK for it.
+#: Level of our kernels → the variant of ggml's CPU backend for it, and compiler flags of _PEAK.
 _LEVELS = {
     "v3": ("haswell", "-march=x86-64-v3"),
     "v3-vnni": ("alderlake", "-march=x86-64-v3 -mavxvnni"),
@@ -103,7 +105,7 @@ def serve_side(side: str, level: str, ik: str) -> None:
             kind = next_kind
             weights = [
                 random_weights(kind, _ROWS, _WIDTH)
-            ] * _MATRICES  # each is copied to a place of its own
+            ] * _MATRICES  # each is copied to its own address
         used = weights if int(rows) < _MANY else weights[:_MATRICES_OF_MANY]
         products = products_of(kind, used, int(rows), is_repacked=side.endswith("repacked"))
         products.compute(np.random.default_rng(0).normal(size=(int(rows), _WIDTH)))
@@ -119,8 +121,8 @@ def serve_side(side: str, level: str, ik: str) -> None:
 def peak(level: str) -> list[float]:
     """Return the machine's limits at a level of x86-64, zeros at others.
 
-    What two threads multiply and accumulate at most, in G a second; what a plain loop reads with one thread
-    and with two at best, and with two at the median, in GB a second.
+    They are the most G multiply-accumulates per second of two threads; and GB/s that a plain loop reads
+    with one thread and with two at best, and with two at the median.
     """
     if level not in _LEVELS:
         return [0.0, 0.0, 0.0, 0.0]
@@ -135,7 +137,7 @@ def peak(level: str) -> list[float]:
 def measure(
     kinds: list[str], rows: list[int], rounds: int, level: str, ik: str
 ) -> Iterator[tuple[str, dict[str, dict[int, float]]]]:
-    """Yield each type with the medians of rows a second, by side and rows."""
+    """Yield each type with the medians of rows/s, by side and rows."""
     command = [sys.executable, __file__, "--level", level, "--ik", ik, "--side"]
     names = ["ours", "plain", "repacked", *(["ik", "ik-repacked"] if ik else [])]
     sides = {
@@ -169,7 +171,7 @@ def measure(
 def table(
     rates_by_kind: dict[str, dict[str, dict[int, float]]], rows: list[int], peaks: tuple[float, ...]
 ) -> str:
-    """Return the figure's rows: ours, and in brackets the better one of each peer's."""
+    """Return the figure's rows: ours, and in brackets the best of each peer."""
     peak_g, *reads = peaks
     lines = [
         f"Integer peak: {peak_g:.0f} G multiply-accumulates a second. A plain loop reads "
@@ -210,10 +212,10 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--level", default="", choices=["", *_LEVELS], help="of our kernels; the best by default"
+        "--level", default="", choices=["", *_LEVELS], help="level of our kernels; by default the best"
     )
     parser.add_argument(
-        "--ik", default="", metavar="FOLDER", help="where ik_llama.cpp's libggml.so was built"
+        "--ik", default="", metavar="FOLDER", help="folder of a built ik_llama.cpp with libggml.so"
     )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     add_out(parser)

@@ -1,13 +1,13 @@
 """Measure the prefix cache, compared with llama-server in the same run: `make bench-memory`.
 
-turns      N conversations of some 1,000 tokens asked in turn over HTTP: total time, first token, memory
-restart    `kill -9` of the server, then the same conversation: exec to first token, tokens computed again
+turns      N conversations of some 1,000 tokens continued in turn over HTTP: total time, first token, memory
+restart    `kill -9` of the server, then the same conversation: exec to first token, recomputed tokens
 edits      edit in the middle, regenerate, another model in between, unloaded: tokens computed beyond the new ones
 
-Sides take turns; medians. Each section runs in homes of its own, which are removed, and writes
-bench-out/memory-SECTION.md and .json. With --keep FOLDER they stay there: what was read at first, a matter
-of minutes with a large model, is not read again by a later run of `restart`. Without llama-server that
-side is left out.
+Sides take turns; figures are medians. Each section uses its own homes, which are removed, and writes
+bench-out/memory-SECTION.md and .json. With --keep FOLDER the homes stay there, so that a later
+`restart` need not repeat the first prefill, which takes minutes with a large model. Without
+llama-server, its side is left out.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from peer_server import (
 
 from edgeinfer.bench import markdown
 
-#: Of so narrow a model, so many that reading a block takes longer than writing it.
+#: Layers of a model so narrow that reading a block takes longer than writing it.
 _HYBRID_LAYERS = 128
-#: Cells of the context of `restart`: its prompts of 8,000 tokens, and answers.
+#: Cells of the context of `restart`, for prompts of 8,000 tokens and answers.
 _N_CTX = 8192 + 1024
-#: A decode step is timed as so many of an answer.
+#: Tokens of an answer by which a decode step is timed.
 _STEPS = 8
 
 
 def turns_section(options: argparse.Namespace, work: Path) -> Rows:
-    """N conversations in turn; every round adds a question to each."""
+    """Continue N conversations in turn; every round adds a question to each."""
     rows = []
     for n in options.conversations:
         both = ours(work / f"turns{n}", options.model, 8192), theirs(options.model, 8192)
@@ -129,8 +129,8 @@ def turns_table(rows: Rows) -> str:
 
 
 def restart_section(options: argparse.Namespace, work: Path) -> Rows:
-    """The same conversation after `kill -9`, with a hot page cache and, where one may drop it, a cold
-    one.
+    """Continue the same conversation after `kill -9`, with a hot page cache and, if it may be dropped,
+    a cold one.
     """
     rows = []
     for shape in options.shapes:
@@ -149,7 +149,7 @@ def restart_section(options: argparse.Namespace, work: Path) -> Rows:
 
 
 def _next_turns(sides: list[Side], home: Path, options: argparse.Namespace) -> Rows:
-    """Measure only the next turn after `kill -9`, the sides in turn; llama-server retains nothing, so
+    """Measure only the next turn after `kill -9`, the sides in turn. llama-server retains nothing, so
     only edgeinfer is asked before.
     """
     asked = conversation(7, options.long_words)
@@ -200,7 +200,7 @@ def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) 
 
 
 def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, Any], str]:
-    """Return how long (s) an uncached prompt took, and its answer; noted in a home that is retained for
+    """Return how long (s) an uncached prompt took, and its answer; stored in a home that is kept for
     later runs.
     """
     note = home / f"{side.name}.json"
@@ -220,7 +220,7 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
 
 
 def _decode_step(side: Side, chat: Messages) -> float:
-    """Seconds of a decode step after a conversation that is in memory."""
+    """Return the seconds of a decode step after a conversation in memory."""
     one_s, more_s = (
         min(side.ask(chat, n=n, ignore_eos=True, speculative="off").total_s for _ in range(3))
         for n in (1, 1 + _STEPS)
@@ -239,7 +239,7 @@ def _summary(restarts: list[tuple[float, float, int]]) -> dict[str, Any]:
 
 
 def _files(home: Path, model: Path) -> list[Path]:
-    """The model, and what a stopped server left of it: snapshot and blocks, no half-written ones."""
+    """List the model, and the files of a stopped server: snapshot and complete blocks."""
     written = [path for path in (home / "cache").rglob("*") if not path.name.startswith(".")]
     return [path for path in (model, *written) if path.is_file()]
 
@@ -247,9 +247,9 @@ def _files(home: Path, model: Path) -> list[Path]:
 def _restart(
     side: Side, chat: Messages, before: Callable[[], None] | None = None
 ) -> tuple[float, float, int]:
-    """Seconds from exec to the first token and from the request to it, and tokens computed.
+    """Return the seconds from exec to the first token and from the request to it, and computed tokens.
 
-    The answer is one token: of a model with random weights a first one may be no text.
+    The answer is one token, because a model with random weights may begin with one that has no text.
     """
     side.kill()
     if before:
@@ -301,8 +301,9 @@ def restart_table(rows: Rows) -> str:
 
 
 def edits_section(options: argparse.Namespace, work: Path) -> Rows:
-    """Tokens computed again where a conversation is edited, regenerated, left for another model, or its
-    model leaves memory; an attention model, one with a sliding window, and a hybrid of random weights.
+    """Count recomputed tokens after a conversation is edited, regenerated, left for another model, or
+    its model is unloaded; with an attention model, one with a sliding window, and a hybrid of random
+    weights.
     """
     rows = []
     attention, window = options.model, model_path("gemma3")
@@ -370,7 +371,7 @@ SECTIONS: dict[str, tuple[Section, Callable[[Rows], str]]] = {
 
 @contextlib.contextmanager
 def work_folder(named: str, permanent: Path | None = None) -> Iterator[Path]:
-    """A folder for the homes, removed at the end; or `permanent`, which stays."""
+    """Yield a folder for the homes, removed at the end; or `permanent`, which stays."""
     if permanent is not None:
         permanent.mkdir(parents=True, exist_ok=True)
         yield permanent
@@ -386,13 +387,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--conversations", default="4,10,40", help="N of `turns`")
-    parser.add_argument("--repeats", type=int, default=3, help="of `turns`, whose sides alternate")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="rounds of `turns`, whose sides alternate"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--words", type=int, default=980, help="words of a conversation: some 1,000 tokens"
+        "--words", type=int, default=980, help="words of a conversation (some 1,000 tokens)"
     )
     parser.add_argument(
-        "--long-words", type=int, default=7900, help="of the long prompts of `restart`: 8,000"
+        "--long-words", type=int, default=7900, help="tokens of the long prompts of `restart`"
     )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
@@ -401,14 +404,14 @@ def main() -> None:
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="restarts without llama-server, which reads a 4B's 8,000 tokens three times: half an hour",
+        help="without llama-server, which prefills a 4B's 8,000 tokens three times: half an hour",
     )
     parser.add_argument(
-        "--brief", action="store_true", help="of `restart` only the next turn with a hot page cache"
+        "--brief", action="store_true", help="only the next turn of `restart`, with a hot page cache"
     )
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
-    parser.add_argument("--work", default="", help="where the homes are made")
-    parser.add_argument("--keep", type=Path, help="a folder of homes that stay")
+    parser.add_argument("--work", default="", help="folder in which the homes are made")
+    parser.add_argument("--keep", type=Path, help="folder of homes that are kept")
     add_out(parser)
     options = parser.parse_args()
     options.model = options.model or model_path("smollm2")

@@ -1,8 +1,9 @@
-"""Measure questions about a picture, compared with llama-server with the same projector: `make bench-pictures`.
+"""Measure questions about a picture, compared with llama-server with the same projector: `make
+bench-pictures`.
 
 The projector is a vision transformer of SigLIP-base's size with random weights, in front of
-gemma-3-270m: a picture of any size is resized to 512x512 and becomes 256 rows. Each run has a picture
-and texts of its own; the sides take turns. Both servers are asked over HTTP, streamed:
+gemma-3-270m: a picture of any size is resized to 512x512 and becomes 256 rows. Each run has its own
+picture and texts; the sides take turns. Both servers stream answers over HTTP:
 
 first, second   a question about a picture after some text, and the next one in that conversation
 new             the picture after another text
@@ -35,7 +36,7 @@ from PIL import Image
 from edgeinfer.bench import markdown
 
 _SIGLIP_BASE = Encoder(width=768, layers=12, heads=12, feed_forward=3072)
-#: Gemma's turns; the model is a base model and has no template, and the servers' own would differ.
+#: Gemma's turns; the model is a base model without a template, and the servers' defaults would differ.
 _TEMPLATE = """{% for message in messages %}<start_of_turn>
 {{- 'model' if message.role == 'assistant' else 'user' }}
 {{ message.content }}<end_of_turn>
@@ -43,12 +44,12 @@ _TEMPLATE = """{% for message in messages %}<start_of_turn>
 {% endif %}"""
 _N_CTX = 2048
 _STREAMS = 8
-#: Words before the picture, and those that take its place in a conversation of only text.
+#: Words before the picture, and those that replace it in a conversation of only text.
 _WORDS = 100
 _INSTEAD = 256
 #: How long (s) eight streams run before a picture arrives.
 _AHEAD_S = 1.5
-#: How long (s) a server has before it is killed; the prefix cache writes when idle.
+#: How long (s) a server runs before it is killed; the prefix cache writes when idle.
 _SETTLE_S = 3
 
 CASES = {
@@ -66,7 +67,7 @@ Found = dict[str, dict[str, list[Answer]]]
 
 
 def picture(number: int) -> str:
-    """Return the data URI of a JPEG of 1024x768 pixels, another one for each number."""
+    """Return the data URI of a JPEG of 1024x768 pixels, a different one for each number."""
     coarse = np.random.default_rng(number).integers(0, 256, (12, 16, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(coarse).resize((1024, 768), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
@@ -92,8 +93,8 @@ def go_on(chat: Messages, answer: Answer, question: str) -> Messages:
 
 
 def one_run(side: Side, number: int, *, brief: bool) -> dict[str, Answer]:
-    """All cases of one picture, with `brief` only those of one conversation about it. The server has
-    started, and is started again.
+    """Measure all cases of one picture, with `brief` only those of one conversation about it. The
+    server is started before, and restarted here.
     """
     answers = {}
     new, third = about_picture(number + 200, number), about_picture(number + 300, number)
@@ -118,8 +119,8 @@ def one_run(side: Side, number: int, *, brief: bool) -> dict[str, Answer]:
 
 
 def gap_beside(side: Side, number: int, *, sees: bool) -> tuple[float, float, float]:
-    """Return the longest gap and the median one of eight streams (s) from the moment on that a picture
-    arrives, and when its first token comes, 0 without a picture.
+    """Return the longest and the median gap (s) of eight streams after a picture arrives, and the time
+    of the picture's first token, 0 without a picture.
     """
     stamps: list[list[float]] = [[] for _ in range(_STREAMS)]
 

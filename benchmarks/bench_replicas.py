@@ -1,9 +1,9 @@
-"""What replicas of a model in one endpoint give and cost: `make bench-replicas`.
+"""Gain and cost of replicas of a model in one endpoint: `make bench-replicas`.
 
     make bench-replicas ARGS='--configurations 1x2 2x1 2x2 --rounds 3 --out docs/figures'
 
-REPLICASxTHREADS: so many replicas with so many threads each. Sixteen clients ask in turn for --tokens each; the
-configurations take turns, and each begins with an endpoint of its own, resumed.
+REPLICASxTHREADS: number of replicas, and threads of each. Sixteen clients repeatedly request --tokens
+tokens; the configurations take turns, and each begins with a new, resumed endpoint.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CLIENTS = 16
 
 @contextmanager
 def endpoint(name: str, replicas: int, threads: int) -> Iterator[tuple[int, int]]:
-    """An endpoint with all its replicas: its port, and its launcher's pid."""
+    """Yield an endpoint with all its replicas: its port, and its launcher's pid."""
     port = free_port()
     flags = ["--port", str(port), "--threads", str(replicas * threads), "--log", "off"]
     with process([*EDGEINFER, "serve", name, *flags, "--replicas", str(replicas)]) as started:
         wait_healthy(port, started)
-        time.sleep(1)  # for the later replicas: each is resumed in a tenth of a second
+        time.sleep(1)  # for the later replicas, each of which is resumed within a tenth of a second
         yield port, started.pid
 
 
 def rate(port: int, name: str, seconds: float, n: int) -> float:
-    """Tokens a second that all clients get; the first answer of each is not counted."""
+    """Return the tokens/s of all clients together; each client's first answer is not counted."""
     done: list[tuple[float, int]] = []
     warm = threading.Barrier(CLIENTS + 1)
     deadline = float("inf")
@@ -67,7 +67,7 @@ def rate(port: int, name: str, seconds: float, n: int) -> float:
 def measure(
     name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float, tokens: int
 ) -> str:
-    """The table."""
+    """Measure all configurations; return the table."""
     rates: dict[tuple[int, int], list[float]] = {configuration: [] for configuration in configurations}
     sizes: dict[tuple[int, int], list[int]] = {configuration: [] for configuration in configurations}
     for _ in range(rounds):
@@ -94,7 +94,7 @@ def measure(
 
 
 def configuration(text: str) -> tuple[int, int]:
-    """Replicas and threads of `2x1`."""
+    """Return replicas and threads of `2x1`."""
     replicas, threads = text.split("x")
     return int(replicas), int(threads)
 
@@ -107,8 +107,8 @@ def main() -> None:
     parser.add_argument("--shape", default="small")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
-    parser.add_argument("--models", type=Path, help="where random models are made and kept")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
+    parser.add_argument("--models", type=Path, help="folder in which random models are made and kept")
     add_out(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-replicas-") as work:

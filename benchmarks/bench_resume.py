@@ -5,13 +5,13 @@
     bench-out]
 
 Sides alternate run by run. Medians and the spread (least to greatest) go to bench-out/resume.md and
-resume.json. The models of 7B shape have random weights (`random_gguf.py`) and are removed afterwards
-unless --model-folder says where they stay. Nothing here needs root; as root it drops the page cache for
-the cold figures, where it may.
+resume.json. The models of 7B shape have random weights (`random_gguf.py`) and are removed afterwards,
+unless --model-folder names a folder for them. Root is not needed; as root, the page cache is dropped
+for the cold figures, if that is allowed.
 
-Stages, in milliseconds from exec: `launcher` its main runs; `restore` CRIU is being started; `running`
-Python runs in the resumed process; `request` it has become the launch; `first token` by the launch's
-own clock; `exit` the process has ended.
+Stages, in milliseconds from exec: `launcher`: its main runs; `restore`: CRIU is started; `running`:
+Python runs in the resumed process; `request`: it has the launch's request; `first token`: by the
+launch's own clock; `exit`: the process has ended.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from edgeinfer.platform.machine import read_memory
 HERE = Path(__file__).parent
 MODELS = {"small": 0, "7b": 32, "14b": 64}
 PROMPT = "Name three colours."
-#: One token of the models here: what is left of a first token when there is next to nothing to prefill.
+#: A prompt of one token for these models, whose first token needs hardly any prefill.
 ONE_TOKEN = "Hello"
 STAGES = ("launcher", "restore", "running", "request", "first_token")
 
 
 class Bench:
-    """A home of its own with the models in it, and the measurements."""
+    """The measurements, in a separate home with the models."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.work = options, work
@@ -86,7 +86,7 @@ class Bench:
         }
         figures = self.results["models"].setdefault(name, {}) | figures
         self.results["models"][name] = figures
-        self._launch(name)  # page cache and kdat are hot from here on
+        self._launch(name)  # from here on the page cache is hot
         few = max(3, self.options.runs // 3) if MODELS[name] else self.options.runs
         parts: dict[str, Callable[[], Any]] = {
             "resumed": lambda: medians([self._launch(name) for _ in range(self.options.runs)]),
@@ -103,7 +103,7 @@ class Bench:
         self.edgeinfer("snapshots", "rm", name)
 
     def write(self) -> None:
-        """After every part: a run that is cut short leaves what it has."""
+        """Write the results after every part, so that an interrupted run keeps them."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         (self.options.out / "resume.json").write_text(json.dumps(self.results, indent=1))
         write_figure(self.options.out, "resume", table(self.results))
@@ -124,7 +124,7 @@ class Bench:
                 str(MODELS[name]),
             ]
             subprocess.run(command, check=True)
-            os.sync()  # its pages are not written while launches are measured
+            os.sync()  # so that its pages are not written while launches are measured
         return out
 
     def _launch(self, name: str, *more: str, tokens: int = 4, prompt: str = PROMPT) -> dict[str, float]:
@@ -147,7 +147,7 @@ class Bench:
         return stages
 
     def _one_token(self, name: str, model: Path, few: int) -> dict[str, Any]:
-        """Time a prompt of one token, by edgeinfer and by llama-server's two ways to start, in turn."""
+        """Time a prompt of one token, by edgeinfer and by llama-server started in two ways, in turn."""
         ways = (
             {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")}
             if self.server
@@ -162,9 +162,9 @@ class Bench:
         return {way: medians(values) for way, values in runs.items()}
 
     def _decode(self, name: str) -> dict[str, float]:
-        """Steady decode steps of a resumed and of a freshly loaded process, which both live and take
-        turns, without draft tokens. A pair is seconds long, so what the machine does meanwhile
-        it does to both.
+        """Time steady decode steps of a resumed and of a freshly loaded process, which both run and
+        take turns, without draft tokens. A pair takes seconds, so disturbances by the machine affect
+        both.
         """
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
         ports = {"resumed": 18310, "fresh": 18311}
@@ -191,12 +191,12 @@ class Bench:
         }
 
     def _warm(self, name: str, size: int) -> dict[str, float]:
-        """`warm` compared with a cold start and writing as many bytes; medians in seconds of three rounds, and
-        warm's range.
+        """Compare `warm` with a cold start and writing as many bytes; medians in seconds of three
+        rounds, and warm's range.
 
-        The order turns from round to round, and before each step as much memory as it needs is taken
-        and left: a virtual machine gives memory that was free for seconds to its host, and waits to
-        have it back, at half a gigabyte a second here.
+        The order alternates. Before each step, as much memory as it needs is allocated and freed: a
+        virtual machine returns memory that was free for seconds to its host, and gets it back at only
+        half a gigabyte per second here.
         """
         steps: list[tuple[str, Callable[[], float]]] = [
             ("wall_s", lambda: self.json("warm", name, "--quiet")["wall_s"]),
@@ -217,7 +217,7 @@ class Bench:
         }
 
     def _write_s(self, size: int) -> float:
-        """Seconds to write so many bytes to a new file of this disk and have them there."""
+        """Return the seconds to write `size` bytes to a new file of this disk, synced."""
         path, block = self.work / "written", os.urandom(4 << 20)
         began = time.monotonic()
         with open(path, "wb") as file:
@@ -230,8 +230,8 @@ class Bench:
         return took
 
     def _memory(self, name: str) -> dict[str, float]:
-        """An idle resumed process, then one and four that have answered: PSS adds up, shared pages
-        counted once.
+        """Measure an idle resumed process, then one and four that have answered, by PSS, which counts
+        shared pages once.
         """
         with self._waiting(name) as idle:
             private = sum(memory_of(pid, "Anonymous") for pid in tree_of(idle.pid))
@@ -305,7 +305,7 @@ class Bench:
             process.wait(60)
 
     def _cold_cache(self, name: str, model: Path) -> dict[str, Any]:
-        """Launches with nothing of model and snapshot in the page cache, and just reading the
+        """Time launches with nothing of model and snapshot in the page cache, and reading only the
         snapshot.
         """
         snapshots = Path(self.environment["EDGEINFER_HOME"]) / "cache/snapshots"
@@ -325,7 +325,7 @@ class Bench:
 
 
 def _touch(size: int) -> None:
-    """Have so many bytes of memory from the kernel for a moment."""
+    """Allocate and free `size` bytes of memory."""
     area = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE)
     for offset in range(0, len(area), mmap.PAGESIZE):
@@ -334,7 +334,7 @@ def _touch(size: int) -> None:
 
 
 def _complete(port: int, **more: float | str) -> Any:
-    """A completion over HTTP, of one token unless told, whenever the endpoint is there."""
+    """Request a completion over HTTP, by default of one token, as soon as the endpoint answers."""
     body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0} | more)
     deadline = time.monotonic() + 120
     while True:
@@ -355,7 +355,7 @@ def _complete(port: int, **more: float | str) -> Any:
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """The median of each name over the runs, with the least, the greatest and how many there were."""
+    """Return the median of each name over the runs, with minimum, maximum and count."""
     names = runs[0]
     return {
         name: {
@@ -369,7 +369,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The measurements as Markdown."""
+    """Return the measurements as Markdown."""
     lines = ["| | " + " | ".join(results["models"]) + " |", "|---|" + "---|" * len(results["models"])]
 
     def row(title: str, pick: Any) -> None:
@@ -440,16 +440,16 @@ def main() -> None:
     parser.add_argument(
         "--parts",
         default="resumed,one_token,cold,memory,decode,cold_cache,warm",
-        help="what to measure",
+        help="parts to measure",
     )
     parser.add_argument(
-        "--keep", action="store_true", help="keep what --out has of other models and other parts"
+        "--keep", action="store_true", help="keep results of other models and parts in --out"
     )
     parser.add_argument(
-        "--model-folder", help="where the random models are kept; left out: made and removed"
+        "--model-folder", help="folder of the random models; by default they are removed"
     )
     parser.add_argument(
-        "--work", default=None, help="a folder with room for models and snapshots, no tmpfs"
+        "--work", default=None, help="folder with space for models and snapshots, not on tmpfs"
     )
     add_out(parser)
     options = parser.parse_args()

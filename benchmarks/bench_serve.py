@@ -1,17 +1,18 @@
-"""The endpoint under load, compared with llama-server in the same run and with itself without draft tokens.
+"""The endpoint under load, compared with llama-server in the same run and with itself without draft
+tokens.
 
     python benchmarks/bench_serve.py [--models smollm2,gemma3] [--widths 1,2,4,8,16,32] [--rounds 4]
     [--tokens 48] [--bare]
 
-Closed-loop clients over a real socket, streaming chat completions of a fixed length; sides
-alternate, medians and spread over the rounds; the ratio is the median of the rounds' ratios, as the
-machine's speed drifts by 5 % and more between rounds. With `--bare` another side is our engine driven in its own
-process by the same schedule: what HTTP adds is the difference. All sides stay loaded, and asleep while
-another is measured; all have our setting of libgomp's spin count (docs/decisions/002-spin-count.md),
-unless GOMP_SPINCOUNT says otherwise.
+Closed-loop clients stream chat completions of a fixed length over a real socket. Sides alternate;
+figures are medians and spread over the rounds. The ratio is the median of the rounds' ratios, because
+the machine's speed drifts by 5 % and more between rounds. `--bare` adds our engine without HTTP, in its
+own process with the same schedule, which shows the cost of HTTP. All sides stay loaded, and sleep while
+another is measured. All have our libgomp spin count (docs/decisions/002-spin-count.md), unless
+GOMP_SPINCOUNT is set.
 
-Without llama-server that side is left out and the table says so. It takes ten minutes. Writes OUT/serve.md
-and JSON next to it.
+Without llama-server, its side is left out, and the table says so. Takes ten minutes. Writes
+OUT/serve.md and JSON next to it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ TOPICS = "rivers bread clocks wool bridges owls glass maps tides salt bells ink"
 
 
 def prompt(number: int) -> str:
-    """Different from its neighbours after a shared prefix, as prompts of one application are.
+    """Make a prompt that differs from its neighbours after a shared prefix, as prompts of one
+    application do.
 
-    1,728 sets of topics, so that few answers repeat a past one, of which drafts would be made.
+    There are 1,728 sets of topics, so that few answers repeat a past one, from which they would be
+    drafted.
     """
     parts = [TOPICS[number // len(TOPICS) ** k % len(TOPICS)] for k in range(3)]
     said = (
@@ -59,7 +62,7 @@ def prompt(number: int) -> str:
 
 
 async def ask(target: Target, number: int, tokens: int, **fields: Any) -> Answer:
-    """One streamed chat completion over a connection of its own."""
+    """Stream one chat completion over a new connection."""
     messages = [{"role": "user", "content": prompt(number)}]
     body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
     return await stream(target, "/v1/chat/completions", body)
@@ -68,7 +71,7 @@ async def ask(target: Target, number: int, tokens: int, **fields: Any) -> Answer
 async def closed_loop(
     send: Callable[[int], Any], width: int, requests: int, first: int
 ) -> tuple[list[Answer], float]:
-    """`width` clients share `requests`; returns the samples and the wall seconds."""
+    """Let `width` clients share `requests`; return the samples and the wall time (s)."""
     numbers = iter(range(first, first + requests))
     samples: list[Answer] = []
 
@@ -82,7 +85,7 @@ async def closed_loop(
 
 
 def figures(samples: list[Answer], wall: float) -> dict[str, float]:
-    """tokens/s over the wall, and percentiles in milliseconds."""
+    """Return tokens/s by the wall time, and percentiles in milliseconds."""
     ttft = [s.ttft_s * 1000 for s in samples]
     gaps = [g * 1000 for s in samples for g in s.gaps_s] or [0.0]
     return {
@@ -171,7 +174,9 @@ def their_command(server: str, model: Path, port: int, threads: int) -> list[str
 
 
 class Server:
-    """A running server, asked with `fields`. It stays for the whole run: idle, it costs the others nothing."""
+    """A running server, which gets `fields` with each request. It stays for the whole run, because it
+    costs nothing while idle.
+    """
 
     def __init__(self, port: int, model: str, **fields: Any) -> None:
         self.target = Target(url=f"http://127.0.0.1:{port}", model=model)
@@ -186,7 +191,7 @@ class Server:
 
 
 class BareEngine:
-    """The engine without HTTP, driven by the same schedule in a process of its own."""
+    """The engine without HTTP, driven by the same schedule in a separate process."""
 
     def __init__(self, name: str, threads: int, stack: contextlib.ExitStack) -> None:
         command = [sys.executable, __file__, "--engine", str(threads), "--models", name]
@@ -203,7 +208,7 @@ class BareEngine:
 
 
 def engine_main(model: Path, threads: int) -> None:
-    """The child of `BareEngine`: a line in is a schedule, a line out its figures."""
+    """Run the child of `BareEngine`: each input line is a schedule, each output line its figures."""
     from edgeinfer.runtime.engine import load_engine
     from edgeinfer.runtime.events import Finished, Progress
     from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -271,7 +276,7 @@ def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for turn in range(options.rounds):
                 for side in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
-                    # prompts that no other side has asked: two sides may be one server
+                    # prompts that no other side had: two sides may be one server
                     first = 100_000 * (turn + 1) + 10_000 * list(sides).index(side) + 100 * width
                     got = sides[side].measure(width, max(width, 4), options.tokens, first)
                     rounds[side].append(got)

@@ -1,9 +1,9 @@
-"""`make bench-tui`: what the chat costs. Writes bench-out/tui.md and bench-out/tui.json.
+"""`make bench-tui`: the cost of the chat's screen. Writes bench-out/tui.md and bench-out/tui.json.
 
-start      exec → first paint → first token of the answer, resumed and cold, at a pseudo-terminal (needs the model pulled
-           and, for "resumed", warm: EDGEINFER_HOME names the home)
-scroll     a conversation of 10,000 lines: scrolling and streaming, updates a second and processor time
-streaming  the engine's tokens a second into the app and into nothing, alternating
+start      exec → first paint → first token of the answer, resumed and cold, on a pseudo-terminal (the model must be
+           pulled and, for "resumed", warm in the home EDGEINFER_HOME)
+scroll     a conversation of 10,000 lines: scrolling and streaming, updates/s and processor time
+streaming  the engine's tokens/s with the app and without a consumer, alternating
 store      200 conversations of 100 turns: list and search
 """
 
@@ -37,7 +37,7 @@ PROMPT = "Count from one to one hundred in words."
 
 
 def spread(values: list[float], unit: str) -> dict[str, Any]:
-    """Median, least and most."""
+    """Return median, minimum and maximum."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -51,7 +51,7 @@ def spread(values: list[float], unit: str) -> dict[str, Any]:
 
 
 def at_terminal(arguments: list[str]) -> tuple[float, float]:
-    """Milliseconds from exec to the composer on the screen, and from Enter to the answer's first
+    """Return milliseconds from exec to the composer on the screen, and from Enter to the answer's first
     word.
     """
     master, slave = pty.openpty()
@@ -92,24 +92,26 @@ _OURS = frozenset(
 
 
 def _has_answer(text: str) -> bool:
-    """Tell whether a word stands after the question that neither we nor the status line wrote."""
+    """Return whether the screen has a word after the question that is neither ours nor the status
+    line's.
+    """
     _, mark, after = text.rpartition("\u276f")
     plain = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", " ", after)
     return bool(mark) and any(word not in _OURS for word in re.findall(r"[A-Za-z]+", plain))
 
 
 class Screen:
-    """What a pseudo-terminal was sent, as text."""
+    """The output to a pseudo-terminal, as text."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.text = fd, ""
 
     def until(self, condition: Callable[[str], bool], seconds: float = 60.0) -> float:
-        """The moment the condition held."""
+        """Wait for a condition; return the moment at which it held."""
         deadline = time.monotonic() + seconds
         while not condition(self.text):
             if time.monotonic() > deadline:
-                raise SystemExit(f"the terminal never showed it; its end: {self.text[-500:]!r}")
+                raise SystemExit(f"the terminal did not show it; its last output: {self.text[-500:]!r}")
             if select.select([self.fd], [], [], 0.2)[0]:
                 self.text += os.read(self.fd, 1 << 16).decode("utf-8", "replace")
         return time.monotonic()
@@ -190,8 +192,8 @@ async def _scroll(updates: int) -> dict[str, Any]:
 async def _rate(
     pilot: Any, updates: int, step: Callable[[int], None], per_s: float = 40.0
 ) -> dict[str, float]:
-    """Make updates at up to `per_s`; how many a second were painted and what share of a core that
-    took.
+    """Make updates at up to `per_s`; return how many per second were painted, and the share of a core
+    that they took.
     """
     app, painted = pilot.app, 0
 
@@ -204,14 +206,14 @@ async def _rate(
     due = began
     for number in range(updates):
         step(number)
-        due = max(due + 1 / per_s, time.monotonic())  # no bursts to catch up: what is late is late
+        due = max(due + 1 / per_s, time.monotonic())  # no bursts to catch up: late updates stay late
         await asyncio.sleep(due - time.monotonic())
     wall = time.monotonic() - began
     return {"updates_per_s": painted / wall, "core_share": (time.process_time() - cpu) / wall}
 
 
 def bench_streaming(model: str, rounds: int) -> dict[str, Any]:
-    """Tokens a second of the engine, read by nothing and by the app on a headless screen,
+    """Measure the engine's tokens/s without a consumer and with the app on a headless screen,
     alternating.
     """
     from edgeinfer.runtime.engine import load_engine
@@ -253,7 +255,7 @@ async def _into_app(engine: Any) -> float:
     from fixed_chat import FixedHost, make_app, wait_until
 
     class Endless:
-        """The engine, asked to go on to the limit."""
+        """The engine, with answers up to the token limit."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the tests' models, llama.cpp's own programs, the head of a figure."""
+"""Shared parts of the benchmarks: the tests' models, llama.cpp's own programs, the head of a figure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHE = Path(
     os.environ.get("EDGEINFER_BUILD_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgeinfer-build"
 )
-#: Where `scripts/setup.sh bench` (and `test`) pulls the models to: NAME/FILE, as a store has them.
+#: Folder of models pulled by `scripts/setup.sh bench` (and `test`): NAME/FILE, as in a store.
 MODELS = Path(os.environ.get("EDGEINFER_TEST_MODELS") or CACHE / "test-home/data/models")
 NAMES = {
     "smollm2": "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -58,7 +58,7 @@ def model_path(name: str) -> Path:
 
 
 def random_model(name: str, folder: Path) -> Path:
-    """Make a model of SHAPE or SHAPE-TYPE in `folder` unless it is there. Raises SystemExit."""
+    """Make a model of SHAPE or SHAPE-TYPE in `folder` unless it exists. Raises SystemExit."""
     shape, _, kind = name.partition("-")
     if shape not in SHAPES:
         raise SystemExit(
@@ -74,12 +74,14 @@ def random_model(name: str, folder: Path) -> Path:
 
 
 def model_of(shape: str, small: Path, folder: Path) -> Path:
-    """Return `small`, or make a model of that shape with random weights in `folder`."""
+    """Return `small`, or make a model of `shape` with random weights in `folder`."""
     return small if shape == "small" else random_model(shape, folder)
 
 
 def link_model(name: str, folder: Path) -> Path:
-    """Put `small` (the tests' SmolLM2) or a model of `model_path` into `folder` as NAME.gguf, where another user reads it."""
+    """Put `small` (the tests' SmolLM2) or a model of `model_path` into `folder` as NAME.gguf, readable
+    by other users.
+    """
     source, out = model_path("smollm2" if name == "small" else name), folder / f"{name}.gguf"
     try:
         os.link(source, out)
@@ -90,7 +92,9 @@ def link_model(name: str, folder: Path) -> Path:
 
 
 def peer_program(name: str) -> str | None:
-    """Find llama-server or llama-bench: EDGEINFER_LLAMA_SERVER's folder, the fetched one, else PATH."""
+    """Find llama-server or llama-bench: EDGEINFER_LLAMA_SERVER's folder, the fetched one, otherwise
+    PATH.
+    """
     named = os.environ.get("EDGEINFER_LLAMA_SERVER")
     folders = [Path(named).parent] if named else [CACHE / "llama-server/bin"]
     fetched = next((str(f / name) for f in folders if (f / name).is_file()), None)
@@ -105,17 +109,19 @@ def free_port() -> int:
 
 
 def tree_of(pid: int) -> list[int]:
-    """List a process and all below it, in namespaces of their own too."""
+    """List a process and all its descendants, also those in other namespaces."""
     pids = [pid]
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
+        for task in Path(f"/proc/{pid}/task").iterdir():  # children of every thread
             for child in (task / "children").read_text().split():
                 pids += tree_of(int(child))
     return pids
 
 
 def memory_of(pid: int, *kinds: str) -> int:
-    """Add up `kinds` of memory (names in /proc/PID/smaps_rollup) of a process, bytes; 0 once it is gone."""
+    """Return the sum of `kinds` of memory (names in /proc/PID/smaps_rollup) of a process, in bytes; 0
+    once it has ended.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -124,12 +130,12 @@ def memory_of(pid: int, *kinds: str) -> int:
 
 
 def biggest_below(pid: int) -> int:
-    """The descendant with the most memory: the one that holds the model."""
+    """Return the descendant with the most memory, which has the model."""
     return max(tree_of(pid)[1:], key=lambda child: memory_of(child, "Rss"))
 
 
 def is_healthy(port: int) -> bool:
-    """Tell whether an endpoint of this machine answers GET /health with 200."""
+    """Return whether an endpoint of this machine answers GET /health with 200."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(link), contextlib.suppress(OSError):
         link.request("GET", "/health")
@@ -138,7 +144,7 @@ def is_healthy(port: int) -> bool:
 
 
 def drop(files: list[Path]) -> None:
-    """Out of the page cache: what is on the disk and mapped by nobody."""
+    """Drop files from the page cache that are on disk and not mapped."""
     os.sync()
     for path in files:
         fd = os.open(path, os.O_RDONLY)
@@ -152,7 +158,7 @@ def percentile(values: list[float], p: float) -> float:
 
 
 def spread(values: Sequence[float], unit: str, digits: int = 0) -> str:
-    """Say the median of a measurement in its unit, and the least and the greatest."""
+    """Format the median of a measurement in its unit, with minimum and maximum."""
     middle = statistics.median(values)
     return f"{middle:.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
@@ -169,7 +175,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def write_figure(folder: Path, name: str, table: str) -> str:
-    """Write `folder/NAME.md`: where the table is from, and the table. Returns its text."""
+    """Write `folder/NAME.md`: the origin of the table, and the table. Returns its text."""
     text = f"{head()}\n\n{table.rstrip()}\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text)
@@ -177,7 +183,7 @@ def write_figure(folder: Path, name: str, table: str) -> str:
 
 
 def head() -> str:
-    """Say when, from which commit, on which machine and by which command a table was made."""
+    """Return date, commit, machine and command of a table."""
     script = Path(sys.argv[0]).resolve()
     command = " ".join(["python", str(script.relative_to(ROOT)), *sys.argv[1:]])
     programs = f"{_llama()}{_peer()}"
@@ -189,7 +195,7 @@ def _commit() -> str:
     done = subprocess.run(
         [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
     )
-    but_figures = ["--", ":/", ":!docs/figures"]  # benchmarks write those
+    but_figures = ["--", ":/", ":!docs/figures"]  # benchmarks write these files
     changed = subprocess.run(
         [*git, "status", "--porcelain", "-uno", *but_figures],
         capture_output=True,
@@ -201,7 +207,7 @@ def _commit() -> str:
 
 def _llama() -> str:
     from edgeinfer.runtime.llama import (
-        libllama,  # a benchmark of the chat's drawing has no need of it before
+        libllama,  # imported late, because a benchmark of the chat's drawing does not need it
     )
 
     info = libllama.build_info()
@@ -210,7 +216,7 @@ def _llama() -> str:
 
 
 def _peer() -> str:
-    """Name the llama-server that is compared with; "" if there is none."""
+    """Return the name of the compared llama-server; "" if there is none."""
     program = peer_program("llama-server")
     if program is None:
         return ""
@@ -222,7 +228,7 @@ def _peer() -> str:
 
 
 def load_only(variant: str) -> None:
-    """Have this process use one of ggml's CPU variants instead of the best."""
+    """Make this process use one of ggml's CPU variants instead of the best."""
     from edgeinfer.runtime.llama import libllama
 
     name = f"libggml-cpu-{variant}.so"

@@ -1,11 +1,11 @@
-"""Ten thousand requests against the real model, a tenth of them abandoned: what grows?
+"""Ten thousand requests to the real model, a tenth of them abandoned: what grows?
 
     python benchmarks/leak_http.py [--requests 10000] [--clients 8]
 
-The endpoint is resumed from a snapshot, with its launcher. Prints, every thousand requests: resident
-memory, open descriptors of the application and of the launcher, running and waiting generations, and
-the KV cache in use. Fails when memory grows by more than 5 % after the first two thousand, or anything
-else is left.
+The endpoint is resumed from a snapshot, with its launcher. Every thousand requests this prints:
+resident memory, open descriptors of the application and of the launcher, running and waiting
+generations, and the used KV cache. It fails if memory grows by more than 5 % after the first two
+thousand, or if anything else remains.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLUMNS = (
 
 @contextlib.contextmanager
 def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iterator[dict[str, str]]:
-    """An environment whose home has `model` under every name, warmed with these options. Raises
+    """Yield an environment whose home has `model` under every name, warmed with these options. Raises
     CalledProcessError.
     """
     home = tempfile.mkdtemp(prefix="edgeinfer-bench-", dir="/var/tmp")
@@ -74,7 +74,7 @@ def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iter
 def endpoint(
     env: dict[str, str], name: str, port: int, *more: str, load: Sequence[str] = LOAD
 ) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
-    """A served model and its log, which grows."""
+    """Yield a served model and its log, which grows."""
     command = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
     log: list[dict[str, Any]] = []
     served = subprocess.Popen(
@@ -97,7 +97,7 @@ def endpoint(
 
 
 def body(number: int) -> bytes:
-    """Streams, whole answers, several answers, schemas, wrong fields: in turn."""
+    """Make a request: streams, whole answers, several answers, schemas and wrong fields in turn."""
     asked: dict[str, object] = {
         "messages": [{"role": "user", "content": f"Word {number}?"}],
         "max_tokens": 2,
@@ -118,7 +118,7 @@ def body(number: int) -> bytes:
 
 
 async def send(port: int, number: int) -> None:
-    """Every tenth client leaves without reading."""
+    """Send a request; every tenth client leaves without reading."""
     raw = body(number)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -143,7 +143,7 @@ async def some(port: int, numbers: range, clients: int) -> None:
 
 
 def settle(port: int, launcher: int) -> dict[str, float]:
-    """The figures once nothing runs any more."""
+    """Return the figures as soon as nothing runs any more."""
     deadline = time.monotonic() + 30
     while True:
         text = subprocess.run(

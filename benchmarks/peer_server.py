@@ -1,4 +1,4 @@
-"""Servers that benchmarks start and ask: edgeinfer's endpoint over a home, and llama-server as a peer."""
+"""Servers that benchmarks start and ask: edgeinfer's endpoint with a home, and llama-server as a peer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from edgeinfer.bench import Target
 
 EDGEINFER = [sys.executable, "-m", "edgeinfer"]
 WORDS = "river bread clock wool bridge owl glass map tide salt bell ink stone lamp rope seed".split()
-#: With pictures: `content` is a list of parts.
+#: With pictures, `content` is a list of parts.
 Messages = list[dict[str, Any]]
 Rows = list[dict[str, Any]]
 
 
 @dataclass
 class Answer:
-    """One streamed answer: seconds from the request's first byte, and the usage block."""
+    """One streamed answer: seconds since the request's first byte, and the usage block."""
 
     text: str = ""
     first_s: float = 0.0
@@ -76,7 +76,7 @@ def ask(port: int, messages: Messages, *, n: int = 16, model: str = "", **more: 
 
 
 def text_of(number: int, n_words: int) -> str:
-    """Words that differ from the first one on, so that no two conversations share a prefix."""
+    """Return words that differ from the first one on, so that no two conversations share a prefix."""
     return f"Story {number}. " + " ".join(
         f"{WORDS[(number * 7 + i * i) % len(WORDS)]} {WORDS[(number + i) % len(WORDS)]}"
         for i in range(n_words // 2)
@@ -88,7 +88,7 @@ def conversation(number: int, n_words: int) -> Messages:
 
 
 class Side:
-    """One server that can be started again over the same home."""
+    """One server that can be restarted with the same home."""
 
     def __init__(self, name: str, command: list[str], model: str, environment: dict[str, str]) -> None:
         self.name = name
@@ -99,7 +99,7 @@ class Side:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
-        """Start it; seconds from exec to healthy."""
+        """Start the server; return the seconds from exec to healthy."""
         self.port = free_port()
         began = time.perf_counter()
         command = [word.replace("PORT", str(self.port)) for word in self._command]
@@ -121,7 +121,7 @@ class Side:
         return self._process.pid
 
     def kill(self) -> None:
-        """`kill -9` of all of it."""
+        """Kill all its processes (`kill -9`)."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ class Side:
         return ask(self.port, messages, **{"model": self.model, **more})
 
     def unload(self, model: str) -> None:
-        """Give a model back (ours only), and wait until it is gone."""
+        """Unload a model (only ours), and wait until it is gone."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", f"/v1/models/{model}/unload")
         if (status := connection.getresponse().status) != 200:
@@ -160,9 +160,8 @@ def name_of(model: Path) -> str:
 def ours(
     home: Path, model: Path, n_ctx: int, *, more_models: Sequence[Path] = (), parallel: int = 4
 ) -> Side:
-    """`edgeinfer serve` through its launcher, in a home of its own, which may be one of an earlier run;
-    warm, so that a start is a resume.
-    `more_models` are further models it can be asked for.
+    """Make a side of `edgeinfer serve` through its launcher, in a new home or one of an earlier run;
+    warm, so that a start is a resume. It also serves `more_models`.
     """
     settings = home / "config/config.toml"
     name = name_of(model)
@@ -183,8 +182,8 @@ def ours(
 
 
 def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()) -> Side | None:
-    """`llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. `flags` come last. None
-    without the program.
+    """Make a side of `llama-server` with its defaults: a prompt cache in RAM of at most 8 GiB. `flags`
+    come last. None without the program.
     """
     program = peer_program("llama-server")
     if program is None:
@@ -206,7 +205,7 @@ def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()
 
 
 def wait_written(home: Path, n_tokens: int) -> None:
-    """Wait until the blocks of so many tokens are on the disk and no file is being written."""
+    """Wait until the blocks of `n_tokens` are on disk and no file is being written."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         files = list((home / "cache").rglob("*.block"))
@@ -220,8 +219,8 @@ def ms(seconds: float | None) -> str:
 
 
 class Server:
-    """One llama-server process. Its context is cells for all slots together; it inherits our setting of
-    libgomp's spin count, so that the two differ in nothing but themselves. `flags` come last.
+    """One llama-server process. Its context has cells for all slots together; it inherits our libgomp
+    spin count, so that only the programs differ. `flags` come last.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class Server:
             time.sleep(0.05)
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
-        """Generate n tokens greedily; the arrival time of each, seconds of time.perf_counter."""
+        """Generate n tokens greedily; return the arrival time of each, in seconds of time.perf_counter."""
         fields = {"max_tokens": n, "temperature": 0, "ignore_eos": True, "cache_prompt": cache}
         began = time.perf_counter()
         answer = asyncio.run(bench.ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))

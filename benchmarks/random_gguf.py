@@ -1,10 +1,9 @@
-"""A model of any size with random weights: what a start-up benchmark needs, where nothing may be
-downloaded.
+"""A model of any size with random weights, for start-up benchmarks where nothing may be downloaded.
 
-`random_gguf.py TOKENIZER.gguf OUT.gguf --layers 32 --width 4096 --type q4_0` writes a Llama of that shape,
-with the tokenizer of an existing model. Its answers are noise; its loading, page faults and decode
-steps cost what a real one's do. `--different` writes a Qwen3 in which no two layers are alike, and with
-`--experts 64` a mixture.
+`random_gguf.py TOKENIZER.gguf OUT.gguf --layers 32 --width 4096 --type q4_0` writes a Llama of that
+shape, with the tokenizer of an existing model. Its answers are noise; its loading, page faults and
+decode steps cost as much as a real model's. `--different` writes a Qwen3 in which no two layers are
+alike, and with `--experts 64` a mixture.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
 
 _HEADS = 32
-#: A mixture's tokens belong to so many topics by their numbers, and use so many of its experts.
+#: Number of topics to which a mixture's tokens belong by their numbers, and divisor for the experts of
+#: a topic.
 TOPICS, _USED = 16, 8
-#: Shares of a token's embedding that all tokens and those of its topic have in common, and its size next
-#: to what layers add: consecutive tokens of a topic share a third of their experts, and the top eighth of
-#: a layer's experts has 25 to 58 % of all uses.
+#: Shares of a token's embedding that all tokens and those of its topic have in common, and its size
+#: relative to what layers add: consecutive tokens of a topic share a third of their experts, and the
+#: top eighth of a layer's experts has 25 to 58 % of all uses.
 _COMMON, _TOPIC = 0.06, 0.1
 _SCALE = 4.0
 
-#: By type: the offset of each half-precision scale in a block (ggml-common.h), and its value for weights
-#: whose deviation is about 1 where all other bytes of the block are random.
+#: Type → the offset of each half-precision scale in a block (ggml-common.h), and its value for weights
+#: with a deviation of about 1 if all other bytes of the block are random.
 SCALES: dict[Q, dict[int, float]] = {
     Q.Q4_0: {0: 0.2},
     Q.Q4_1: {0: 0.2, 2: -1.5},
@@ -37,7 +37,7 @@ SCALES: dict[Q, dict[int, float]] = {
     Q.Q4_K: {0: 0.2 / 31, 2: 1.5 / 31},
     Q.Q6_K: {208: 0.0007},
 }
-#: A file's types by name: of most tensors, and of those that llama.cpp's mixtures store finer.
+#: Name → a file's types: of most tensors, and of those that llama.cpp's mixtures store more precisely.
 TYPES = {
     "q4_0": (Q.Q4_0, Q.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
     "q4_1": (Q.Q4_1, Q.Q4_1, gguf.LlamaFileType.MOSTLY_Q4_1),
@@ -49,7 +49,7 @@ TYPES = {
 
 
 def random_rows(kind: Q, rows: int, width: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Random rows of a type, uint8 of (rows, bytes); scales keep activations sane."""
+    """Return random rows of a type, uint8 of (rows, bytes), whose scales keep activations finite."""
     if kind is Q.F16:
         weights = rng.standard_normal((rows, width), dtype=np.float32) / np.sqrt(width)
         return weights.astype(np.float16).view(np.uint8)
@@ -62,7 +62,7 @@ def random_rows(kind: Q, rows: int, width: int, rng: np.random.Generator) -> NDA
 
 
 def copy_tokenizer(writer: gguf.GGUFWriter, source: Path) -> int:
-    """Everything under `tokenizer.`; returns the vocabulary's size."""
+    """Copy everything under `tokenizer.`; return the vocabulary's size."""
     reader = gguf.GGUFReader(source)
     size = 0
     for name, field in reader.fields.items():
@@ -87,7 +87,7 @@ def add_shape(
     key_value_heads: int,
     head_size: int,
 ) -> None:
-    """Add the numbers that every architecture here has."""
+    """Add the numbers that all architectures here have."""
     writer.add_context_length(n_ctx)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
@@ -110,8 +110,8 @@ def write(
     n_ctx: int,
     kind: str = "q4_0",
 ) -> None:
-    """Write the model. The tensors repeat one random block of rows: incompressible enough for a page
-    cache, and quick.
+    """Write the model. The tensors repeat one random block of rows, which is incompressible enough for
+    a page cache, and fast.
     """
     writer = gguf.GGUFWriter(out, "llama")
     vocabulary = copy_tokenizer(writer, tokenizer)
@@ -155,8 +155,8 @@ def write(
 def write_different(
     tokenizer: Path, out: Path, *, layers: int, width: int, feed_forward: int, experts: int = 0
 ) -> None:
-    """Write a Qwen3 in Q4_K_M whose weights all differ: equal answers show that no weight was taken for
-    another. With `experts` it is a mixture whose routing is skewed, and sticky within a topic.
+    """Write a Qwen3 in Q4_K_M whose weights all differ: equal answers show that no weight was mistaken
+    for another. With `experts` it is a mixture whose routing is skewed, and sticky within a topic.
     """
     writer = gguf.GGUFWriter(out, "qwen3moe" if experts else "qwen3")
     vocabulary = copy_tokenizer(writer, tokenizer)
@@ -234,8 +234,8 @@ def _embeddings(vocabulary: int, width: int, rng: np.random.Generator) -> NDArra
 
 
 def widen(small: Path, out: Path, feed_forward: int) -> None:
-    """Write `small`, a Llama, with a wider feed-forward that adds zero: it says the same, and a token
-    costs what a large model's does.
+    """Write `small`, a Llama, with a wider feed-forward that adds zero: its answers stay the same, and
+    a token costs as much as a large model's.
 
     The new rows of `ffn_gate` and `ffn_up` are random, the new columns of `ffn_down` zeros.
     """
@@ -273,8 +273,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--feed-forward", type=int, default=11008)
     parser.add_argument("--key-value-heads", type=int, default=_HEADS)
-    parser.add_argument("--head-size", type=int, help="left out: the width by 32 heads")
-    parser.add_argument("--context", type=int, default=4096, help="tokens it says it was trained on")
+    parser.add_argument("--head-size", type=int, help="default: the width by 32 heads")
+    parser.add_argument("--context", type=int, default=4096, help="training context in tokens")
     parser.add_argument("--type", choices=list(TYPES), default="q4_0")
     parser.add_argument("--different", action="store_true", help="a Qwen3 whose layers all differ")
     parser.add_argument("--experts", type=int, default=0, help="with --different: a mixture")

@@ -1,7 +1,8 @@
-"""Write (or with --check, compare) the parts of the docs that restate code; say which links lead nowhere.
+"""Write (or with --check, compare) the generated parts of the docs; report links whose target is
+missing.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of
-GENERATORS. Text around the markers is written by hand and kept.
+A generated part is between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of GENERATORS.
+Text outside the markers is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- 
 
 
 def command_line() -> str:
-    """`--help` of every verb."""
+    """Return `--help` of every verb."""
     from edgeinfer.cli.parser import build_parser
 
     os.environ["COLUMNS"] = "100"
@@ -36,13 +37,13 @@ def command_line() -> str:
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = [f"## edgeinfer\n\n```text\n{parser.format_help().rstrip()}\n```\n"]
     for name, sub in verbs.choices.items():
-        if sub.prog.endswith(f" {name}"):  # an alias repeats its verb
+        if sub.prog.endswith(f" {name}"):  # an alias would repeat its verb
             parts.append(f"## edgeinfer {name}\n\n```text\n{sub.format_help().rstrip()}\n```\n")
     return "\n".join(parts)
 
 
 def configuration() -> str:
-    """Every key of config.toml with its default and its sentence."""
+    """Return every key of config.toml with its default and description."""
     from edgeinfer.config.config_file import Config
 
     def rows(struct: type[msgspec.Struct], prefix: str) -> Iterator[str]:
@@ -72,7 +73,7 @@ def comparison() -> str:
 
 
 def exit_codes() -> str:
-    """The table of errors: code, exit code, the first paragraph of the class, next step."""
+    """Return the table of errors: code, exit code, the first paragraph of the class, next step."""
     from edgeinfer.error_text import row
     from edgeinfer.errors import every_class
 
@@ -88,7 +89,7 @@ def exit_codes() -> str:
 
 
 def models() -> str:
-    """The shipped catalogue as a table."""
+    """Return the shipped catalogue as a table."""
     from edgeinfer.models.catalog import load_catalog, shipped_path
 
     rows = []
@@ -107,7 +108,7 @@ def models() -> str:
 
 
 def model_keys() -> str:
-    """Every key of a model's table, and of its sampling table."""
+    """Return every key of a model's table, and of its sampling table."""
     from edgeinfer.models.catalog import Model
 
     rows = []
@@ -127,7 +128,7 @@ def model_keys() -> str:
 
 
 def chat_commands() -> str:
-    """Every `/` command of the chat."""
+    """Return every `/` command of the chat."""
     from edgeinfer.chat.commands import COMMANDS
 
     rows = []
@@ -139,7 +140,7 @@ def chat_commands() -> str:
 
 
 def chat_keys() -> str:
-    """Every key of the chat with the id to rebind it by."""
+    """Return every key of the chat with the id by which it can be rebound."""
     from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
 
     rows = [f"| {HEADINGS[k.where]} | {format_keys(k.keys)} | `{k.id}` | {k.tooltip} |" for k in KEYS]
@@ -147,7 +148,7 @@ def chat_keys() -> str:
 
 
 def quantizations() -> str:
-    """Every type `quantize` offers; those that need an importance matrix are marked."""
+    """Return every type that `quantize` offers; those that need an importance matrix are marked."""
     from edgeinfer.models.gguf import FILE_TYPES
     from edgeinfer.models.quantizing import NEEDS_IMATRIX
 
@@ -158,7 +159,7 @@ def quantizations() -> str:
 
 
 def converted_families() -> str:
-    """The families that checkpoints are converted of."""
+    """Return the model families whose checkpoints can be converted."""
     from edgeinfer.models.converting.families import FAMILIES
 
     rows = [
@@ -169,7 +170,7 @@ def converted_families() -> str:
 
 
 def metrics() -> str:
-    """Every Prometheus metric of the endpoint."""
+    """Return every Prometheus metric of the endpoint."""
     from edgeinfer.server.metrics import Metrics
 
     rows = [
@@ -180,7 +181,7 @@ def metrics() -> str:
 
 
 def prompt_rules() -> str:
-    """The rules of prompt normalization."""
+    """Return the rules of prompt normalization."""
     from edgeinfer.agents.prompt_normalization import RULES
 
     goes = {
@@ -195,7 +196,7 @@ def prompt_rules() -> str:
 
 
 def agents() -> str:
-    """The agents that can be launched, and what each is told."""
+    """Return the agents that can be launched, and how each is configured."""
     from edgeinfer.agents.table import AGENTS, AgentTarget
 
     target = AgentTarget(url="URL", model="MODEL", n_ctx=65536, key="KEY")
@@ -216,7 +217,7 @@ def agents() -> str:
 
 
 def fields(root: str) -> str:
-    """Write the table of fields that a request, and every object in it, honours, takes as hints and refuses."""
+    """Return the table of fields of a request and of its objects: used, taken as hints, refused."""
     module, name = root.split(":")
     kind = getattr(importlib.import_module(f"edgeinfer.server.{module}"), name)
     rows: list[str] = []
@@ -256,7 +257,7 @@ def _named(types: Sequence[str]) -> str:
 
 
 def places_of(kind: type) -> list[tuple[str, type]]:
-    """The objects in a wire type, each with the place in which it stands."""
+    """Return the objects in a wire type, each with its place."""
     from edgeinfer.server.request_body import facts_of
 
     objects = []
@@ -293,17 +294,17 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def generate(name: str) -> str:
-    """The text of one marker. Raises KeyError for one that no generator knows."""
+    """Return the text for one marker. Raises KeyError for an unknown name."""
     return GENERATORS[name]()
 
 
 def render(text: str) -> str:
-    """`text` with every generated part made anew."""
+    """Return `text` with every generated part renewed."""
     return BLOCK.sub(lambda m: f"{m[1]}{generate(m['name'])}{m[4]}", text)
 
 
 def broken_links(path: Path, text: str) -> Iterator[str]:
-    """Yield the links of a document that lead to no file of the repository, or to no heading of one."""
+    """Yield the links of a document whose file or heading does not exist in the repository."""
     for target in LINK.findall(FENCED.sub("", text)):
         file, _, anchor = target.partition("#")
         document = (path.parent / file).resolve() if file else path
@@ -321,8 +322,8 @@ def anchors(text: str) -> set[str]:
 
 
 def figures_without_head() -> list[str]:
-    """Return the tables of docs/figures/ that do not begin with their date, commit, machine and command
-    (benchmarks/common.py). The families' is written by a test, and notes by people, with none.
+    """Return the tables of docs/figures/ that do not begin with date, commit, machine and command
+    (benchmarks/common.py). The table of families, which a test writes, and notes need no such head.
     """
     files = (ROOT / "docs/figures").glob("*.md")
     texts = {
@@ -334,7 +335,7 @@ def figures_without_head() -> list[str]:
 
 
 def missing_tests() -> list[str]:
-    """Return the tests that .ci/run or the Makefile names and that are not there."""
+    """Return the tests that .ci/run or the Makefile names but that do not exist."""
     missing = set()
     for script in (".ci/run", "Makefile"):
         for path, name in re.findall(
@@ -347,7 +348,7 @@ def missing_tests() -> list[str]:
 
 
 def main() -> int:
-    """Exit 1 under --check when a document is not what the code would write, or a link leads nowhere."""
+    """Write or compare all documents; exit 1 with --check if one is stale or a link is broken."""
     check = "--check" in sys.argv[1:]
     stale = []
     broken = missing_tests()
@@ -361,9 +362,12 @@ def main() -> int:
         broken += [f"{path.relative_to(ROOT)}: {link}" for link in broken_links(path, after)]
     headless = figures_without_head()
     for name in headless:
-        print(f"docs/figures/{name} does not say where it is from", file=sys.stderr)
+        print(
+            f"docs/figures/{name} does not begin with date, commit, machine and command",
+            file=sys.stderr,
+        )
     for link in broken:
-        print(f"leads nowhere: {link}", file=sys.stderr)
+        print(f"broken link: {link}", file=sys.stderr)
     for path in stale:
         print(f"{'stale' if check else 'written'}: {path}", file=sys.stderr)
     if stale and check:

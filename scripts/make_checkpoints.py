@@ -1,10 +1,10 @@
-"""Run transformers over tiny checkpoints of every family and keep what it computes, for the tests.
+"""Run transformers on tiny checkpoints of every family and store the results for the tests.
 
     python -m venv env && env/bin/pip install torch transformers
     env/bin/python scripts/make_checkpoints.py
 
-Weights follow from the tensors' names (`tests/made/made_checkpoints.py`), so config.json, shapes and
-logits are all that is kept, in `tests/models/converting/golden`.
+Weights are derived from the tensors' names (`tests/made/made_checkpoints.py`), so only config.json,
+shapes and logits are stored, in `tests/models/converting/golden`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ QWEN_VISION = {
     "temporal_patch_size": 2,
     "out_hidden_size": 32,
 }
-#: Those that see: their rows for `made.picture` are kept too.
+#: Vision models, whose rows for `made.picture` are stored too.
 SEEING = {
     "gemma3-pictures": hf.Gemma3Config(
         text_config=hf.Gemma3TextConfig(**GEMMA).to_dict(),
@@ -136,7 +136,7 @@ SEEING = {
 
 
 def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
-    """Return the rows that a picture becomes; Qwen3's have those of deeper layers next to them."""
+    """Return the rows of a picture; for Qwen3 with those of deeper layers next to them."""
     if name.startswith("qwen"):
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         reader = hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, do_resize=False, **half)
@@ -157,7 +157,7 @@ def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
 
 
 def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray | None]:
-    """Save a model of this shape, write our weights into it, and read the tokens, and the picture."""
+    """Save a model of this shape, write our weights into it, and compute the tokens and the picture."""
     auto = hf.AutoModelForImageTextToText if name in SEEING else hf.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         auto.from_config(config).save_pretrained(folder)
@@ -184,7 +184,7 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray |
 
 
 def main() -> None:
-    """Write a file for each family, and one with everybody's logits."""
+    """Write a file for each family, and one with all logits."""
     made.GOLDEN.mkdir(exist_ok=True)
     configs = CONFIGS | SEEING
     names = sys.argv[1:] or list(configs)

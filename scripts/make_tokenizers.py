@@ -1,9 +1,11 @@
-"""Train a small tokenizer of every kind, and keep what `tokenizers` makes of a thousand strings, for the tests.
+"""Train a small tokenizer of every kind, and store how `tokenizers` encodes a thousand strings, for the
+tests.
 
     env/bin/pip install tokenizers sentencepiece protobuf msgspec platformdirs
     env/bin/python scripts/make_tokenizers.py
 
-Each has the splits, normalizer and post-processor of the models it stands for; the vocabulary is ours.
+Each has the splits, normalizer and post-processor of the models that it represents; the vocabulary is
+ours.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
 def corpus() -> list[str]:
-    """Texts of this repository, and the strings themselves."""
+    """Return texts of this repository, and the strings themselves."""
     texts = [
         (ROOT / "docs" / name).read_text()
         for name in ("start/first-answer.md", "guides/models.md", "concepts/scheduling.md")
@@ -76,7 +78,7 @@ def split(pattern: str) -> object:
 
 
 def sentence_piece(*, gemma: bool) -> dict:
-    """Trained by SentencePiece, converted by transformers as the makers do."""
+    """Train with SentencePiece, and convert with transformers as the models' authors do."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("\n".join(corpus()))
@@ -98,7 +100,7 @@ def sentence_piece(*, gemma: bool) -> dict:
 
 
 def _as_llama(path: str, *, gemma: bool) -> dict:
-    """tokenizer.json as Llama 2's (a space before, spaces as ▁) or Gemma's (only the latter)."""
+    """Return tokenizer.json like Llama 2's (a space before, spaces as ▁) or Gemma's (only the latter)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=path)
     tokens = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -135,7 +137,7 @@ def _as_llama(path: str, *, gemma: bool) -> dict:
 
 
 def kinds() -> dict[str, dict]:
-    """A tokenizer.json for each row."""
+    """Return a tokenizer.json for each row."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return {

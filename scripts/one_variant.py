@@ -1,9 +1,10 @@
-"""Leave one CPU variant in llama.cpp's source: `one_variant.py SOURCE` edits ggml/src/CMakeLists.txt below SOURCE.
+"""Keep only one CPU variant in llama.cpp's source: `one_variant.py SOURCE` edits
+ggml/src/CMakeLists.txt below SOURCE.
 
-It is the variant that ggml would choose on this machine, compiled with the same options as in the build of
-all 14, so that both builds compute the same; six of eight minutes on 2 cores are the others'. Prints the
-variant's name. Exits 1 if none is known to fit (another architecture, a source that looks different): then
-all are to be compiled.
+The kept variant is the one that ggml would choose on this machine, with the same options as in the
+build of all 14, so that both builds compute the same. This saves six of eight minutes on 2 cores.
+Prints the variant's name. Exits 1 if no variant is known to fit (another architecture, or a changed
+source): then all must be compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FEATURES: dict[str, tuple[str, int]] = {
     "AVX512_VNNI": ("avx512_vnni", 10),
     "AMX_INT8": ("amx_int8", 11),
     "AMX_TILE": ("amx_tile", 11),
-    # arm64; without SME, which gcc before 14 does not know and ggml uses in none of its own kernels
+    # arm64; without SME, which gcc before 14 does not support and none of ggml's own kernels uses
     "DOTPROD": ("asimddp", 1),
     "FP16_VECTOR_ARITHMETIC": ("asimdhp", 2),
     "SVE": ("sve", 3),
@@ -65,7 +66,7 @@ def keep_only(cmake: str, chosen: str) -> str:
 
 
 def main() -> int:
-    """Edit the file below the folder of argv; exit 1 if no variant is known to fit."""
+    """Edit the file below the folder `argv[1]`; exit 1 if no variant is known to fit."""
     machine = platform.machine()
     if platform.system() != "Linux" or machine not in NAMES:
         return 1

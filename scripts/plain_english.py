@@ -1,8 +1,8 @@
-"""Count names that say nothing: `make lint` runs it, and no count may rise.
+"""Count names without meaning: `make lint` runs it, and no count may rise.
 
-`plain_english.py` fails if a folder has more empty names (`found`, `one`, `given`) or more functions named by
-a bare participle (`listed`, `_chosen`) than [limits] of scripts/words.toml allows. `--list` prints each place,
-`--update` lowers the limits to today's counts; it never raises one.
+`plain_english.py` fails if a folder has more empty names (`found`, `one`, `given`) or more functions
+named by only a participle (`listed`, `_chosen`) than [limits] of scripts/words.toml allows. `--list`
+prints each place; `--update` lowers the limits to today's counts, and never raises one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def names(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _assigned_name(node: ast.AST) -> str:
-    """Return the variable, argument or attribute that `node` assigns, or nothing."""
+    """Return the variable, argument or attribute that `node` assigns, or ""."""
     match node:
         case (
             ast.Name(id=name, ctx=ast.Store())
@@ -88,10 +88,12 @@ def main(argv: list[str]) -> int:
             if counts[folder][kind] > limits[kind]:
                 status = 1
                 print(
-                    f"{folder}: {counts[folder][kind]} names of the kind “{kind}”, at most {limits[kind]} are allowed"
+                    f"{folder}: {counts[folder][kind]} names of the kind “{kind}”; at most {limits[kind]} are allowed"
                 )
     if status:
-        print("hint: name what it holds or does; scripts/plain_english.py --list prints each place")
+        print(
+            "hint: use a name that says what it contains or does; scripts/plain_english.py --list prints each place"
+        )
     return status
 
 

@@ -1,10 +1,11 @@
-"""Take the README's table again, all rows in one run, next to llama-server in turns: `make bench-readme`.
+"""Measure the README's table again, all rows in one run, in turns with llama-server: `make
+bench-readme`.
 
     make bench-readme [ARGS='--out docs/figures']
 
-Run the benchmarks with the arguments that measure only these rows: a quarter of an hour on 2 cores, and
-6.5 GB of disk for models with random weights. The row of the model larger than memory needs root; another
-user gets the table without it. Write OUT/readme.md; what each benchmark wrote lies in bench-out/readme.
+Runs the benchmarks with arguments for only these rows. Takes a quarter of an hour on 2 cores, and 6.5
+GB of disk for models with random weights. The row of the model larger than memory needs root; another
+user gets the table without it. Writes OUT/readme.md; the benchmarks' own output is in bench-out/readme.
 `scripts/docs.py` copies docs/figures/readme.md into the README.
 """
 
@@ -26,10 +27,11 @@ from common import ROOT, add_out, spread, write_figure
 
 from edgeinfer.bench import markdown
 
-#: Where the benchmarks write, and where their models and homes lie: not in /tmp, which may be memory.
+#: Folder of the benchmarks' output, and of their models and homes: not /tmp, which may be in memory.
 PARTS, WORK = ROOT / "bench-out/readme", ROOT / "bench-out"
 MODELS = WORK / "models"
-#: Arguments of each benchmark. The dense model of 2.35 GB has memory for 0.8 of it, and a disk of 1 GB/s.
+#: Arguments of each benchmark. The dense model of 2.35 GB gets memory for 0.8 of it, and a disk of 1
+#: GB/s.
 BENCHMARKS = {
     "resume": f"--models small,7b --parts one_token,memory --runs 9 --model-folder {MODELS} --work {WORK}",
     "memory": f"--sections restart --brief --runs 3 --work {WORK}",
@@ -71,7 +73,7 @@ def range_of(medians: dict[str, float]) -> list[float]:
 
 
 def launch_rows() -> list[Row]:
-    """Rows of bench_resume.py, and the disk that a snapshot takes."""
+    """Return the rows of bench_resume.py, and the disk space of a snapshot."""
     rows, models = [], read_part("resume.json")["models"]
     for name, title in (
         ("7b", "7B shape: `exec` → first token of a one-token prompt"),
@@ -149,7 +151,10 @@ def main() -> None:
     names = list(BENCHMARKS)
     if os.geteuid():
         names.remove("larger")
-        print("readme_table: no model larger than memory: that row needs root", file=sys.stderr)
+        print(
+            "readme_table: the row of the model larger than memory is left out: it needs root",
+            file=sys.stderr,
+        )
     for name in names:
         run_benchmark(name)
     print(write_figure(options.out, "readme", table()))

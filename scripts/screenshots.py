@@ -1,8 +1,8 @@
-"""The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they say the
-same every time.
+"""The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they never
+change by themselves.
 
-.venv/bin/python scripts/screenshots.py            write docs/figures/chat-*.svg
-.venv/bin/python scripts/screenshots.py --check    fail when they are not what the app draws now
+.venv/bin/python scripts/screenshots.py write docs/figures/chat-*.svg .venv/bin/python
+scripts/screenshots.py --check fail if they differ from what the app draws
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOTS = (
 
 
 async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
-    """One screen as SVG, without the parts that differ from run to run."""
+    """Return one screen as SVG, without the parts that differ from run to run."""
     from fixed_chat import NOON, SHELF, make_app
     from scenes import SCENES
 

@@ -24,7 +24,7 @@ from typing import TypeGuard
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("edgeinfer", "build", "benchmarks", "scripts", "tests")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
-#: The page that explains the refused words, and the table of them.
+#: The page that explains the refused words, and their table.
 _EXEMPT = ("docs/glossary.md", "scripts/words.toml")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -50,7 +50,7 @@ def words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line of each finding about the shape of the code, and what it is."""
+    """Yield the line and the text of each finding about the shape of the code."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.IfExp) and sum(isinstance(n, ast.IfExp) for n in ast.walk(node)) > 1:
@@ -69,8 +69,8 @@ def _is_wide(node: ast.AST) -> TypeGuard[ast.Assign]:
 
 
 def python_words(source: str, *, strings: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the line of each refused word in a Python file. Strings that are no docstrings count if
-    `strings` is set and they hold a space: tests and benchmarks hold prompts.
+    """Yield the line of each refused word in a Python file. With `strings`, strings count too, except
+    docstrings and those without a space: tests and benchmarks have prompts.
     """
     for line, text in _prose(source, strings=strings):
         for word, instead in words(text):
@@ -146,7 +146,7 @@ def _found(chosen: list[Path]) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print every finding; exit 1 if there is one."""
+    """Print every finding; exit 1 if there is any."""
     found = list(_found([Path(arg).resolve() for arg in argv]))
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0

@@ -1,6 +1,7 @@
-"""park.py DIR MEGABYTES THREADS: hold memory of known contents and threads that compute, and wait to be dumped.
+"""park.py DIR MEGABYTES THREADS: allocate memory of known contents, start computing threads, and wait
+for a dump.
 
-After the resume it writes "same" to DIR/result if memory, threads and pid are what they were.
+After the resume it writes "same" to DIR/result if memory, threads and pid have not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Check layers on devices, one check a process: `gpu_check.py CHECK [ARGUMENT...]`. Prints JSON lines.
+"""Check layers on devices, one check per process: `gpu_check.py CHECK [ARGUMENT...]`. Prints JSON
+lines.
 
     probe BACKEND         load it: time, devices, memory
     texts MODEL           greedy texts with no layers, all and half of them on the device
@@ -90,7 +91,9 @@ def open_engine(path: str, **options: Any) -> Iterator[LlamaEngine]:
 
 
 def layer_counts(engine: LlamaEngine) -> dict[str, int | str]:
-    """Name the numbers of layers that checks compare; half of them have a part of the KV cache."""
+    """Return the numbers of layers that checks compare; for half of them a part of the KV cache moves
+    too.
+    """
     return {"none": "none", "all": "all", "half": max(2, (engine._loaded.shape.n_layer + 1) // 2)}
 
 
@@ -141,7 +144,7 @@ def texts(path: str) -> None:
 
 
 def _logits(context: LlamaContext, n_vocab: int, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """Return log-probabilities of every position, the last one computed by itself."""
+    """Return log-probabilities of every position, the last one computed separately."""
     batch = Batch.of(context, max_outputs=len(tokens) - 1)
     rows = []
     for start, stop in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
@@ -211,7 +214,7 @@ def plan(path: str) -> None:
 
 
 def blocks(path: str) -> None:
-    writer._MIN_PREFILL_S = 0.0  # a device prefills too fast for a file otherwise
+    writer._MIN_PREFILL_S = 0.0  # otherwise a device prefills too fast for a file
     for name in ("none", "all", "half"):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             answers, n_disk = [], 0
@@ -236,7 +239,7 @@ def blocks(path: str) -> None:
             )
 
 
-#: Takes the device's memory except for argv[1] MiB, and gives it back when stdin ends.
+#: Allocates the device's memory except for argv[1] MiB, and frees it when stdin ends.
 _HOG = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -356,7 +359,7 @@ def main() -> None:
         report(name, arguments=arguments, error=f"{type(error).__name__}: {error}", messages=messages)
         raise
     report("seconds", of=name, seconds=round(time.perf_counter() - began, 1))
-    os._exit(0)  # a driver's threads may not end
+    os._exit(0)  # a driver's threads may never end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Have FOLDER/bin/criu find its ld.so in FOLDER/lib: `repath_criu.py FOLDER`.
+"""Make FOLDER/bin/criu use the ld.so in FOLDER/lib: `repath_criu.py FOLDER`.
 
-An ELF interpreter is absolute; scripts/fetch_criu.sh pads it with leading slashes, so that the path of
-another folder fits in its place.
+An ELF interpreter is an absolute path; scripts/fetch_criu.sh pads it with leading slashes, so that the
+path of another folder fits.
 """
 
 import sys

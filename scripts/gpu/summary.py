@@ -1,4 +1,4 @@
-"""Print what run.sh found, a line each, and the figure: `summary.py OUT`."""
+"""Print the findings of run.sh, one per line, and the figure: `summary.py OUT`."""
 
 import json
 import sys
