@@ -111,7 +111,7 @@ struct Adapter {
     std::unordered_map<const void *, LoraPair> pairs;  // weight's address → its A and B
 };
 
-// Rows of a batch that have an adapter: its tokens, and those of them that have outputs. Filled in by Python.
+// Rows of a batch that have one adapter: all its tokens, and those with outputs. Filled in by Python.
 struct Rows {
     int32_t first, n, first_output, n_outputs;
     const Adapter *adapter;
@@ -137,7 +137,7 @@ struct AdapterPlan {
     };
     std::vector<Run> runs;
     size_t n_floats = 0;
-    const AdapterPlan *next = nullptr;  // plan of the next product that has one
+    const AdapterPlan *next = nullptr;  // plan of the next product with a plan
 };
 
 namespace {
@@ -145,11 +145,11 @@ namespace {
 // The adapters of one llama_decode. After the last layer's attention, llama.cpp keeps only the rows with outputs.
 struct Step {
     int n_tokens, n_outputs;
-    bool is_whole = false, has_missed = false;  // seen: a product with all tokens; one that was declined or has other rows
+    bool is_whole = false, has_missed = false;  // whether a product had all tokens; or was declined, or had other rows
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
-thread_local Step *t_step;  // the step that this thread plans: ggml plans in the thread that decodes
+thread_local Step *t_step;  // the step that this thread plans: ggml plans on the thread that decodes
 
 bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b) {
     const auto is_float = [](const ggml_tensor *t) { return with_type(t->type, nullptr, [](auto) {}); };

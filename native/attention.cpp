@@ -1,11 +1,11 @@
 // Flash attention for ggml's CPU backend, many rows at a time.
 //
-// ggml computes GGML_OP_FLASH_ATTN_EXT row by row where there are fewer than 64, and always where the cache is
+// ggml computes GGML_OP_FLASH_ATTN_EXT row by row if there are fewer than 64 rows, and always if the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
-// vectors, so that each cell is read and converted once for all of them. A row's bits depend on its query and on the cells
-// that it sees, as they were written (cell_order.cpp): not on where these lie, how many rows there are, which lanes they
-// have, or how many threads compute them. Masked cells add exact zeros, and sums are scaled only by powers of two, which rounds
-// nothing.
+// vectors, so that each cell is read and converted once for all of them. A row's bits depend only on its query and on the
+// cells that it sees, in the order of writing (cell_order.cpp). They do not depend on the places of these cells, the number
+// of rows, a row's lane, or the number of threads. Masked cells add exact zeros, and sums are scaled only by powers of two,
+// which rounds nothing.
 //
 // The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.

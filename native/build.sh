@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build.sh: the libraries of our own C++, into .venv/lib/edgeinfer/native. Half a minute a level, once: the build cache keeps
-# them until a source, the compiler or llama.cpp's version is another. A file that comes out the same stays: snapshots map it.
+# build.sh: compiles our own C++ into .venv/lib/edgeinfer/native. Takes half a minute per level, once: the build cache keeps
+# libraries until a source, the compiler or llama.cpp's version changes. An unchanged file is not replaced: snapshots map it.
 #
 #   libedgeinfer-guard.so.1           guard.cpp
 #   libedgeinfer-cells.so.1           cells.cpp
@@ -9,7 +9,7 @@
 #                                     VNNI; on arm64 dotprod (ARMv8.2) and i8mm (ARMv8.6)
 #
 # usage: build.sh [here|aarch64 OUT]; `here`: only the level that this machine's processor needs; `aarch64`: every level of
-# arm64, into OUT, with the compiler that CXX names, else the one of scripts/fetch_cross.sh in the build cache
+# arm64, into OUT, with the compiler $CXX, or by default that of scripts/fetch_cross.sh in the build cache
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -65,7 +65,7 @@ library() {  # NAME SOURCE... -- OPTION...
   cmp -s "$work/$file" "$out/$file" || mv "$work/$file" "$out/$file"
 }
 
-# by name: another machine's is not here
+# by name, because another machine's library is not available
 "$CXX" -shared -nostdlib -Wl,-soname,libggml-base.so.0 -o "$work/libggml-base.so.0" -x c /dev/null
 ggml=(-I"$include" -L"$work" -Wl,--push-state,--no-as-needed -l:libggml-base.so.0 -Wl,--pop-state)
 library guard guard.cpp -- -O2

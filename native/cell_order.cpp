@@ -1,9 +1,9 @@
 // The order in which the cells of a KV cache were written, which is that of a sequence's positions.
 //
 // llama.cpp gives a token the lowest free cell, so a sequence that continues after a cached prefix may have cells below it.
-// Sums in the order of cells' indices then round otherwise than in an empty cache. Here each written key gets a number, and
-// attention.cpp takes the cells in the order of these numbers: those that a step sees, so that others' cost it nothing (300
-// tokens of one of four sequences of SmolLM2: 12 to 20 % less time).
+// Sums in the order of cells' indices then round differently from an empty cache. Here each written key gets a number, and
+// attention.cpp sums the cells in the order of these numbers. It reads only the cells that a step sees, so that those of other
+// sequences cost nothing (300 tokens of one of four sequences of SmolLM2: 12 to 20 % less time).
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -52,7 +52,7 @@ class Writes : public ggml::cpu::tensor_traits {
 };
 Writes g_writes;
 
-// Cell order of a step, shared by all layers of a cache: they are written alike.
+// Cell order of a step, shared by all layers of a cache, because all are written in the same order.
 struct Order {
     const void *cache = nullptr, *mask = nullptr;
     int64_t n_written = 0, n_made = 0;  // distinguishes a cache from a freed one at the same address with as many writes

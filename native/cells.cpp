@@ -1,9 +1,9 @@
-// libedgeinfer-cells.so.1: a sequence's state out of KV cells and into them, in pieces, pages of files without a copy.
+// libedgeinfer-cells.so.1: reads a sequence's state from KV cells and writes it to them, in pieces; pages of files are not copied.
 //
 // llama_state_seq_get_data and _set_data copy each tensor's cells through two functions of the tensor's
-// buffer. edgeinfer puts `edgeinfer_cells_get` and `_set` there for the time of such a call. The first notes
-// which bytes of the state are which cells. The second takes cells from where they lie instead of out of
-// the state; what lies in a mapped file, alike in a page, is not copied: its pages become the cells' own.
+// buffer. During such a call edgeinfer replaces these by `edgeinfer_cells_get` and `_set`. The first records
+// which bytes of the state belong to which cells. The second copies cells from their pieces instead of from
+// the state. Pieces in a mapped file, at the same offset in a page, are not copied: the cells get the file's pages.
 #include <ggml.h>
 #include <sys/mman.h>
 

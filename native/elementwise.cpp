@@ -1,6 +1,6 @@
-// Operations whose bits depend on the instruction set where ggml computes them: activations, softmax, the norm with a mean,
-// state-space layers, and the products that matmul.cpp leaves. Here each has one arithmetic on every level (functions.h); a sum
-// is of kSums partial sums, each in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
+// Operations whose bits depend on the instruction set if ggml computes them: activations, softmax, the norm with a mean,
+// state-space layers, and products that matmul.cpp declines. Here each computes the same on every level (functions.h): a sum
+// has kSums partial sums, each in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
 #include <atomic>
 
 #include "functions.h"
@@ -11,7 +11,7 @@ constexpr int kPiece = 512;   // elements of a row that a thread computes per tu
 constexpr int kBlock = 1024;  // elements whose sums are floats; sums of blocks are doubles
 
 INLINE Floats load(const float *p) { return load<Floats>(p); }
-// n floats, and zeros; n may be more than there are lanes, or less than 1, and is mostly constant
+// Reads n floats, and zeros for the other lanes; n may exceed the lanes or be less than 1, and is mostly constant
 INLINE Floats load_some(const float *p, int n) {
     if (n >= kLanes) return load(p);
     float some[kLanes]{};
@@ -213,7 +213,7 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
     const ggml_tensor *s = op->src[0], *x = op->src[1], *dt = op->src[2], *a = op->src[3], *b = op->src[4], *c = op->src[5];
     const int64_t size = s->ne[0], dim = s->ne[1], n_heads = x->ne[1], group = n_heads / b->ne[1], n_tokens = x->ne[2];
     const int snapshots = op->op_params[0];
-    float *states = (float *)op->data + ggml_nelements(x);  // the states lie after the results
+    float *states = (float *)op->data + ggml_nelements(x);  // the states follow the results
     const Share heads(params, n_heads);
     const auto at = [](const ggml_tensor *t, int64_t i2, int64_t i3) { return (const float *)((const char *)t->data + i2 * t->nb[2] + i3 * t->nb[3]); };
     for (int64_t seq = 0; seq < x->ne[3]; seq++) {
@@ -239,7 +239,7 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
     }
 }
 
-// ---- MUL_MAT and MUL_MAT_ID of what matmul.cpp leaves: few rows, odd widths, several matrices. Weights become floats.
+// ---- MUL_MAT and MUL_MAT_ID that matmul.cpp declines: few rows, odd widths, several matrices. Weights become floats.
 
 constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows of weights and columns at a time: sums stay in registers
 

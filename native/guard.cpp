@@ -1,9 +1,9 @@
 // libedgeinfer-guard.so.1: calls of llama.cpp for callers that can't catch C++ exceptions.
 //
 // A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer
-// calls llama.cpp through ctypes, where either ends the process. Here both end in a code. llama.cpp copies
-// the cells of a state in destructors, and frees in them: what is thrown there goes to std::terminate,
-// which leaves by longjmp. Functions come as pointers, so that this needs no library but the C++ one.
+// calls llama.cpp through ctypes, where either ends the process. Here both become a return code. llama.cpp
+// copies and frees the cells of a state in destructors: an exception there calls std::terminate, which
+// returns by longjmp. Functions are passed as pointers, so that only the C++ library is needed.
 #include <cxxabi.h>
 
 #include <csetjmp>

@@ -1,7 +1,7 @@
 // libedgeinfer-kernels-*.so.1: the in-tree kernels (attention.cpp, cell_order.cpp, matmul.cpp, elementwise.cpp) and their entry into ggml's CPU backend.
 //
-// They are registered as repacked weights are: ggml asks each "extra buffer type" for each operation of a graph, and computes it in
-// its own threads. This one is never a place for weights.
+// They are registered like repacked weights: ggml asks each "extra buffer type" whether it computes an operation of a graph, and
+// calls it on ggml's own threads. This buffer type never stores weights.
 #include <atomic>
 #include <cstdio>
 #include <vector>

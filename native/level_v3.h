@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kTile = 4, kRegisters = 16;
-constexpr int kSpansAhead = 0;  // no gain for any type but Q6_K, whose rows side by side are as fast by now
+constexpr int kSpansAhead = 0;  // a gain only for Q6_K, which is as fast with rows side by side by now
 #if defined(__AVXVNNI__)
 constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDotsOfRows = false;
 constexpr int kFew = 8, kColumns = 4;

@@ -1,14 +1,14 @@
-// Products of weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights as they lie in
-// the mapped GGUF file.
+// Products of weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights of the mapped
+// GGUF file, without repacking.
 //
 // Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no
 // sum is horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are
 // integers, and so exact; floats are summed by block within each kSpan weights, and these sums from the first to the last. A
 // row's bits depend on its activations and on the weights alone: not on how many rows there are, on threads, or on the kernel.
 //
-// Three kernels: for one column (row of the batch), and two of narrow weights, the lanes are kLanes consecutive spans of kSpan
-// weights instead, so that memory is read in order; up to kFew columns, weights are unpacked in registers for all of them; more
-// columns share a slab of 2 * kLanes rows that is unpacked to the L1 cache.
+// There are three kernels. For one column (row of the batch), or two with narrow weights, the lanes are kLanes consecutive spans of
+// kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
+// More columns share a slab of 2 * kLanes rows that is unpacked to the L1 cache.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # mtmd.sh CACHE: libedgeinfer-mtmd.so.1, which encodes pictures, into .venv/lib/edgeinfer/native. It is the core of llama.cpp's
-# tools/mtmd, from the sources of llama-cpp-python's own release, against that wheel's headers and libraries: no CMake, nothing of
-# ggml again, no image decoder, no vendored C library. 80 s of one core, once; CACHE keeps it.
+# tools/mtmd, from the sources of llama-cpp-python's own release, with that wheel's headers and libraries: without CMake, a second
+# ggml, an image decoder or a vendored C library. Takes 80 s of one core, once; CACHE keeps it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

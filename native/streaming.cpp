@@ -1,11 +1,11 @@
 // Weights of a model that is larger than memory: decides which stay in memory, and where the others are read to.
 //
-// The weight of a product is pinned (its pages of the mapped file are brought in once), or streamed through a ring in the order
-// of the graph, or it holds a mixture's experts, which lie in slots. The order is the one in which MulMat::work_size is called before a
-// graph is computed: names tell little about it. Weights that the kernels do not multiply are read through the mapping.
+// The weight of a product is pinned (its pages of the mapped file are read once), or streamed through a ring in the order of the
+// graph, or it consists of a mixture's experts, which are read into slots. The order is that of the calls of MulMat::work_size
+// before a graph is computed; names do not show it. Weights that the kernels do not multiply are read through the mapping.
 //
-// Linux's page cache keeps nothing of weights read in a cycle, so all that fit are pinned. Readers are threads with pread(2), for
-// filters of containers and CRIU refuse io_uring; they read past the page cache (O_DIRECT), which pins the rest.
+// Linux's page cache keeps nothing of weights read in a cycle, so all that fit are pinned. Threads read with pread(2), because
+// containers' filters and CRIU refuse io_uring. They bypass the page cache (O_DIRECT), which contains the pinned weights.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -52,7 +52,7 @@ struct File {
     int direct = -1, buffered = -1;       // the first where the file system has no O_DIRECT
     std::atomic<bool> is_direct = false;  // until such a read is refused
     uint8_t *base;    // start of the mapping
-    uint8_t *zeroed;  // by page: whether zeros stand in for it
+    uint8_t *zeroed;  // by page: whether zeros replace it
     struct stat opened;
 };
 struct Load {
@@ -295,7 +295,7 @@ struct Stream {
         for (; head - tail < n; head++) {
             Weight &w = *streamed[head % n];
             const size_t bytes = round_up(w.offset + w.bytes) - w.low();
-            if (head == tail) write_at = in_ring = 0;  // else a weight that is larger than the rest of the ring would wait for ever
+            if (head == tail) write_at = in_ring = 0;  // else a weight that is larger than the rest of the ring would wait forever
             const size_t skipped = write_at + bytes > ring_bytes ? ring_bytes - write_at : 0;
             if (in_ring + skipped + bytes > ring_bytes) return;
             if (skipped) write_at = 0;
@@ -421,7 +421,7 @@ struct Stream {
         int code = 0;
         try {
             for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
-        } catch (const std::system_error &error) {  // of a limit on threads: fewer of them read, too
+        } catch (const std::system_error &error) {  // from a limit on threads: fewer threads can read, too
             if (readers.empty()) code = error.code().value();
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -454,7 +454,7 @@ struct Stream {
 };
 
 namespace {
-// Maps the file again where zeros stand in for its pages: nothing may compute with them once no step ends in an error.
+// Maps the file again where zeros replaced its pages: later steps, which do not end in an error, must not compute with zeros.
 void restore_pages() {
     for (const File &f : g_stream->files)
         for (int64_t at = 0; at < f.opened.st_size; at += kPage)
