@@ -225,7 +225,7 @@ def main() -> None:
         serve_side(options.side, options.level, options.ik)
         return
     if options.level:
-        load_only(_LEVELS[options.level][0])  # for the figure's head
+        load_only(_LEVELS[options.level][0])  # the figure's head names it
     level = libllama.build_info().kernels
     before = peak(level)
     rates_by_kind = {}

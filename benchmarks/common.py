@@ -220,7 +220,7 @@ def _peer() -> str:
     program = peer_program("llama-server")
     if program is None:
         return ""
-    package = Path(program).parents[1] / "version"  # scripts/fetch_llama_server.sh
+    package = Path(program).parents[1] / "version"  # written by scripts/fetch_llama_server.sh
     debian = f", Debian {package.read_text('utf-8').strip()}" if package.is_file() else ""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     version = re.search(r"version: (.+)", done.stdout + done.stderr)

@@ -238,7 +238,7 @@ class Host:
         Running requests are not delayed. Raises SnapshotsUnavailableError, and what taking raises.
         """
         raise SnapshotsUnavailableError(
-            f"{self.start.reason or 'this process'}: a snapshot of it cannot be taken",
+            f"no snapshot can be taken: {self.start.reason or 'this process has no launcher'}",
             hint=f"run `edgeinfer warm {model}`",
         )
 

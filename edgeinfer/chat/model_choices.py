@@ -1,4 +1,4 @@
-"""The models to pick from, whether each fits this machine, and the offer of a first run."""
+"""The models of the picker, whether each fits this machine, and which are offered on a first run."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Repl:
             self._run_calls(turn)
 
     def _run_calls(self, turn: Turn) -> None:
-        """Run an answer's calls, and let the model answer their results."""
+        """Run an answer's tool calls, and let the model continue with the results."""
         tools, run = self.session.tools, self.session.start_calls(turn, self)
         assert tools is not None
         with _ctrl_c_stops(tools):

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        # the reader of stdout is gone: nothing can be flushed at exit
+        # stdout's reader has ended: nothing can be flushed at exit
         _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

@@ -82,7 +82,7 @@ class FrontEnd:
                 start = await anext(chunks)
             except TimeoutError:
                 return _refusal(dialect, _not_started(named, self._start_s))
-            except Exception:  # noqa: BLE001  # Ray has many names for a replica that is gone
+            except Exception:  # noqa: BLE001  # Ray has many errors for a replica that has ended
                 _LOG.warning("a replica ended before it answered", exc_info=True)
             else:
                 assert isinstance(ack, Ack)

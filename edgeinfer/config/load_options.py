@@ -257,7 +257,7 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, s
         field
         for field in exact
         if wanted.get(field) != requested.get(field)
-        # without an own draft model, a model has "none" anyway
+        # "none" is no choice if the model has no draft model
         and not (field not in requested and wanted.get(field) == NO_DRAFT == actual.get(field))
     )
     return next(unrequested, "")

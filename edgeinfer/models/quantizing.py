@@ -137,7 +137,7 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
-        for file in fetched:  # fetched files keep the name that the next pull looks for
+        for file in fetched:  # the next pull looks for fetched files by this name
             if file.ours and file.path.suffix != ".part":
                 file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
     return [Fetched.made_here(target, job)]

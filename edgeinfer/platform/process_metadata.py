@@ -44,7 +44,7 @@ def left_by(pid: int, name: str, kind: type[T]) -> T | None:
     except OSError:
         return None
     for number in numbers:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the descriptor was closed just now
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the descriptor may be closed by now
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name}"):
                 with open(f"{folder}/{number}", "rb") as file:
                     return msgspec.json.decode(file.read(), type=kind)

@@ -47,7 +47,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quote(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer next to a receipt; `calls` are (name, arguments), None if unknown."""
+    """The answer that a response contains besides its receipt; `calls`: (name, arguments), or None."""
 
     text: str
     reasoning: str | None = None
@@ -60,7 +60,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     At that position the receipt has `expected`, and this engine generates `chosen`; None is an end.
     `mean_difference` and `most_difference` are those of log-probabilities, if only these were compared.
     `text` is that of the tokens, None if they were not generated again, and `is_text_compared` says
-    whether it was compared with the text next to the receipt. `seconds` is the time of the check,
+    whether it was compared with the response's text. `seconds` is the time of the check,
     `generation_seconds` that of the answer.
     """
 
@@ -252,7 +252,7 @@ class ReceiptCheck:
         return self._quote_difference(self._quote, generated, request) if self._quote else ""
 
     def _quote_difference(self, quote: Quote, answer: Collected, request: GenerateRequest) -> str:
-        """Return what differs between the answer next to the receipt and its tokens, "" if equal."""
+        """Return how the response's answer differs from the receipt's tokens, "" if they are equal."""
         self._findings["is_text_compared"] = True
         prompt = request.prompt if isinstance(request.prompt, str) else ""
         raw = answer.reasoning + answer.text
@@ -262,12 +262,12 @@ class ReceiptCheck:
         if is_cut:  # its last characters, and the end of a call, were held back
             is_equal = is_equal or answer.text.startswith(quote.text)
         elif quote.reasoning is not None and quote.reasoning != answer.reasoning:
-            return "the reasoning next to the receipt is not that of its tokens"
+            return "the response's reasoning differs from the receipt's tokens"
         if not is_equal:
-            return "the text next to the receipt is not that of its tokens"
+            return "the response's text differs from the receipt's tokens"
         calls = tuple((call.name, call.arguments) for call in answer.calls.values())
         if not is_cut and quote.calls is not None and quote.calls != calls:
-            return "the tool calls next to the receipt are not those of its tokens"
+            return "the response's tool calls differ from the receipt's tokens"
         return ""
 
     def _generate(

@@ -210,7 +210,7 @@ class LlamaEngine:
             )
         self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._unload_removed_adapters):
-            continue  # checked once per step
+            continue  # the loop's next step runs the check again
         self.on_new_adapters(self._lora.named_adapters)
         return self._lora.named_adapters
 

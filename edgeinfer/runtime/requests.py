@@ -255,8 +255,8 @@ _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 #: Largest values of fields that count something.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
-#: Most characters per token of any tokenizer, averaged over a whole context; and the length
-#: (characters) up to which every text is tokenized.
+#: Most characters per token of any tokenizer, on average over a context; and the length (characters) up
+#: to which every text is tokenized.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20
 

@@ -21,7 +21,7 @@ class MappedFile:
 
 
 class State(msgspec.Struct, frozen=True):
-    """A sequence's state as bytes: `pieces`, each cells of a tensor or the metadata between them.
+    """A sequence's state as bytes. Each of `pieces` has cells of a tensor, or metadata between them.
 
     `places` are the best offsets within a page, or ANYWHERE. `file` is the file that the pieces are
     views of, None for other memory.

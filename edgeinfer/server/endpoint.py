@@ -107,7 +107,7 @@ class Endpoint:
     def enter(self, key: str) -> None:
         """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
 
-        Requests of other keys never exclude a key's only request.
+        A key's only request is never refused because of other keys' requests.
         """
         if self.draining:
             raise shutting_down()

@@ -164,7 +164,7 @@ def _is_slow_to_prepare(request: GenerateRequest) -> bool:
     """Return whether preparation takes longer than switching to a thread (about 0.1 ms)."""
     if request.constraint is not None or request.infill is not None:
         return True
-    # decoding a picture takes 0.1 s
+    # decoding one picture takes 0.1 s
     return bool(request.tools or request.n_pictures) or request.length > _INLINE_CHARACTERS
 
 

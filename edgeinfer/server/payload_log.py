@@ -147,7 +147,7 @@ class PayloadLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, n_bytes: int) -> int:
-        """Open and lock the log file. Begin a new one if it is full, of yesterday, gone or in use."""
+        """Open and lock the log file; begin a new one if it is full, old, deleted or in use."""
         if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
             with contextlib.suppress(FileNotFoundError):
                 descriptor = disk.open_regular(self._path, _FLAGS)

@@ -161,7 +161,7 @@ def missing(param: str) -> Problem:
 
 
 def unsupported(param: str, reason: str) -> Problem:
-    """Make the error for a field that cannot be honoured."""
+    """Make the error for a field that is not supported."""
     message = f"'{param}' is not supported here: {reason}."
     return Problem(400, message, param=param, code="unsupported_parameter")
 

@@ -23,15 +23,15 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     hints: ClassVar[frozenset[str]] = frozenset()
-    #: Refused field → why it cannot be honoured.
+    #: Refused field → why it is not supported.
     refused: ClassVar[Mapping[str, str]] = {}
     #: Field → the values that are treated as hints.
     hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    #: List field → the honoured items; other items are hints.
+    #: List field → the supported items; other items are hints.
     known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Prefix of object types that the published API allows here → why they are refused.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of object types that are dropped from a list here, as hints are.
+    #: Prefixes of object types that are removed from a list here, like hints.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether this type is assumed for an object without a type.
     is_untagged_form: ClassVar[bool] = False

@@ -95,7 +95,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     path = f"{newest[1]}/{_CXX}"
     try:
         ctypes.CDLL(path)
-    except OSError:  # for another architecture, or another libc
+    except OSError:  # a library for another architecture or libc
         return ""
     return path
 

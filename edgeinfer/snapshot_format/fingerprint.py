@@ -52,7 +52,7 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: a better reason in the error
+        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: names a better reason
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),

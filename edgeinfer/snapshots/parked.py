@@ -156,7 +156,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
 
 def _rehearse() -> None:
     """Run the first steps of every launch once, so that their tables are in the dump."""
-    from edgeinfer.tui.rehearsal import rehearse  # together with everything else that is imported here
+    from edgeinfer.tui.rehearsal import rehearse  # imports everything else, too
 
     for verb in LAUNCH_VERBS:
         build_parser(verb)

@@ -205,7 +205,7 @@ class StdioTransport:
             stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Drop an unwritten message; end a child that reads too late. Return whether it was ended."""
+        """Cancel a message; if it `is_late` and unwritten, kill the child and return True."""
         is_ended = is_late and not sent.done()
         sent.cancel()
         if is_ended:

@@ -1,4 +1,4 @@
-"""The conversation: draws only visible lines (decision 060), and scrolls along only from the end."""
+"""The conversation. Only visible lines are drawn (decision 060); new text scrolls it from the end."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One aggregate in two weeks: its PSI, the p-value of its test, and each week's typical value."""
+    """The change of an aggregate between two weeks: PSI, the test's p-value, both typical values."""
 
     aggregate: str
     psi: float

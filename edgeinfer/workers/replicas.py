@@ -295,7 +295,9 @@ class ReplicatedEngine(ForwardingEngine):
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("no replica of the model is running", hint="ask again: it is started anew")
+    return EngineClosedError(
+        "no replica of the model is running", hint="send the request again: a replica is started"
+    )
 
 
 class RoutedRequest:

@@ -91,9 +91,7 @@ def open_engine(path: str, **options: Any) -> Iterator[LlamaEngine]:
 
 
 def layer_counts(engine: LlamaEngine) -> dict[str, int | str]:
-    """Return the numbers of layers that checks compare; for half of them a part of the KV cache moves
-    too.
-    """
+    """Return the numbers of layers that checks compare; half of the layers come with their KV cache."""
     return {"none": "none", "all": "all", "half": max(2, (engine._loaded.shape.n_layer + 1) // 2)}
 
 

@@ -241,7 +241,8 @@ def _trace(path: str, start: list[Span], result: RunResult) -> None:
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
-    """Answer, run the tool calls, and answer their results, until no call is left. Reports on stderr.
+    """Answer, run the tool calls, and answer again with the results, until no call is left. Reports on
+    stderr.
 
     Also return the last request and its end.
     """

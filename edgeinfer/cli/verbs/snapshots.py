@@ -108,7 +108,7 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Snapshots whose every byte was compared and whose canary was computed, several together."""
+    """Verified snapshots: all bytes were compared, and each answered its test prompt."""
 
     name: str
     files: int

@@ -36,7 +36,7 @@ _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadlin
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A receipt's verification, or why it could not be checked; `place` is its file and line.
 
-    `lacks_text`: the text next to the receipt is missing or was not compared.
+    `lacks_text`: the response's text is missing or was not compared.
     """
 
     place: str

@@ -126,7 +126,7 @@ class Registry:
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
-        # as in Docker: a registry on this machine may use HTTP
+        # like Docker, allow HTTP for a registry on this machine
         scheme = "http" if http_client.is_loopback(host) else "https"
         self.base = f"{scheme}://{host}/v2/{source.repository}"
         self._url = httpx2.URL(self.base)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """A pair of markers. `plain` is a prefix of answers without a span, which is removed."""
+    """A pair of markers. `plain` is a marker that begins answers without a span; it is removed."""
 
     open: str
     close: str

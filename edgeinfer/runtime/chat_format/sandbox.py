@@ -186,7 +186,7 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge for the result of a filter; jinja2's markers such as pass_context are kept."""
+    """Make the result of a filter spend fuel; jinja2's markers such as pass_context are kept."""
     takes_environment = hasattr(inner, "jinja_pass_arg")
 
     def charge(*args: Any, **kwargs: Any) -> Any:

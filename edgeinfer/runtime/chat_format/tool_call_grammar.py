@@ -183,8 +183,8 @@ _SHOWN = 3
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, an object; without parameters it is empty.
 
-    Objects are closed unless the schema says otherwise, because a small model adds members if it may. A
-    required name is a member even if the schema does not describe it.
+    Objects are closed unless the schema says otherwise, because small models add members. A required
+    name is a member even if the schema does not describe it.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":

@@ -65,7 +65,7 @@ _INFO = 2
 _WARN = 3
 _CONT = 5
 
-#: Code that `decode` returns if a device has thrown; most integers and pointers that `call` passes.
+#: Code that `decode` returns after a device's exception; most integers and pointers for `call`.
 _THROWN = -100
 _WORDS = 6
 
@@ -135,7 +135,7 @@ def _say_aborts() -> None:
         os.write(2, message + b"\n")
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(on_abort)
-    _state["abort"] = callback  # as in `_capture_logs`
+    _state["abort"] = callback  # keep the object, of which the library has only a pointer
     base_library().ggml_set_abort_callback(callback)
 
 

@@ -59,7 +59,7 @@ class SequenceStates:
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
         if self._supports_truncation and first > low:
-            return None  # cells behind a sliding window may hold other tokens by now
+            return None  # cells before a sliding window may have other tokens by now
         self._clear()
         self._llama.llama_memory_seq_cp(self._context.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(stop - start, start + shift)

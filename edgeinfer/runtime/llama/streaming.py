@@ -24,8 +24,8 @@ _log = logging.getLogger("edgeinfer.engine")
 _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is read.
 _MEMORY_S = 1.0
-#: Below the first number of free bytes weights leave memory, above the second others enter it; and the
-#: smallest change (bytes).
+#: Free memory (bytes) below which weights leave memory, and above which others are read; smallest
+#: change (bytes).
 _LEAST_FREE_BYTES, _AMPLE_FREE_BYTES = 48 << 20, 112 << 20
 _STEP_BYTES = 16 << 20
 

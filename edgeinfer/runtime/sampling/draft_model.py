@@ -30,17 +30,17 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, ModelDraft
 
-#: Bounds of the draft model's own probability of a token, which group learned acceptance, and the
-#: acceptance assumed for each group.
+#: Acceptance is learned in groups by the draft model's own probability of a token: the bounds of the
+#: groups, and the acceptance first assumed for each.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: Acceptance assumed for a token before it is drafted, and its weight in verified tokens of a request:
 #: small, so that wrong drafts end soon.
 _MEAN_START = 0.7
 _MEAN_TOKENS = 3
-#: Share of the difference by which each step without a draft, and each request, moves a learned
-#: acceptance back to the assumed one: so a draft model that was wrong is tried again. Failed trials
-#: cost under 1 % of the time.
+#: Each step without a draft, and each request, moves a learned acceptance towards the assumed one by
+#: this share of the difference, so that a draft model that was wrong is tried again. Failed trials cost
+#: under 1 % of the time.
 _STEP_RECOVERY = 0.0003
 _REQUEST_RECOVERY = 0.1
 #: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
@@ -243,7 +243,7 @@ class RequestDrafter:
                 break
             try:
                 token, probability = self._pick(sampler, matcher)
-            except InvalidRequestError:  # the constraint's parser reached a limit, which it may
+            except InvalidRequestError:  # the constraint's parser reached a limit
                 break
             if len(pending) <= 2:
                 model.note_cost((time.perf_counter() - began) / budget.row_s)

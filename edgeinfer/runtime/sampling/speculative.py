@@ -35,8 +35,8 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 #: Time (s) for measuring the curve; each point is measured at least once.
 _MEASURE_S = 0.7
-#: Weight of one step in the mean without drafts, in the mean with drafts, and in the curve; an assumed
-#: cost counts as one step, a measured one as many.
+#: Weight of one step in the mean without drafts, in the mean with drafts, and in the curve. An assumed
+#: cost counts as one step, a measured cost as many steps.
 _PLAIN_WEIGHT = 0.1
 _DRIFT = 0.03
 _CURVE_WEIGHT = 0.08
@@ -226,8 +226,8 @@ class SuffixDrafter:
         self._index = self._length = 0
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
-        """Return up to `limit` tokens; none if the end of `tokens` is new. Return only one token, to
-        learn from it, if it is less likely right than `least_chance`.
+        """Return up to `limit` tokens; none if the end of `tokens` never occurred before. Return only
+        one token, to learn from it, if it is less likely right than `least_chance`.
         """
         n_known = self._n if self._n <= len(tokens) else 0  # a context shift may have dropped tokens
         if n_known and len(tokens) < self._next:

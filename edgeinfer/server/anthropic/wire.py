@@ -1,4 +1,4 @@
-"""Anthropic's messages and token counting, as far as a local text model can honour them.
+"""Anthropic's messages and token counting, as far as a local text model supports them.
 
 Source: Anthropic's published API reference, its beta fields included. `cache_control` is a hint because
 the engine always reuses prefixes.

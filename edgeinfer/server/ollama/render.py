@@ -240,7 +240,7 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
 
 def _header(files: ModelFiles | None) -> GgufHeader | None:
-    from edgeinfer.models.gguf import read_header  # as in `_files`
+    from edgeinfer.models.gguf import read_header  # imported only when needed
 
     try:
         return read_header(files.paths[0]) if files else None

@@ -301,7 +301,7 @@ class Conversations:
             return session.calls is not None
 
     def _call(self, running: RunningAnswer) -> bool:
-        """Run the last answer's tool calls, in a thread; return whether to answer their results."""
+        """Run the last answer's tool calls, in a thread; return whether to generate another answer."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)

@@ -51,7 +51,7 @@ def run_app(
     loaded: LoadedModel | None,
     resumed_ns: int,
 ) -> NoReturn:
-    """Run a launch request; exit if the launcher is gone. Never returns."""
+    """Run a launch request; exit if the launcher has ended. Never returns."""
     if received is None:
         os._exit(125)
     request, fds = received
@@ -219,7 +219,7 @@ def adopt(request: LaunchRequest) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(OSError):  # the folder is gone: stay at /, as when parked
+    with contextlib.suppress(OSError):  # the folder was deleted: stay in /
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))

@@ -28,7 +28,7 @@ _FOLD_LINES = 16
 
 
 class Entry:
-    """Base: caches its lines per width. `turn_id` is 0 for a remark."""
+    """Base class, which caches its lines per width. `turn_id` is 0 for a remark of the app."""
 
     turn_id = 0
 
