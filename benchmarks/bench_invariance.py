@@ -200,7 +200,7 @@ def score(model: str, text: str, tokens: str, kernels: str) -> None:
 
     def plain() -> object:
         params = defaults()
-        params.use_extra_bufts = False  # as the engine loads them
+        params.use_extra_bufts = False  # like the engine, do not repack weights
         return params
 
     L.llama_model_default_params = plain

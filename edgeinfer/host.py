@@ -131,14 +131,14 @@ class Host:
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         if draft and draft != NO_DRAFT:
-            from edgeinfer.models.draft_check import refuse_unfit  # imported here as in `resolve`
+            from edgeinfer.models.draft_check import refuse_unfit  # not for a resumed process
 
             refuse_unfit(ref, draft)
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:
         """Return the model `text`; None if it is something else, e.g. a prompt. Raises CatalogError."""
-        from edgeinfer.models.reference import find  # imported here as in `resolve`
+        from edgeinfer.models.reference import find  # not for a resumed process
 
         return find(text)
 

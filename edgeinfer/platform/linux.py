@@ -54,7 +54,7 @@ def clone(flags: int) -> int:
 
 
 def refuse_threads() -> None:
-    """Raise OSError if there are several threads: a child of `clone` could wait for ever."""
+    """Raise OSError if there are several threads: a child of `clone` could wait forever."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise OSError(f"this process has {len(threads)} threads and cannot be cloned")

@@ -170,7 +170,7 @@ class KvCache:
         return best, length
 
     def _count_usable(self, cached_seq: CachedSequence, n: int) -> int:
-        """Return how many of `n` tokens are usable: others may own cells before the window."""
+        """Return how many of `n` tokens are usable: up to a checkpoint; 0 if a window lacks cells."""
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0

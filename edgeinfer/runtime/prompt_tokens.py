@@ -62,14 +62,14 @@ class PromptTokens(list[int]):
         return n
 
     def block_end(self, n: int) -> int:
-        """Return `n`, or the end of a picture that `n` would cut if its rows have no own positions."""
+        """Return `n`, or a picture's end if `n` is inside it and its rows share a position."""
         if self._is_in_place(n):
             while n < len(self) and self[n] < 0 and not self[n] % 2:
                 n += 1
         return n
 
     def position(self, n: int) -> int:
-        """Return the position of token `n`; for rows without own positions, the picture's start."""
+        """Return the position of token `n`; for rows that share a position, the picture's start."""
         if self._is_in_place(n):
             n = self.cut(n)
         return n - bisect_left(self._without_position, n)

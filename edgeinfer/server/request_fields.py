@@ -170,7 +170,7 @@ _FOR_EVER = -1.0
 
 
 def keep_alive_s(keep_alive: float | str | None) -> float | None:
-    """Convert `keep_alive` to seconds; any negative value becomes -1, for ever. Raises
+    """Convert `keep_alive` to seconds; any negative value becomes -1 (forever). Raises
     InvalidRequestError.
 
     Text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.

@@ -51,7 +51,7 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
 
 def _in_turn(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
-    pairs = zip(marks, ends, strict=False)  # without marks, `ends` still has one entry
+    pairs = zip(marks, ends, strict=False)  # if `marks` is empty, `ends` has one entry
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 

@@ -246,7 +246,7 @@ class ChatTools:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
-        # small models repeat a call for ever; polling may continue while results differ
+        # small models may repeat a call forever; polling may continue while results differ
         repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):

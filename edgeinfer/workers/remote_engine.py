@@ -394,7 +394,7 @@ class _Server:
                 self._wire.send(CallFailed(number, to_fields(error)))
         except OSError:  # the client has ended; `run` ends too
             pass
-        except Exception as error:  # noqa: BLE001  otherwise the client waits for ever
+        except Exception as error:  # noqa: BLE001  otherwise the client waits forever
             defect = EngineError(f"a defect in the model's process: {error!r}")
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(defect)))

@@ -56,7 +56,7 @@ _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 _CHECK_S = 2.0
 #: Longest part (characters) of a system prompt in a candidate's name.
 _LABEL = 24
-#: Response of an item that the next run will answer.
+#: Response of an item without an answer yet; the next run answers it.
 _LEFT = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 

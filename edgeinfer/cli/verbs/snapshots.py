@@ -246,7 +246,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     )
 
 
-#: Advice about bits that changed without a known cause.
+#: Advice if bytes or answers changed without a known cause.
 _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"

@@ -98,7 +98,7 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
     """Run pip and report the growth of its files; return its output if it failed, otherwise None."""
-    # pip then writes its unfinished wheel to the watched folder, and on the right disk
+    # makes pip write its unfinished wheel to the watched folder
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
     with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:

@@ -163,7 +163,7 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a string method with a huge result; return its arguments, an iterator as a list."""
+    """Refuse a string method with a huge result; return its arguments, with iterators as lists."""
     fuel = _fuel.get()
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")

@@ -103,7 +103,7 @@ class RoundtripCheck:
     def _next_logits(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits after the whole text, and after cutting it and adding another tail."""
+        """Return the next logits after the whole text, and after truncating and extending it."""
         after_text = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._truncate_at)
         tail = self._tokens[-_TAIL_TOKENS:]

@@ -57,8 +57,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def _hash(tokens: Iterable[Any]) -> Any:
-    """Hash tokens to a table's index. Numbers are ten times as fast as numpy for eight tokens; for
-    arrays each position is hashed.
+    """Hash tokens to a table's index; given arrays, hash each position. Integers are ten times as fast
+    as numpy for eight tokens.
     """
     state: Any = 0
     for token in tokens:

@@ -61,7 +61,7 @@ class TokenRecorder(SequenceObserver):
         n, logits = len(self._answer), self._logits
         self._answer.append(token)
         self._logits = None
-        # a constraint's mask changes other logits, but not that of `token`
+        # a constraint's mask has changed other logits, but not this token's
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         if self._replayed is None:
             return

@@ -222,7 +222,7 @@ def _walk(
 
 
 _GAP = " │ "
-#: Share of a cell's blanks that goes before its text.
+#: Share of a table cell's padding that is before its text.
 _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
