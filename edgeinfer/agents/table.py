@@ -101,7 +101,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
-    if target.n_ctx >= _CLAUDE_WINDOW:  # below, it compacts only when a prompt is refused
+    if target.n_ctx >= _CLAUDE_WINDOW:  # with less, it compacts only after a refused prompt
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     return AgentSetup(
         environment={

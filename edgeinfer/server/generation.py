@@ -416,7 +416,7 @@ class _StreamResponse(_GenerationResponse):
                     data = held + renderer.event(index, event)
                     held = b""
                     if isinstance(event, Finished):
-                        held = data  # sent together with the closing bytes
+                        held = data  # send it together with the closing bytes
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})

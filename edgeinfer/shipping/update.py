@@ -58,7 +58,7 @@ _CLOCK_S = 24 * 3600
 
 
 def own_program(*, replaces: bool = True) -> Path:
-    """Return this process's shipped file. Raises ShippingError if it `replaces` it and may not."""
+    """Return this process's shipped file. Raises ShippingError if it cannot be replaced."""
     if not shipped.is_shipped():
         raise ShippingError(
             "this edgeinfer is a Python package: update it with the tool that installed it",

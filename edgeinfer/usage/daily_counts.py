@@ -37,7 +37,8 @@ _log = logging.getLogger("edgeinfer.drift")
 #: Distance (tokens) between the sampled log-probabilities of an answer; each costs 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Most answers whose counts wait for the file; how long (s) to wait for a locked file, and at exit.
+#: Most answers whose counts are not yet in the file; how long (s) to wait for a locked file, and at
+#: exit.
 _MOST_WAITING = 1000
 _LOCKED_S = 1.0
 _CLOSING_S = 2.0

@@ -84,8 +84,8 @@ def _spread(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # F(1, freedom) would need exp(7.3 / freedom); but the largest of many values errs upwards, and with
-    # half of that simulated weeks stay below the level, if they have five days
+    # F(1, freedom) would need exp(7.3 / freedom). But the largest of many values is too large, so half
+    # of that is enough in simulations, if the weeks have five days
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 

@@ -160,7 +160,7 @@ class LoraAdapters:
         for adapter, stamp in named.values():
             if stamp not in held:
                 held[stamp] = _load(model, adapter, stamp)
-                if self.has_kernels and model is self._homes[0][0]:  # other models are on devices
+                if self.has_kernels and model is self._homes[0][0]:  # later models are on devices
                     held[stamp].use_kernels()
 
 

@@ -79,7 +79,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        # not at exit: the engine closes, and still writes, after finalizers have run
+        # not at exit: finalizers run before the engine closes and writes the last answers
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         os.close(open_own(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)

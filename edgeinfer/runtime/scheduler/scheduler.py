@@ -114,7 +114,7 @@ class Scheduler:
         decode_s = self.executor.run(entries)
         if decode_s is None:
             return
-        self.counters.steps_total += 1  # before the client that gets its answer can ask for it
+        self.counters.steps_total += 1  # clients may ask for it as soon as they have an answer
         self._output_processor.process(entries)
         draft_s = sum(entry.seq.drafting.model_s for entry in entries if not entry.is_prefill)
         self.counters.decode_seconds_total += draft_s
