@@ -181,7 +181,8 @@ bench-binary: binary ## stages of a launch of the file compared with the virtual
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_binary.py $(BENCH_ARGS)
 
-cuda: full       ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core; CUDA_ARCHS=80-virtual half of one
+cuda:            ## dist/backends/libggml-cuda.so with PyPI's CUDA compiler: hours of one core, once; CUDA_ARCHS=80-virtual half of one
+	@scripts/setup.sh lint
 	scripts/build_cuda.sh dist/backends
 
 clean:           ## what the targets write

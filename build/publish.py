@@ -5,6 +5,7 @@ usage: publish.py [--key FILE] [--days N] [--renew DIR]
     edgeinfer-ARCH                 the shipped file of this machine, and dist/edgeinfer-aarch64 if it is there
     edgeinfer_VERSION_ARCH.deb     and .rpm: the same file in /usr/bin, man page, completions, systemd units
     edgeinfer-VERSION-….whl        the package with llama.cpp and our own libraries compiled (release_wheel.py)
+    libggml-cuda-ARCH.so           the CUDA backend, if dist/backends has it (`make cuda`): `edgeinfer backend install`
     edgeinfer.cdx.json             the components of the shipped file (notices.py)
     provenance.intoto.json         an in-toto statement, SLSA provenance 1.0
     release.json                   what `edgeinfer update` reads (edgeinfer.shipping.update)
@@ -39,8 +40,10 @@ import release_wheel  # noqa: E402
 
 from edgeinfer import __version__  # noqa: E402
 from edgeinfer.platform.ed25519 import parse_key  # noqa: E402
+from edgeinfer.runtime.llama.backend_loading import this_build  # noqa: E402
+from edgeinfer.runtime.llama.backends import LibraryFacts, facts_path  # noqa: E402
 from edgeinfer.shipping import payload  # noqa: E402
-from edgeinfer.shipping.update import SIGNATURE, Release, ReleasedFile, channel  # noqa: E402
+from edgeinfer.shipping.update import SIGNATURE, Release, ReleasedBackend, ReleasedFile, channel  # noqa: E402
 
 DIST = ROOT / "dist"
 OUT = DIST / "release"
@@ -91,12 +94,13 @@ def build(days: int) -> None:
     for arch, program in programs.items():
         shutil.copy(program, OUT / f"edgeinfer-{arch}")
         package(OUT / f"edgeinfer-{arch}", arch)
+    backends = release_backends()
     release_wheel.build(OUT)
     for name in ("edgeinfer.cdx.json", "INSTALL.md", "edgeinfer-oci.tar"):
         if (DIST / name).exists():
             shutil.copy(DIST / name, OUT)
     (OUT / "provenance.intoto.json").write_text(json.dumps(provenance(), indent=1) + "\n")
-    (OUT / "release.json").write_bytes(msgspec.json.encode(manifest(programs, days)))
+    (OUT / "release.json").write_bytes(msgspec.json.encode(manifest(programs, days, backends)))
     sums = [f"{digest}  {name}\n" for name, digest in digests().items()]
     (OUT / "SHA256SUMS").write_text("".join(sums))
 
@@ -133,12 +137,33 @@ def find_programs() -> dict[str, Path]:
     return found
 
 
+def release_backends() -> tuple[ReleasedBackend, ...]:
+    """Copy the libraries of dist/backends into the release. Raises SystemExit for another llama.cpp's."""
+    released = []
+    for library in sorted((DIST / "backends").glob("libggml-*.so")):
+        facts = msgspec.json.decode(facts_path(library).read_bytes(), type=LibraryFacts)
+        if not facts.build.fits(this_build()):
+            raise SystemExit(f"error: {library} is of {facts.build}\n\nhint: remove it, or `make cuda`")
+        if hashlib.sha256(library.read_bytes()).hexdigest() != facts.sha256:
+            raise SystemExit(
+                f"error: {library} is not what its JSON file describes\n\nhint: `make cuda`"
+            )
+        name = f"{library.stem}-{facts.build.machine.rpartition('-')[2]}.so"
+        shutil.copy(library, OUT / name)
+        released.append(
+            ReleasedBackend(name=name, size_bytes=facts.size_bytes, sha256=facts.sha256, facts=facts)
+        )
+    return tuple(released)
+
+
 def digests() -> dict[str, str]:
     names = sorted(path.name for path in OUT.iterdir())
     return {name: hashlib.sha256((OUT / name).read_bytes()).hexdigest() for name in names}
 
 
-def manifest(programs: dict[str, Path], days: int) -> Release:
+def manifest(
+    programs: dict[str, Path], days: int, backends: tuple[ReleasedBackend, ...] = ()
+) -> Release:
     now = int(time.time())
     files = {
         arch: ReleasedFile(
@@ -148,7 +173,9 @@ def manifest(programs: dict[str, Path], days: int) -> Release:
         )
         for arch, path in programs.items()
     }
-    return Release(version=__version__, issued_s=now, expires_s=now + days * 86400, files=files)
+    return Release(
+        version=__version__, issued_s=now, expires_s=now + days * 86400, files=files, backends=backends
+    )
 
 
 def sign(key_file: Path, *files: Path) -> None:

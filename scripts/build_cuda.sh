@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # build_cuda.sh PREFIX: PREFIX/libggml-cuda.so and its JSON file, with the CUDA compiler that PyPI ships; no CUDA of the system.
+# build_cuda.sh --kept: print the folder of the build cache that keeps the result, by llama.cpp's version, architectures and scripts.
 #
 # CUDA_ARCHS names the architectures as CMake does. A real one is code for that GPU, a virtual one is compiled by the driver at
 # the first use. One virtual architecture takes half an hour of one core, all of the default about three hours.
@@ -7,12 +8,21 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/backend.sh"
 
-prefix=$(realpath -m "${1:?usage: build_cuda.sh PREFIX}")
 archs=${CUDA_ARCHS:-75-virtual;80-virtual;86-real;89-real;90-virtual;120a-real}
+made_from=$({ cat "$root"/scripts/{build_cuda.sh,backend.sh,cublas.c}; printf '%s\n' "$archs" "$(uname -sm)"; } | sha256sum | cut -c1-12)
+kept=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/edgeinfer-build}/cuda/$llama-$made_from
+[ "${1:-}" != --kept ] || { echo "$kept"; exit; }
+prefix=$(realpath -m "${1:?usage: build_cuda.sh PREFIX}")
+if [ -s "$kept/libggml-cuda.json" ]; then
+    mkdir -p "$prefix"
+    cp "$kept"/* "$prefix"
+    say "$prefix/libggml-cuda.so, from the build cache"
+    exit
+fi
 [ "$(uname -sm)" = "Linux x86_64" ] || die "the CUDA backend is built on Linux x86-64 only, this is $(uname -sm)"
 find_programs gcc g++ cmake make strip
-mkdir -p "$(dirname "$prefix")"
-work=$(mktemp -d "$(dirname "$prefix")/.cuda.XXXXXX")
+mkdir -p "${kept%/*}"
+work=$(mktemp -d "${kept%/*}/.cuda.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 say "fetching the CUDA compiler: six wheels, 525 MB"
@@ -39,6 +49,8 @@ compile "$work" cuda -DGGML_CUDA=ON -DGGML_CUDA_NCCL=OFF -DCMAKE_CUDA_ARCHITECTU
     -DCUDA_cublasLt_LIBRARY="$cuda/lib/libcublas.a"
 IFS=';' read -ra each <<<"$archs"
 describe "$work" cuda cuda "${each[@]}"
+rm -rf "$kept"
+mv -T "$work/out" "$kept"
 mkdir -p "$prefix"
-mv -f "$work"/out/* "$prefix"
+cp "$kept"/* "$prefix"
 say "$prefix/libggml-cuda.so ($(du -h "$prefix/libggml-cuda.so" | cut -f1))"

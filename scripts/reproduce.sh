@@ -18,6 +18,7 @@ another=$place/another-folder
 git clone -q . "$another"
 mkdir -p "$place/cache"
 for part in wheels backends mtmd criu; do cp -a --reflink=auto "$cache/$part" "$place/cache/"; done
+[ ! -d dist/backends ] || { mkdir "$another/dist" && cp -a dist/backends "$another/dist/"; } # `make cuda`: an input, too
 as=(env)
 if [ "$(id -u)" = 0 ]; then
     chown -R $WHO:$WHO "$place" && chmod 755 "$place"

@@ -124,6 +124,7 @@ VERBS = {
         "compare this week's prompts and answers with last week's",
         ("drift", "drift qwen3-4b --until 2026-11-22 --against 2026-11-01"),
     ),
+    "backend": Verb("list, install or remove libraries for GPUs", ("backend", "backend install cuda")),
     "doctor": Verb("check this machine, and print commands that fix it", ("doctor",)),
     "update": Verb(
         "update this program to a release that is verified and has answered here",

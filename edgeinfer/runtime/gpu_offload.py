@@ -261,6 +261,8 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
                 reasons.append(f"{file.name} has no device that was requested")
         else:
             reasons.append(f"{answer.name}: {answer.reason}")
+            if file.added and not answer.absent:
+                _log.warning("an added library is not used: %s: %s", answer.name, answer.reason)
     if len(reasons) == len(files):
         raise OffloadRefused("; ".join(reasons) or f"no backend library was found: {backends.adding()}")
 

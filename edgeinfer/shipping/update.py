@@ -48,6 +48,7 @@ from edgeinfer.models.fetching import download, http_client
 from edgeinfer.models.progress import Job
 from edgeinfer.platform import disk, paths
 from edgeinfer.platform.ed25519 import is_signed_by
+from edgeinfer.runtime.llama.backends import LibraryFacts
 from edgeinfer.shipping import payload, shipped, unpack
 
 PREVIOUS = "previous"
@@ -106,8 +107,8 @@ def newest(channel: Channel, folder: Path) -> Release:
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
-            "this build has no release key, so it cannot verify updates",
-            hint="install a published release, or build the new version",
+            "this build has no release key, so it cannot verify what it fetches",
+            hint="install a published release, or build it (`make binary`, `make cuda`)",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _last_issued_s(folder / SEEN):
@@ -167,26 +168,11 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         raise ShippingError(
             f"{release.version} has no file for {machine}", hint="build it: `make binary`"
         )
-    source = f"{url}/{file.name}"
-    remote = download.Remote(
-        url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
-    )
-    job.begin("downloading", file.name, total=file.size_bytes)
-    partial = download.fetch(remote, folder, job)
+    partial = fetch_verified(file, url, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
         with partial.open("rb") as fetched, disk.whole_file(candidate, _mode(program)) as out:
-
-            def copy(chunk: bytes, _done: int) -> None:
-                out.write(chunk)
-
-            digest = disk.sha256_of_part(fetched.fileno(), 0, file.size_bytes, copy)
-        if digest != file.sha256:
-            partial.unlink()
-            raise ChecksumError(
-                f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
-                hint="run it again; if it still differs, do not trust the server",
-            )
+            shutil.copyfileobj(fetched, out)
         job.begin("checking", f"{release.version} on this machine")
         _try_out(candidate, release.version, folder / "trial.toml")
         _swap(program, candidate, folder)
@@ -194,6 +180,27 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         candidate.unlink(missing_ok=True)
     for leftover in folder.glob("*.part*"):
         leftover.unlink()
+
+
+def fetch_verified(file: ReleasedFile, url: str, folder: Path, job: Job) -> Path:
+    """Download a file of the release at `url` into `folder`; return the partial file, complete.
+
+    Raises DownloadError, DiskFullError, and ChecksumError if it is not the file that was signed.
+    """
+    source = f"{url}/{file.name}"
+    remote = download.Remote(
+        url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
+    )
+    job.begin("downloading", file.name, total=file.size_bytes)
+    partial = download.fetch(remote, folder, job)
+    digest = disk.sha256_of(partial)
+    if digest != file.sha256:
+        partial.unlink()
+        raise ChecksumError(
+            f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
+            hint="run it again; if it still differs, do not trust the server",
+        )
+    return partial
 
 
 def _try_out(candidate: Path, version: str, config: Path) -> None:
@@ -314,6 +321,12 @@ class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
+class ReleasedBackend(ReleasedFile, frozen=True, kw_only=True):
+    """A library of a GPU backend, next to the manifest."""
+
+    facts: LibraryFacts
+
+
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
     """A version, its files by machine (`uname -m`), and the manifest's issue and expiry times.
 
@@ -324,6 +337,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/
     issued_s: Annotated[int, Meta(ge=1)]
     expires_s: int
     files: dict[str, ReleasedFile]
+    backends: tuple[ReleasedBackend, ...] = ()
 
 
 class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

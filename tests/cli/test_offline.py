@@ -35,6 +35,7 @@ COMMANDS = {
     "forget": ((), None),
     "ps": ((), 0),
     "stop": (("nobody",), 2),
+    "backend": (("install", "cuda"), None),  # asks for the driver first
     "doctor": ((), None),
     "update": ((), 1),  # a Python package is not updated by it
     "drift": ((), 0),

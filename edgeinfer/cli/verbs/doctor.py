@@ -27,7 +27,7 @@ from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, device_line
+from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, describe
 from edgeinfer.shipping import payload, shipped, unpack
 from edgeinfer.shipping.payload import Index
 from edgeinfer.units import format_bytes
@@ -150,12 +150,15 @@ def _llama() -> Finding:
 
 def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
-    from edgeinfer.runtime.llama import backends
+    from edgeinfer.runtime.llama import backend_loading, backends
     from edgeinfer.runtime.llama.backends import survey
 
     cards, answers = read_gpus(), survey()
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
+    if backends.find("cuda") is None and not backend_loading.driver_problem():
+        text = "cuda: NVIDIA's driver can run it, and its library is not installed"
+        checks.append(Finding("ok", text, "edgeinfer backend install cuda"))
     if not answers and cards:
         text = f"{' and '.join(cards)} found, but no library for it"
         return [Finding("warn", text, backends.adding())]
@@ -168,10 +171,10 @@ def _backend(
     """Describe one library: its devices, or why none; `is_used`: a library has one of `cards`."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
-        description = f"{answer.name}: {answer.reason}; {bus}"
+        description = f"{describe(answer)}; {bus}"
         missed = (bool(cards) and not is_used) or not answer.absent
         return Finding("warn", description, answer.fix) if missed else Finding("ok", description)
-    description = f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
+    description = describe(answer)
     if all(device.kind == "software" for device in answer.devices):
         fix = "a software device is slower than the CPU: --gpu-layers none"
         return Finding("warn", description, fix)

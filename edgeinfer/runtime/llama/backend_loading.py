@@ -7,7 +7,6 @@ refuses such a process: a process that will be parked must not call `load`.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
 import os
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import DecodeError
+from edgeinfer.platform.disk import sha256_of
 from edgeinfer.runtime.llama import backends, libllama
 from edgeinfer.runtime.llama.backends import (
     BackendFile,
@@ -36,10 +36,10 @@ _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 #: Prefixes of descriptions of software devices: Mesa's and Google's.
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
-_NVIDIA = "install NVIDIA's driver, 580 or newer; with an older one Vulkan works"
+DRIVER_FIX = "use Vulkan with your distribution's driver; CUDA needs NVIDIA's driver 580 or newer"
 #: Missing library in a failure → the missing part and the command that helps.
 _MISSING = {
-    "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", _NVIDIA),
+    "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", DRIVER_FIX),
     _VULKAN_LOADER: (
         f"there is no Vulkan loader ({_VULKAN_LOADER})",
         "install the Vulkan loader: apt-get install libvulkan1, or dnf install vulkan-loader",
@@ -75,6 +75,19 @@ def this_build() -> Build:
     )
 
 
+def driver_problem() -> str:
+    """Return why NVIDIA's driver cannot run the CUDA backend; "" if it can. No device is opened."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return _MISSING["libcuda.so.1"][0]
+    if version.value >= 13_000:
+        return ""
+    number = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return f"the NVIDIA driver is too old: it has CUDA {number}, and the library needs 13.0"
+
+
 def load(name: str) -> LoadedBackend | MissingBackend:
     """Load a backend once; a second call returns the same devices, measured again.
 
@@ -91,20 +104,14 @@ def load(name: str) -> LoadedBackend | MissingBackend:
         if misfit:
             fix = backends.adding() if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
-        if file.added and not _is_as_described(file):
+        described = file.facts.sha256 if file.facts and file.added else ""
+        if described and described != sha256_of(Path(file.path)):
             reason = f"its SHA-256 is not the one that {backends.facts_path(Path(file.path)).name} has"
-            return MissingBackend(name=name, reason=reason, fix="fetch both files again")
+            return MissingBackend(name=name, reason=reason, fix=backends.adding())
         try:
             return _load(file)
         except DecodeError as error:
             return MissingBackend(name=name, reason=error.message)
-
-
-def _is_as_described(file: BackendFile) -> bool:
-    if file.facts is None or not file.facts.sha256:
-        return True
-    with open(file.path, "rb") as library:
-        return hashlib.file_digest(library, "sha256").hexdigest() == file.facts.sha256
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
@@ -187,7 +194,7 @@ def _no_device(name: str, lines: list[str]) -> MissingBackend:
         return _no_vulkan_device()  # ggml leaves out software devices, which are slower than the CPU
     if "driver version is insufficient" in " ".join(lines):
         reason = "the NVIDIA driver is too old for this library"
-        return MissingBackend(name=name, reason=reason, fix=_NVIDIA)
+        return MissingBackend(name=name, reason=reason, fix=DRIVER_FIX)
     return MissingBackend(name=name, reason="no usable device", absent=True)
 
 

@@ -98,7 +98,7 @@ def added_dir() -> Path:
 
 def adding() -> str:
     """Describe how to add a library."""
-    return f"put libggml-NAME.so and libggml-NAME.json into {added_dir()}"
+    return f"edgeinfer backend install cuda, or put libggml-NAME.so and .json into {added_dir()}"
 
 
 def available() -> tuple[BackendFile, ...]:
@@ -200,6 +200,13 @@ def device_line(device: Device) -> str:
     kind = {"gpu": "", "integrated": ", integrated", "software": ", in software"}.get(device.kind, "")
     memory = f"{format_bytes(device.total_bytes)}, {format_bytes(device.free_bytes)} free"
     return f"{device.name}: {device.description}{kind}, {memory}"
+
+
+def describe(answer: LoadedBackend | MissingBackend) -> str:
+    """Return a backend's devices, or why it has none, in a line."""
+    if isinstance(answer, MissingBackend):
+        return f"{answer.name}: {answer.reason}"
+    return f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
 
 
 class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):

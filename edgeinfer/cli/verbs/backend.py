@@ -1,0 +1,49 @@
+"""`edgeinfer backend list|install|remove`: libraries with which llama.cpp reaches GPUs."""
+
+from __future__ import annotations
+
+import argparse
+
+from edgeinfer.cli.options import add_quiet
+from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import stoppable
+from edgeinfer.host import Host
+from edgeinfer.runtime.llama import backends
+from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend
+
+
+class BackendResult(Result, frozen=True, kw_only=True):
+    """The libraries on this machine, preferred ones first, after what `message` says was done."""
+
+    message: str
+    libraries: tuple[LoadedBackend | MissingBackend, ...]
+
+    def human(self) -> str:
+        lines = [*map(backends.describe, self.libraries)] or ["no library for GPUs is here"]
+        return "\n".join([self.message, *lines])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = ("list", "install", "remove")
+    parser.add_argument("action", nargs="?", default="list", choices=actions, help="default: list")
+    parser.add_argument("name", nargs="?", default="cuda", choices=("cuda",), help="the library")
+    add_quiet(parser)
+
+
+def run(options: argparse.Namespace, _host: Host) -> BackendResult:
+    """List, install or remove. Raises what `shipping.backend_install` raises."""
+    from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
+    from edgeinfer.shipping import backend_install  # 200 ms and more: httpx2, llama.cpp
+    from edgeinfer.shipping.update import channel
+
+    message = "libraries for GPUs:"
+    if options.action == "remove":
+        backend_install.remove(options.name)
+        message = f"{options.name} is removed; processes that use it keep it"
+    if options.action == "install":
+        with (
+            progress_on(quiet=options.quiet) as report,
+            stoppable(f"stopped; {FETCHED_IS_KEPT}", "run the same command again"),
+        ):
+            message = backend_install.install(options.name, channel(), Job(report))
+    return BackendResult(message=message, libraries=backends.survey())

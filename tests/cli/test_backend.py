@@ -1,0 +1,305 @@
+"""`edgeinfer backend` against a server of releases, with a stand-in for libcuda.so.1 that only knows its version."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_hub import Fault, sha
+from other_processes import wait_until
+
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, RetryPolicy
+from edgeinfer.platform.ed25519 import new_key_text, parse_key
+from edgeinfer.runtime.llama import backend_loading, backends
+from edgeinfer.runtime.llama.backends import LibraryFacts
+from edgeinfer.shipping import backend_install
+from edgeinfer.shipping.update import Channel, Release, ReleasedBackend
+
+from ..conftest import ROOT, flip_bit
+from ..models.conftest import server as server
+
+sys.path.insert(0, str(ROOT / "build"))
+import publish
+
+KEY, STRANGER = (parse_key(new_key_text()) for _ in range(2))
+NOW = int(time.time())
+RETRIES = RetryPolicy(attempts=3, pause_s=0.001)
+#: The command line with the server's address and key in the place of data/release.toml's.
+PROGRAM = """
+import ctypes, os, sys
+from pathlib import Path
+from edgeinfer.cli.main import main
+from edgeinfer.cli.verbs import backend, doctor
+from edgeinfer.platform import disk
+from edgeinfer.shipping import backend_install, update
+channel = update.Channel(url=sys.argv[1], keys=(sys.argv[2],))
+update.channel = lambda: channel
+crash_at = os.environ.get("CRASH_AT")
+if crash_at == "library":
+    Path.replace = lambda *_: os._exit(9)
+if crash_at == "description":
+    write = disk.write_whole
+    disk.write_whole = lambda path, *rest: path.name == "libggml-cuda.json" and os._exit(9) or write(path, *rest)
+if "AS_ANOTHER" in os.environ:
+    ctypes.CDLL("libcuda.so.1")  # from a folder that is only this user's
+    ctypes.CDLL(None).setfsuid(65_534)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with a libcuda.so.1 each, named by what cuDriverGetVersion says."""
+    folder = tmp_path_factory.mktemp("drivers")
+    (folder / "none").mkdir()
+    (folder / "none/libcuda.so.1").write_text(
+        "not a library, in the place of this machine's driver\n" * 9
+    )
+    for version in (12040, 13000, 13010):
+        out = folder / str(version) / "libcuda.so.1"
+        out.parent.mkdir()
+        code = f"int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}"
+        compiler = ["gcc", "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", out, "-"]
+        subprocess.run(compiler, input=code.encode(), check=True)
+    return folder
+
+
+class Releases:
+    """A server with a release of the CUDA backend for the llama.cpp that is here."""
+
+    def __init__(self, server, drivers: Path):
+        self.server, self.drivers = server, drivers
+        self.body = os.urandom(300_000)
+        self.library = backends.added_dir() / "libggml-cuda.so"
+        self.publish()
+
+    def publish(self, *, key=KEY, name="libggml-cuda-x86_64.so", ggml="", expires_s=NOW + 86_400):
+        build = backend_loading.this_build()
+        if ggml:
+            build = msgspec.structs.replace(build, ggml=ggml)
+        digest, n_bytes = sha(self.body), len(self.body)
+        facts = LibraryFacts(name="cuda", build=build, sha256=digest, size_bytes=n_bytes)
+        library = ReleasedBackend(name=name, size_bytes=n_bytes, sha256=digest, facts=facts)
+        release = Release(
+            version="9.9.9", issued_s=NOW, expires_s=expires_s, files={}, backends=(library,)
+        )
+        raw = msgspec.json.encode(release)
+        self.server.files |= {
+            "/release.json": raw, "/release.json.sig": key.sign(raw), f"/{name}": self.body,
+        }  # fmt: skip
+
+    def start(self, *typed: str, driver: object = 13000, **more: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(self.drivers / str(driver)), **more}
+        command = [sys.executable, "-c", PROGRAM, self.server.url, KEY.public.hex(), *typed]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *typed: str, code: int = 0, driver: object = 13000, **more: str):
+        """Run `backend` with `--json`; return its result, or its error."""
+        process = self.start("backend", *typed, "--json", driver=driver, **more)
+        out, err = process.communicate()
+        assert process.returncode == code, (out, err)
+        body = json.loads(out)
+        return body["result"] if "result" in body else body["error"]
+
+    def install(self) -> str:
+        """Install in this process."""
+        channel = Channel(url=self.server.url, keys=(KEY.public.hex(),))
+        return backend_install.install("cuda", channel, Job(retry_policy=RETRIES))
+
+    def refusal(self) -> str:
+        """Install in vain; return the error's code."""
+        with pytest.raises(EdgeInferError) as caught:
+            self.install()
+        return caught.value.code
+
+    def is_installed(self) -> bool:
+        file = backends.read("cuda", self.library, added=True)
+        return not file.problem and self.library.read_bytes() == self.body
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.library.parent.glob("*"))
+
+
+@pytest.fixture
+def releases(server, drivers, monkeypatch) -> Releases:
+    """Releases, which this process installs with any driver."""
+    monkeypatch.setattr(backend_loading, "driver_problem", lambda: "")
+    return Releases(server, drivers)
+
+
+def test_install_list_and_remove(releases):
+    assert not any(library.get("name") == "cuda" for library in releases.run()["libraries"])
+    first = releases.run("install", "cuda")
+    assert first["message"] == "cuda is installed"
+    assert first["libraries"][0]["name"] == "cuda"
+    assert first["libraries"][0]["reason"], "random bytes are no library"
+    assert releases.is_installed()
+    assert releases.names == ["libggml-cuda.json", "libggml-cuda.so"]
+    assert backends.misfit(backends.find("cuda"), backend_loading.this_build()) == ""
+    assert (releases.library.stat().st_mode & 0o022) == 0
+    assert releases.run("install", "cuda", driver=13010)["message"] == "cuda was here already"
+    assert len(releases.server.gets("/libggml-cuda-x86_64.so")) == 1
+    assert releases.run("list")["libraries"][0]["name"] == "cuda"
+    assert "is removed" in releases.run("remove", "cuda")["message"]
+    assert releases.names == []
+    assert "no cuda library was added" in releases.run("remove", "cuda", code=2)["message"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"), [("none", "there is no NVIDIA driver"), (12040, "has CUDA 12.4")]
+)
+def test_driver_that_cannot_run_it_is_asked_before_the_network(releases, driver, reason):
+    error = releases.run("install", "cuda", code=1, driver=driver)
+    assert reason in error["message"]
+    assert "use Vulkan with your distribution's driver" in error["hint"]
+    assert releases.server.seen == []
+    assert releases.names == []
+
+
+def test_offline_mode_refuses_in_a_sentence(releases):
+    error = releases.run("install", "cuda", code=4, EDGEINFER_OFFLINE="1")
+    assert error["message"].endswith("needs the network, but offline mode is on")
+    assert releases.server.seen == []
+
+
+@pytest.mark.parametrize(
+    ("published", "code"),
+    [
+        ({"key": STRANGER}, "release-untrusted"),
+        ({"expires_s": NOW - 1}, "release-untrusted"),
+        ({"ggml": "0.0.1"}, "shipping"),
+        ({"name": "../libggml-cuda.so"}, "shipping"),
+    ],
+)
+def test_release_that_is_refused_is_not_fetched(releases, published, code):
+    releases.publish(**published)
+    assert releases.refusal() == code
+    assert not any("libggml" in request.path for request in releases.server.seen)
+    assert releases.names == []
+
+
+@pytest.mark.parametrize("change", ["bit", "short", "long", "empty"])
+def test_file_that_was_changed_is_never_in_place(releases, change):
+    raw = releases.body
+    changed = {
+        "bit": raw[:-1] + bytes([raw[-1] ^ 1]),
+        "short": raw[:-1],
+        "long": raw + b"x",
+        "empty": b"",
+    }
+    releases.server.files["/libggml-cuda-x86_64.so"] = changed[change]
+    assert releases.refusal() == "checksum"
+    assert not releases.library.exists()
+    releases.server.files["/libggml-cuda-x86_64.so"] = raw
+    releases.install()
+    assert releases.is_installed()
+
+
+def test_damaged_library_is_replaced_and_a_working_one_outlives_a_failed_install(releases):
+    releases.install()
+    flip_bit(releases.library, 1000)
+    assert "its SHA-256 is not the one" in backends.ask("cuda").reason
+    assert releases.install() == "cuda is installed"
+    assert releases.is_installed()
+    before = releases.body
+    releases.body = os.urandom(200_000)
+    releases.publish()
+    releases.server.files["/libggml-cuda-x86_64.so"] = before[:200_000]
+    assert releases.refusal() == "checksum"
+    releases.body = before
+    assert releases.is_installed()
+
+
+def test_interrupted_download_goes_on(releases):
+    # the manifest and its signature come first
+    releases.server.faults.extend([None, None, Fault(pace=4096)])
+    process = releases.start("backend", "install", "cuda")
+    wait_until(lambda: releases.server.served > 150_000, "half of the library")
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    assert process.returncode == 130, err
+    assert FETCHED_IS_KEPT in err
+    assert not releases.library.exists()
+    releases.install()
+    assert releases.server.gets("/libggml-cuda-x86_64.so")[-1].headers["range"].startswith("bytes=")
+    assert releases.is_installed()
+    assert releases.names == ["libggml-cuda.json", "libggml-cuda.so"]
+
+
+@pytest.mark.parametrize("step", ["library", "description"])
+def test_crash_before_a_step_of_the_publication_leaves_a_refused_pair_at_most(releases, step):
+    releases.install()
+    older, releases.body = releases.body, os.urandom(len(releases.body))
+    releases.publish()
+    process = releases.start("backend", "install", "cuda", CRASH_AT=step)
+    process.communicate()
+    assert process.returncode == 9
+    in_place = releases.library.read_bytes()
+    assert in_place == (older if step == "library" else releases.body)
+    file = backends.find("cuda")
+    assert file.facts.sha256 == sha(older)
+    reason = backends.ask("cuda").reason
+    assert ("its SHA-256 is not the one" in reason) is (step == "description")
+    releases.install()
+    assert releases.is_installed()
+
+
+def test_full_disk_is_said_and_what_was_fetched_is_kept(releases):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        assert releases.refusal() == "disk-full"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not releases.library.exists()
+    releases.install()
+    assert releases.server.gets("/libggml-cuda-x86_64.so")[-1].headers["range"] == "bytes=150000-"
+
+
+def test_folder_that_this_user_may_not_write_is_named(releases):
+    with tempfile.TemporaryDirectory() as folder:  # one that another user may reach
+        os.chmod(folder, 0o555)
+        error = releases.run("install", "cuda", code=2, EDGEINFER_HOME=folder, AS_ANOTHER="1")
+        os.chmod(folder, 0o755)
+    assert f"{folder}/data" in error["message"]
+    assert "Permission denied" in error["message"]
+
+
+def test_doctor_names_the_command_where_the_driver_can_run_it(releases):
+    for driver, is_named in (("none", False), (12040, False), (13000, True)):
+        out = releases.start("doctor", "--json", driver=driver).communicate()[0]
+        fixes = [check["fix"] for check in json.loads(out)["result"]["checks"]]
+        assert ("edgeinfer backend install cuda" in fixes) is is_named
+    assert releases.server.seen == []
+
+
+def test_publisher_takes_the_library_of_this_llama_cpp_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "DIST", tmp_path)
+    monkeypatch.setattr(publish, "OUT", tmp_path / "release")
+    publish.OUT.mkdir()
+    assert publish.release_backends() == ()
+    library = tmp_path / "backends/libggml-cuda.so"
+    library.parent.mkdir()
+    library.write_bytes(b"code")
+    build = backend_loading.this_build()
+    facts = LibraryFacts(name="cuda", build=build, sha256=sha(b"code"), size_bytes=4)
+    backends.facts_path(library).write_bytes(msgspec.json.encode(facts))
+    (released,) = publish.release_backends()
+    assert released.facts == facts
+    assert (released.size_bytes, released.sha256) == (4, sha(b"code"))
+    assert (publish.OUT / released.name).read_bytes() == b"code"
+    for change in ({"build": msgspec.structs.replace(build, binding="0.0.1")}, {"sha256": "0" * 64}):
+        other = msgspec.structs.replace(facts, **change)
+        backends.facts_path(library).write_bytes(msgspec.json.encode(other))
+        with pytest.raises(SystemExit, match="make cuda"):
+            publish.release_backends()
