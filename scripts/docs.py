@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import sys
@@ -217,7 +216,7 @@ def agents() -> str:
 
 
 def fields(root: str) -> str:
-    """Return the table of fields of a request and of its objects: used, taken as hints, refused."""
+    """Return the table of fields of a request and of its objects: used, refused, left out."""
     module, name = root.split(":")
     kind = getattr(importlib.import_module(f"edgeinfer.server.{module}"), name)
     rows: list[str] = []
@@ -229,7 +228,7 @@ def fields(root: str) -> str:
             seen.add(kind)
             rows.append(_fields_row(where, kind))
             waiting += [(f"{where}.{place}".lstrip("."), part) for place, part in places_of(kind)]
-    head = ["| in | honoured | hints | refused |", "|---|---|---|---|"]
+    head = ["| in | honoured | refused | left out |", "|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
 
@@ -237,19 +236,11 @@ def _fields_row(where: str, kind: type) -> str:
     from edgeinfer.server.request_body import facts_of
 
     facts = facts_of(kind)
-    hints = [f"`{name}`" for name in sorted(facts.hints)]
-    hints += [
-        f"`{name}: {json.dumps(value)}`"
-        for name, values in facts.hint_values.items()
-        for value in values
-    ]
-    hints += [f"others in `{name}`" for name in facts.known_items]
-    if kind.dropped_types:
-        hints.append(f"objects of the types {_named(kind.dropped_types)}")
+    dropped = f"objects of the types {_named(kind.dropped_types)}" if kind.dropped_types else ""
     refused = [f"`{name}` ({reason})" for name, reason in sorted(facts.refused.items())]
     refused += [f"type {_named([name])} ({reason})" for name, reason in kind.other_types.items()]
     honoured = ", ".join(f"`{name}`" for name in facts.fields)
-    return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {', '.join(hints)} | {'; '.join(refused)} |"
+    return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {'; '.join(refused)} | {dropped} |"
 
 
 def _named(types: Sequence[str]) -> str:

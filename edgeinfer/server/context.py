@@ -77,7 +77,7 @@ class RequestContext:
     tokenizing_s: float = 0.0
     #: Whether the request's generations wait for slots of the model's engine.
     is_queued: bool = False
-    #: Fields and hints of the request that were ignored.
+    #: Fields and headers of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.server.dialect import Dialect, Operation
-from edgeinfer.server.request_body import NOTHING, facts_of, parts_of
+from edgeinfer.server.request_body import facts_of, parts_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
@@ -37,6 +37,8 @@ _RARE = {
     "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
+#: Values of a field that a client does not use.
+_NOTHING: list[Any] = [None, False, 0, "", [], {}]
 #: Response of the protocol layer, which knows no dialect and sends no body.
 _LATE = {"description": "The body did not come in time."}
 
@@ -96,17 +98,11 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
     fields = dict(schema.get("properties", {}))
     for name, field in fields.items():
         loose = [_with_dropped(field, kinds)]
-        if name in facts.known_items:
-            loose.append({"type": "array", "items": {"type": "string"}})
-        if name in facts.hint_values:
-            loose.append({"enum": list(facts.hint_values[name])})
         if name not in facts.required and name != facts.tag_field:
             loose.append({"type": "null"})
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
-    fields |= {name: {"description": "A hint without effect."} for name in sorted(facts.hints)}
-    for name in facts.refused:
-        nothing = [*NOTHING, *facts.hint_values.get(name, ())]
-        fields[name] = {"enum": nothing, "description": f"Not supported: {facts.refused[name]}."}
+    for name, reason in facts.refused.items():
+        fields[name] = {"enum": _NOTHING, "description": f"Not supported: {reason}."}
     # an object may omit its type if it is of the untagged form
     optional = facts.tag_field if kind.is_untagged_form else None
     needed = [name for name in schema.get("required", ()) if name != optional]

@@ -172,8 +172,6 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 
 
 _UNBOUNDED = 1 << 62
-#: Values that mean that the client does not use a field.
-NOTHING: tuple[Any, ...] = (None, [], {}, False)
 #: Most ignored fields that a reply names; a request may have any number.
 _MAX_IGNORED = 32
 _INDEX = re.compile(r"\[\d+\]")
@@ -265,32 +263,16 @@ class LenientDecoder:
                     self._unknown_or_refused(facts, name, inner, inner_path)
             elif inner is None and not (field.required or field.nullable):
                 continue
-            elif name in facts.hint_values and _is_one_of(inner, facts.hint_values[name]):
-                self._ignore(inner_path)
             else:
-                known = self._known_items(facts, name, inner, inner_path)
-                values[name] = self._value(field.plan, known, inner_path)
+                values[name] = self._value(field.plan, inner, inner_path)
         absent = [name for name in facts.required if name not in value]
         self._problems += [missing(f"{path}.{name}" if path else name) for name in absent]
         return values
 
-    def _known_items(self, facts: _Facts, name: str, value: Any, path: str) -> Any:
-        names = facts.known_items.get(name)
-        if names is None or not isinstance(value, list):
-            return value
-        for item in value:
-            if isinstance(item, str) and item not in names:
-                self._ignore(f"{path}={item}")
-        return [item for item in value if not isinstance(item, str) or item in names]
-
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, path: str) -> None:
-        is_refused = name in facts.refused
-        if (is_refused or name in facts.hints) and _is_one_of(value, NOTHING):
+        if not value:  # null, false, zero or empty: the client does not use the field
             return
-        is_hint = is_refused and _is_one_of(value, facts.hint_values.get(name, ()))
-        if is_hint or name in facts.hints:
-            self._ignore(path)
-        elif is_refused:
+        if name in facts.refused:
             self._problems.append(unsupported(path, facts.refused[name]))
         elif option_note := load_time_place(path):
             message = f"Unknown or unsupported parameter: '{path}'{option_note}."
@@ -323,10 +305,7 @@ class _Facts(NamedTuple):
     fields: Mapping[str, _Field]
     required: tuple[str, ...]
     tag_field: str | None
-    hints: frozenset[str]
     refused: Mapping[str, str]
-    hint_values: Mapping[str, tuple[Any, ...]]
-    known_items: Mapping[str, tuple[str, ...]]
 
 
 @cache
@@ -363,15 +342,12 @@ def facts_of(kind: type[Wire]) -> _Facts:
     for field in msgspec.structs.fields(kind):
         nullable = inspect.NoneType() in _alternatives(inspect.type_info(field.type))
         fields[field.encode_name] = _Field(_plan(field.type), field.required, nullable)
-    line = [base for base in reversed(kind.__mro__) if issubclass(base, Wire)]
+    bases = [base for base in reversed(kind.__mro__) if issubclass(base, Wire)]
     return _Facts(
         fields=fields,
         required=tuple(name for name, field in fields.items() if field.required),
         tag_field=kind.__struct_config__.tag_field,
-        hints=frozenset().union(*(base.hints for base in line)) - set(fields),
-        refused=_join([base.refused for base in line]),
-        hint_values=_join([base.hint_values for base in line]),
-        known_items=_join([base.known_items for base in line]),
+        refused={name: reason for base in bases for name, reason in base.refused.items()},
     )
 
 
@@ -385,10 +361,6 @@ def parts_of(kind: type[Wire]) -> list[type[Wire]]:
         if plan.item is not None:
             waiting.append(plan.item)
     return kinds
-
-
-def _join(tables: list[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for table in tables for name, value in table.items()}
 
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
@@ -415,11 +387,6 @@ def _other_type(plan: _Plan, value: Any, names: tuple[str, ...]) -> str | None:
 
 def _reason(others: Mapping[str, str], tag: str) -> str:
     return others[max((name for name in others if tag.startswith(name)), key=len)]
-
-
-def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Return whether a value and its type are among `values`: 1 is not true."""
-    return any(type(value) is type(candidate) and value == candidate for candidate in values)
 
 
 def _quote(value: Any) -> str:

@@ -15,23 +15,17 @@ from edgeinfer.config.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body or a part of one. Its fields are used; it also declares other fields of clients.
+    """A request body or a part of one. Its fields are used.
 
-    A hint cannot change the meaning of the answer: it is ignored and named in a header. A refused field
-    would change it: it is an error with a reason, unless its value switches the feature off. Unknown
-    fields are ignored and named like hints.
+    A refused field would change the meaning of the answer: it is an error with a reason. Any other
+    field is ignored and named in a header. Neither applies to null, false, 0 or an empty value.
     """
 
-    hints: ClassVar[frozenset[str]] = frozenset()
     #: Refused field → why it is not supported.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Field → the values that are treated as hints.
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    #: List field → the supported items; other items are hints.
-    known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     #: Prefix of object types that the published API allows here → why they are refused.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of object types that are removed from a list here, like hints.
+    #: Prefixes of object types that are removed from a list here and named in that header.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether this type is assumed for an object without a type.
     is_untagged_form: ClassVar[bool] = False
@@ -125,8 +119,6 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True):
 
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):
     """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
-
-    hints: ClassVar = frozenset({"mirostat", "mirostat_tau", "mirostat_eta", "typical_p"})
 
     top_k: TopK | None = None
     top_p: Probability | None = None

@@ -1,7 +1,7 @@
 """Anthropic's messages and token counting, as far as a local text model supports them.
 
-Source: Anthropic's published API reference, its beta fields included. `cache_control` is a hint because
-the engine always reuses prefixes.
+Source: Anthropic's published API reference, its beta fields included. `cache_control` is ignored
+because the engine always reuses prefixes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-_CACHE = frozenset({"cache_control"})
 #: Blocks of Anthropic's own tools. They are dropped: a local model does not know these tools.
 _SERVER_BLOCKS = tuple(
     "server_tool_use web_search_tool_result web_fetch_tool_result "
@@ -54,7 +53,6 @@ _OTHER_BLOCKS = {
 
 
 class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
-    hints: ClassVar = _CACHE | {"citations"}
     other_types: ClassVar[Mapping[str, str]] = _OTHER_BLOCKS
     dropped_types: ClassVar = _SERVER_BLOCKS
 
@@ -64,15 +62,12 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
 class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
     """A document as text."""
 
-    hints: ClassVar = frozenset({"media_type"})
-
     data: Text
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
     """A document's file (PDF, DOCX or text) or a picture's; its first bytes say which format it has."""
 
-    hints: ClassVar = frozenset({"media_type"})
     other_types: ClassVar[Mapping[str, str]] = {
         "url": "the endpoint fetches nothing",
         "file": "the endpoint stores no files",
@@ -90,15 +85,12 @@ class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
 class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
     """A document. Its title and context are placed before its text."""
 
-    hints: ClassVar = _CACHE | {"citations"}
-
     source: PlainSource | BlocksSource | FileSource
     title: Text | None = None
     context: Text | None = None
 
 
 class ImageBlock(Wire, frozen=True, tag="image", tag_field="type"):
-    hints: ClassVar = _CACHE
     refused: ClassVar[Mapping[str, str]] = {"transformations": "pictures are not transformed"}
 
     source: FileSource
@@ -110,8 +102,6 @@ class ThinkingBlock(Wire, frozen=True, tag="thinking", tag_field="type"):
 
 
 class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
-    hints: ClassVar = _CACHE | {"caller", "toolset_name"}
-
     id: ShortText
     name: ToolName
     input: JsonObject
@@ -119,8 +109,6 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
     """A result of a tool search. The tool is offered from this message on."""
-
-    hints: ClassVar = _CACHE
 
     tool_name: ToolName
 
@@ -131,8 +119,6 @@ ResultBlocks = Annotated[
 
 
 class ToolResultBlock(Wire, frozen=True, tag="tool_result", tag_field="type"):
-    hints: ClassVar = _CACHE | {"toolset_name"}
-
     tool_use_id: ShortText
     content: str | ResultBlocks | None = None
     is_error: bool | None = None
@@ -154,8 +140,6 @@ class AssistantTurn(Wire, frozen=True, tag="assistant", tag_field="role"):
 
 
 class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
-    hints: ClassVar = frozenset({"clear_at", "output_config"})
-
     content: str | SystemBlocks
 
 
@@ -165,7 +149,6 @@ class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
     With `defer_loading` it is offered once a `tool_reference` names it.
     """
 
-    hints: ClassVar = _CACHE | {"eager_input_streaming", "input_examples", "allowed_callers"}
     dropped_types: ClassVar = ("",)
     is_untagged_form: ClassVar = True
 
@@ -199,8 +182,6 @@ class ThinkingOff(Wire, frozen=True, tag="disabled", tag_field="type"):
 class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
     """Turn reasoning on in the model's template; the model decides how much it reasons."""
 
-    hints: ClassVar = frozenset({"display", "block_binding"})
-
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
     """Treated as adaptive: a local model decides when it reasons."""
@@ -208,8 +189,6 @@ class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="ty
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
     """Turn reasoning on in the model's template; reasoning ends after `budget_tokens`."""
-
-    hints: ClassVar = frozenset({"display", "block_binding"})
 
     budget_tokens: ReasoningBudget | None = None
 
@@ -219,8 +198,6 @@ class JsonOutput(Wire, frozen=True, tag="json_schema", tag_field="type"):
 
 
 class OutputConfig(Wire, frozen=True, kw_only=True):
-    hints: ClassVar = frozenset({"task_budget"})
-
     format: JsonOutput | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
@@ -228,10 +205,6 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: a request of which only the tokens are counted."""
 
-    hints: ClassVar = _CACHE | frozenset(
-        "betas billing_policy context_management diagnostics fallback_credit_token fallbacks "
-        "inference_geo metadata service_tier speed user_profile_id workspace_id".split()
-    )
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "conversations are not summarized",
         "container": "containers are not supported",

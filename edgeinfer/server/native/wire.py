@@ -257,19 +257,11 @@ class PromptText(Wire, frozen=True, kw_only=True):
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
     """Fields that /completion and /infill share."""
 
-    hints: ClassVar = frozenset(
-        "id_slot n_cache_reuse n_indent n_keep response_fields return_progress samplers "
-        "t_max_predict_ms t_max_prompt_ms timings_per_token".split()
-    )
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "a dynamic temperature is not supported",
         "image_data": "send pictures in multimodal_data of `prompt`, or in a chat",
         "post_sampling_probs": "only probabilities before sampling are available",
         "xtc_probability": "this sampler is not supported",
-    }
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "dynatemp_range": (0, 0.0),
-        "xtc_probability": (0, 0.0),
     }
 
     lora: Annotated[list[LoraById], Meta(max_length=64)] | None = None  # type: ignore[assignment]  # as in llama.cpp
@@ -291,8 +283,6 @@ class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
 
 class InfillExtra(Wire, frozen=True, kw_only=True):
     """An excerpt of another file."""
-
-    hints: ClassVar = frozenset({"time"})
 
     text: Text
     filename: Annotated[str, Meta(max_length=1024)] = ""
@@ -357,8 +347,6 @@ class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
     adapter also applies to requests that name no adapters.
     """
 
-    hints: ClassVar = frozenset({"base_model_name", "is_3d_lora_weight", "load_inplace"})
-
     lora_name: ModelName
     lora_path: Annotated[str, Meta(max_length=4096)] = ""
     scale: Annotated[float, Meta(ge=-10, le=10)] = 0.0
@@ -366,7 +354,5 @@ class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
 
 class UnloadAdapter(ModelQuery, frozen=True, kw_only=True):
     """POST /v1/unload_lora_adapter, with vLLM's fields."""
-
-    hints: ClassVar = frozenset({"lora_int_id"})
 
     lora_name: ModelName

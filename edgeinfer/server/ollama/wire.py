@@ -40,13 +40,7 @@ OptionalName = Annotated[str, Meta(max_length=256)]
 
 
 class Options(Wire, frozen=True, kw_only=True):
-    """Sampling options. Load options and unsupported samplers are ignored as hints."""
-
-    hints: ClassVar = frozenset(
-        "num_batch num_gpu num_keep num_thread main_gpu tfs_z numa low_vram f16_kv logits_all "
-        "vocab_only use_mmap use_mlock embedding_only penalize_newline mirostat "
-        "mirostat_tau mirostat_eta typical_p".split()
-    )
+    """Sampling options. Load options and unsupported samplers are ignored."""
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
@@ -84,8 +78,6 @@ class OllamaFields(GenerationFields, frozen=True, kw_only=True):
 
 class CalledFunction(Wire, frozen=True, kw_only=True):
     """A function's name with its arguments."""
-
-    hints: ClassVar = frozenset({"index", "description"})
 
     name: ToolName
     arguments: JsonObject | Text
@@ -178,8 +170,6 @@ class OllamaShowRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
 
 class OllamaPullRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
     """POST /api/pull."""
-
-    hints: ClassVar = frozenset({"insecure"})
 
     stream: bool | None = None
 

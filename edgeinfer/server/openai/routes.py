@@ -28,6 +28,8 @@ _MAX_EMBEDDED = 2048
 @ROUTES.post("/v1/chat/completions", reply=wire.ChatCompletion, streams=True)
 async def chat_completions(context: RequestContext, body: wire.ChatRequest) -> Response:
     """Answer a conversation."""
+    if body.store is True:
+        context.ignore(["store"])
     return await answer(
         context,
         body,

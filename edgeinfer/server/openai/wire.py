@@ -7,7 +7,7 @@ the names that llama.cpp's and vLLM's servers gave them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,18 +32,10 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-# --- requests
-# --------------------------------------------------------------------------------
-
-
-#: Hints about the end of a prefix worth caching; prefixes are cached without them too.
-CACHE_HINTS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-
 
 class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
     """A text part of a message."""
 
-    hints: ClassVar = CACHE_HINTS
     other_types: ClassVar[Mapping[str, str]] = {
         "input_audio": "audio input is not supported",
         "video_url": "video input is not supported",
@@ -65,15 +57,11 @@ class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
 class ImageUrl(Wire, frozen=True, kw_only=True):
     """A picture as a `data:` URI; URLs are not fetched. `detail` is ignored."""
 
-    hints: ClassVar = frozenset({"detail"})
-
     url: Text
 
 
 class ImagePart(Wire, frozen=True, tag="image_url", tag_field="type"):
     """A picture of a message."""
-
-    hints: ClassVar = CACHE_HINTS
 
     image_url: ImageUrl
 
@@ -90,8 +78,6 @@ class FileData(Wire, frozen=True, kw_only=True):
 class FilePart(Wire, frozen=True, tag="file", tag_field="type"):
     """A document: its text, or pictures of its pages if it has no text."""
 
-    hints: ClassVar = CACHE_HINTS
-
     file: FileData
 
 
@@ -101,8 +87,6 @@ Content = str | Annotated[list[TextPart | InputTextPart | ImagePart | FilePart],
 class FunctionCall(Wire, frozen=True, kw_only=True):
     """A function's name with its arguments as JSON text, or as the object itself."""
 
-    hints: ClassVar = frozenset({"parsed_arguments"})
-
     name: ToolName
     arguments: Text | JsonObject
 
@@ -110,7 +94,6 @@ class FunctionCall(Wire, frozen=True, kw_only=True):
 class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
     """A call that the assistant made in an earlier turn."""
 
-    hints: ClassVar = frozenset({"index"})
     other_types: ClassVar[Mapping[str, str]] = {"custom": "only function tools are supported"}
     is_untagged_form: ClassVar = True
 
@@ -136,9 +119,6 @@ class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
     """An earlier answer, as our responses, the official clients or other servers write it."""
 
-    hints: ClassVar = frozenset(
-        {"id", "parsed", "annotations", "reasoning_details", "reasoning_signature", "provider_metadata"}
-    )
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "audio input is not supported",
         "function_call": "use tool_calls",
@@ -155,7 +135,6 @@ class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
 class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
     """A tool's answer."""
 
-    hints: ClassVar = frozenset({"name"})
     other_types: ClassVar[Mapping[str, str]] = {"function": "use the role `tool`"}
 
     content: Content | None
@@ -166,14 +145,8 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-#: Hints of Anthropic's clients about a tool; translating proxies forward them.
-TOOL_HINTS = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
-
-
 class FunctionTool(Wire, frozen=True, kw_only=True):
     """A function that the model may call; `parameters` is a JSON schema."""
-
-    hints: ClassVar = TOOL_HINTS | {"defer_loading"}
 
     name: ToolName
     description: Text | None = None
@@ -184,7 +157,6 @@ class FunctionTool(Wire, frozen=True, kw_only=True):
 class ToolParam(Wire, frozen=True, tag="function", tag_field="type"):
     """A tool. Tools other than functions are not offered to the model."""
 
-    hints: ClassVar = TOOL_HINTS | {"defer_loading"}
     dropped_types: ClassVar = ("",)
     is_untagged_form: ClassVar = True
 
@@ -253,8 +225,6 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
 class StreamOptions(Wire, frozen=True, kw_only=True):
     """`include_usage` adds a last chunk with the usage of the whole request."""
 
-    hints: ClassVar = frozenset({"include_obfuscation"})
-
     include_usage: bool = False
 
 
@@ -281,7 +251,6 @@ OTHER_SERVERS_FIELDS = {
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     """Fields that chat and plain completions share."""
 
-    hints: ClassVar = frozenset({"user", "metadata", "id_slot", "return_progress", "timings_per_token"})
     refused: ClassVar[Mapping[str, str]] = OTHER_SERVERS_FIELDS
 
     temperature: OpenAITemperature | None = None
@@ -298,11 +267,6 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    hints: ClassVar = frozenset(
-        "client_metadata prompt_cache_options prompt_cache_retention safety_identifier "
-        "service_tier verbosity".split()
-    )
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"store": (True,)}
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "only text output is supported",
         "function_call": "use tool_choice",
@@ -325,7 +289,7 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
-    store: Literal[False, "none"] | None = None
+    store: bool | Literal["none"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
 
 
@@ -337,10 +301,8 @@ Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,)}
-    refused: ClassVar[Mapping[str, str]] = {"best_of": "all answers are returned, use `n`"}
-
     prompt: Prompt
+    best_of: Literal[1] | None = None
     suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -349,8 +311,6 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
 class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
     """POST /v1/embeddings."""
-
-    hints: ClassVar = frozenset({"user", "metadata"})
 
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None

@@ -32,6 +32,7 @@ _NO_REFERENCES = (
 async def create_response(context: RequestContext, body: wire.ResponsesRequest) -> Response:
     """Answer a conversation."""
     whole = with_previous(context, with_references(context, body))
+    context.ignore([f"include={name}" for name in body.include or () if name != wire.LOGPROBS])
     if body.store is True and context.endpoint.responses is None:
         context.ignore(["store"])
     responses = context.endpoint.responses if body.store in (None, True) else None

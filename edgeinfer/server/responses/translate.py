@@ -35,7 +35,7 @@ from edgeinfer.server.responses import wire
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
     """Convert a Responses request. Raises InvalidRequestError naming the field."""
     tools = tools_of(body)
-    wants_logprobs = bool(body.include) or body.top_logprobs is not None
+    wants_logprobs = wire.LOGPROBS in (body.include or ()) or body.top_logprobs is not None
     return GenerateRequest(
         messages=conversation(body),
         tools=tools,

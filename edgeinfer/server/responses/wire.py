@@ -26,10 +26,11 @@ from edgeinfer.server.wire_types import (
 )
 
 _OTHER_PARTS = {"input_audio": "audio input is not supported"}
+#: The honoured value of `include`.
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
-    hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
     other_types: ClassVar[Mapping[str, str]] = _OTHER_PARTS
 
     text: Text
@@ -42,7 +43,6 @@ class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
     """A picture as a `data:` URI; URLs are not fetched."""
 
-    hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
     refused: ClassVar[Mapping[str, str]] = {"file_id": "the endpoint stores no files, send a data: URI"}
 
     image_url: Text
@@ -51,7 +51,6 @@ class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
 class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
     """A PDF, a DOCX file or text, in base64 or as a `data:` URI; URLs are not fetched."""
 
-    hints: ClassVar = frozenset({"detail", "prompt_cache_breakpoint"})
     refused: ClassVar[Mapping[str, str]] = {
         "file_id": "the endpoint stores no files, send `file_data`",
         "file_url": "URLs are not fetched, send `file_data`",
@@ -63,8 +62,6 @@ class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
     """Text of an earlier answer, as our responses or the official clients write it."""
-
-    hints: ClassVar = frozenset({"annotations", "logprobs", "parsed"})
 
     text: Text
 
@@ -91,7 +88,6 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
     """A turn; its `type` may be left out."""
 
     is_untagged_form: ClassVar = True
-    hints: ClassVar = frozenset({"phase"})
     other_types: ClassVar[Mapping[str, str]] = {
         "compaction": "only OpenAI can decrypt it",
         "configuration_update": "the configuration cannot change within a request",
@@ -113,8 +109,6 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
 
 
 class FunctionCallItem(_TurnItem, frozen=True, tag="function_call", tag_field="type"):
-    hints: ClassVar = frozenset({"caller", "async", "parsed_arguments"})
-
     call_id: ShortText
     name: ToolName
     arguments: Text
@@ -122,16 +116,12 @@ class FunctionCallItem(_TurnItem, frozen=True, tag="function_call", tag_field="t
 
 
 class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag_field="type"):
-    hints: ClassVar = frozenset({"caller", "name", "namespace"})
-
     call_id: ShortText
     output: str | Annotated[list[InputPart], Meta(max_length=1024)] | JsonObject
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
     """Reasoning of an earlier answer; its summary is used if the text is missing."""
-
-    hints: ClassVar = frozenset({"encrypted_content"})
 
     summary: Annotated[list[SummaryText], Meta(max_length=64)] = msgspec.field(default_factory=list)
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None
@@ -149,14 +139,11 @@ Item = MessageItem | ItemReference | FunctionCallItem | FunctionOutputItem | Rea
 class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
     """A function. Tools of other types are not offered to the model."""
 
-    hints: ClassVar = frozenset({"async", "output_schema"})
     dropped_types: ClassVar = ("",)
 
 
 class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
     """Functions under a common name; the model sees each as `namespace.function`."""
-
-    hints: ClassVar = frozenset({"description"})
 
     name: ToolName
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)]
@@ -180,15 +167,11 @@ class SchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
 
 
 class TextConfig(Wire, frozen=True, kw_only=True):
-    hints: ClassVar = frozenset({"verbosity"})
-
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):
     """`effort` reaches the model's chat template."""
-
-    hints: ClassVar = frozenset({"context", "generate_summary", "mode", "summary"})
 
     effort: Effort | None = None
 
@@ -196,19 +179,11 @@ class ReasoningConfig(Wire, frozen=True, kw_only=True):
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
-    hints: ClassVar = frozenset(
-        "access_programs background_options client_metadata context_management image "
-        "max_tool_calls metadata prompt_cache_options prompt_cache_retention safety_identifier "
-        "service_tier stream_options user".split()
-    )
     refused: ClassVar[Mapping[str, str]] = {
         "background": "background mode is not supported",
         "conversation": "conversations are not stored",
         "moderation": "moderation is not supported",
         "prompt": "prompts are not stored",
-    }
-    known_items: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "include": ("message.output_text.logprobs",)
     }
 
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
@@ -225,7 +200,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     reasoning_budget: ReasoningBudget | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
+    include: Annotated[list[ShortText], Meta(max_length=64)] | None = None
     store: bool | Literal["none"] | None = None
     previous_response_id: ShortText | None = None
 
@@ -233,12 +208,11 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
 class StoredQuery(Wire, frozen=True, kw_only=True):
     """GET /v1/responses/{id}."""
 
-    hints: ClassVar = frozenset({"include", "include_obfuscation"})
     refused: ClassVar[Mapping[str, str]] = {
-        "stream": "streams are not stored, retrieve the finished response",
-        "starting_after": "streams are not stored, retrieve the finished response",
+        "starting_after": "streams are not stored, retrieve the finished response"
     }
-    hint_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": ("false",)}
+
+    stream: Literal["false"] | None = None
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
-def test_a_hint_is_taken_and_named(live_server, until, path, sent, named):
+def test_a_field_that_changes_nothing_is_taken_and_named(live_server, until, path, sent, named):
     assert _ignored_fields(live_server.client.post(path, json=STREAMING[path] | sent)) == [named]
     until(lambda: f'"ignored":"{named}"' in live_server.log.getvalue(), "the log to name it")
 
@@ -68,14 +68,18 @@ def test_a_hint_is_taken_and_named(live_server, until, path, sent, named):
         (CHAT, {"metadata": None, "audio": None, "prediction": None, "functions": [], "stream": None}),
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}, *HI], "n": None}),
         (CHAT, {"tools": [], "stream_options": {"include_usage": True}, "stop": None}),
+        (CHAT, {"min_tokens": 0, "ebnf": "", "mood": None, "n_ctx": None}),
+        ("/v1/completions", {"best_of": 1, "seed": None}),
+        ("/completion", {"dynatemp_range": 0.0, "xtc_probability": 0}),
         (CHAT, {"tools": [{"function": {"name": "a"}}], "logprobs": False, "top_logprobs": 0}),
         (RESPONSES, {"max_tool_calls": None, "prompt": None, "background": False, "metadata": {}}),
         (RESPONSES, {"reasoning": {"summary": None}, "tools": [], "previous_response_id": None}),
         (MESSAGES, {"container": None, "mcp_servers": [], "stream": None, "context_management": None}),
     ],
 )
-def test_nulls_and_empty_lists_of_known_fields_are_nothing(live_server, path, sent):
-    assert _ignored_fields(live_server.client.post(path, json=STREAMING[path] | sent)) == [""]
+def test_nulls_zeros_and_empty_values_are_nothing(live_server, path, sent):
+    least = STREAMING.get(path, {"prompt": "hi"})
+    assert _ignored_fields(live_server.client.post(path, json=least | sent)) == [""]
 
 
 def test_an_unknown_field_is_ignored_and_named(live_server):
