@@ -38,22 +38,16 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
         reason = error.strerror or error
         raise ServeError(f"{host} is not an address of this machine: {reason}") from error
     listeners: list[socket.socket] = []
-    for family, kind, protocol, _, address in dict.fromkeys(addresses):
+    for family, _, _, _, address in dict.fromkeys(addresses):
         if listeners and port == 0:
             break  # one free port for all families, not one for each
-        listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address)
-            listener.listen(backlog)
+            listeners.append(socket.create_server(address, family=family, backlog=backlog))
         except OSError as error:
-            listener.close()
-            for other in listeners:
-                other.close()
-            raise ServeError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-        listeners.append(listener)
+            for listener in listeners:
+                listener.close()
+            reason = os.strerror(error.errno) if error.errno else error
+            raise ServeError(f"cannot listen on {host}:{port}: {reason}") from error
     return listeners
 
 

@@ -138,12 +138,12 @@ Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 def adapters_by_id(
-    choices: Sequence[wire.LoraById], loaded: Sequence[Adapter], param: str = "lora"
+    choices: Sequence[wire.LoraById], loaded: Sequence[Adapter]
 ) -> tuple[tuple[str, float], ...]:
     """Convert adapter ids to names and scales. Raises InvalidRequestError for an unknown id."""
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
-            where = f"{param}[{index}].id"
+            where = f"lora[{index}].id"
             raise InvalidRequestError(f"no such id: {len(loaded)} adapters are loaded", param=where)
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 

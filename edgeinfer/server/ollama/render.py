@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -69,32 +69,13 @@ class Clock:
         return int((time.perf_counter() - self._started) * 1e9)
 
 
-#: Makes a piece of an answer from its text, thinking and calls, and the fields of both routes.
-Shape = Callable[..., msgspec.Struct]
-
-
-def chat_piece(
-    content: str, thinking: str, calls: list[wire.ToolCallReply] | None, **fields: Any
-) -> wire.OllamaChatReply:
-    """Make `{"message": {"role": "assistant", "content": …}}`."""
-    message = wire.OllamaMessage(content=content, thinking=thinking, tool_calls=calls)
-    return wire.OllamaChatReply(message=message, **fields)
-
-
-def generate_piece(
-    content: str, thinking: str, calls: list[wire.ToolCallReply] | None, **fields: Any
-) -> wire.OllamaGenerateReply:
-    """Make `{"response": …}`; /api/generate has no tool calls."""
-    return wire.OllamaGenerateReply(response=content, thinking=thinking, **fields)
-
-
 class OllamaRenderer(Renderer):
-    """Render one answer in the shape of its route, /api/chat or /api/generate."""
+    """Render one answer in the shape of its route: /api/chat or /api/generate, which has no calls."""
 
-    def __init__(self, model: str, clock: Clock, shape: Shape) -> None:
+    def __init__(self, model: str, clock: Clock, *, is_chat: bool) -> None:
         self.model = model
         self._clock = clock
-        self._shape = shape
+        self._is_chat = is_chat
         self._calls: dict[int, CollectedCall] = {}
 
     def piece(
@@ -105,8 +86,12 @@ class OllamaRenderer(Renderer):
         **last: Any,
     ) -> msgspec.Struct:
         """Make a piece of the answer; `last` are fields of the last piece only."""
-        fields = {"model": self.model, "created_at": stamp(time.time()), "done": False} | last
-        return self._shape(content, thinking, calls, **fields)
+        fields: dict[str, Any] = {"model": self.model, "created_at": stamp(time.time()), "done": False}
+        fields |= last
+        if not self._is_chat:
+            return wire.OllamaGenerateReply(response=content, thinking=thinking, **fields)
+        message = wire.OllamaMessage(content=content, thinking=thinking, tool_calls=calls)
+        return wire.OllamaChatReply(message=message, **fields)
 
     def _line(self, content: str = "", thinking: str = "", **more: Any) -> bytes:
         return _encode(self.piece(content, thinking, **more)) + b"\n"

@@ -42,25 +42,24 @@ _FOR_EVER_S = 100 * 365 * 86_400.0
 async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Response:
     """Answer a conversation."""
     if not body.messages:
-        return await _load_or_unload(context, body, render.chat_piece)
-    return await _answer(context, body, lambda info: translate.chat(body, info), render.chat_piece)
+        return await _load_or_unload(context, body, is_chat=True)
+    return await _answer(context, body, lambda info: translate.chat(body, info), is_chat=True)
 
 
 @ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
 async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
     """Answer a prompt, continue it, or fill the gap before a suffix."""
     if not (body.prompt or body.suffix):
-        return await _load_or_unload(context, body, render.generate_piece)
-    return await _answer(
-        context, body, lambda info: translate.generate(body, info), render.generate_piece
-    )
+        return await _load_or_unload(context, body, is_chat=False)
+    return await _answer(context, body, lambda info: translate.generate(body, info), is_chat=False)
 
 
 async def _answer(
     context: RequestContext,
     body: wire.OllamaFields,
     request: Callable[[EngineInfo], GenerateRequest],
-    shape: render.Shape,
+    *,
+    is_chat: bool,
 ) -> Response:
     def requests(info: EngineInfo) -> list[GenerateRequest]:
         context.ignore(translate.too_much(body.options, info))
@@ -70,13 +69,15 @@ async def _answer(
         context,
         body,
         requests,
-        lambda model, info: render.OllamaRenderer(body.model, render.Clock(context.started), shape),
+        lambda model, info: render.OllamaRenderer(
+            body.model, render.Clock(context.started), is_chat=is_chat
+        ),
         stream=body.stream is not False,
     )
 
 
 async def _load_or_unload(
-    context: RequestContext, body: wire.OllamaFields, shape: render.Shape
+    context: RequestContext, body: wire.OllamaFields, *, is_chat: bool
 ) -> Response:
     models = context.endpoint.models
     context.model = models.resolve(body.model)
@@ -86,7 +87,7 @@ async def _load_or_unload(
     else:
         (await models.acquire(context.model, stay_s)).release()
     clock = render.Clock(context.started)
-    renderer = render.OllamaRenderer(body.model, clock, shape)
+    renderer = render.OllamaRenderer(body.model, clock, is_chat=is_chat)
     reason = "unload" if stay_s == 0 else "load"
     return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=clock.load_ns))
 

@@ -26,7 +26,7 @@ from edgeinfer.server.openai.render import sentence, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
-from edgeinfer.server.responses.translate import functions_by_name
+from edgeinfer.server.responses.translate import functions_of
 
 _encode = msgspec.json.Encoder().encode
 _EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.ReasoningTextOut(text="")}
@@ -49,8 +49,7 @@ class ResponseRenderer(Renderer):
         self.model = model
         self.created = int(time.time())
         self._request = body
-        functions = functions_by_name(body).items()
-        self._names = {name: (space, tool.name) for name, (space, tool) in functions}
+        self._names = {name: (space, tool.name) for name, space, tool in functions_of(body)}
         self._answer = Collected()
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from edgeinfer.errors import InvalidRequestError
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import from_base64
 from edgeinfer.runtime.options import EngineInfo
@@ -28,6 +27,7 @@ from edgeinfer.server.request_fields import (
     overridden,
     reasoning,
     tool_of,
+    unique_tools,
 )
 from edgeinfer.server.responses import wire
 
@@ -67,41 +67,29 @@ def shown_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def functions_by_name(
+def functions_of(
     body: wire.ResponsesRequest,
-) -> dict[str, tuple[str | None, wire.ResponseFunctionTool]]:
-    """Map the names that the model sees to functions with their namespaces."""
-    by_name: dict[str, tuple[str | None, wire.ResponseFunctionTool]] = {}
+) -> Iterator[tuple[str, str | None, wire.ResponseFunctionTool]]:
+    """Yield each function with the name that the model sees, and its namespace."""
     for tool in body.tools or ():
-        namespace, functions = _functions(tool)
-        by_name |= {
-            shown_name(namespace, function.name): (namespace, function) for function in functions
-        }
-    return by_name
+        if isinstance(tool, wire.NamespaceTool):
+            yield from ((shown_name(tool.name, f.name), tool.name, f) for f in tool.tools)
+        else:
+            yield tool.name, None, tool
 
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert functions to tools. Raises InvalidRequestError if two have one name."""
-    tools = tuple(
-        tool_of(name, tool.description, tool.parameters, tool.strict)
-        for name, (_, tool) in functions_by_name(body).items()
+    converted = (
+        tool_of(name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
     )
-    if len(tools) < sum(len(_functions(tool)[1]) for tool in body.tools or ()):
-        raise InvalidRequestError("two tools have the same name", param="tools")
-    return tools
-
-
-def _functions(
-    tool: wire.ResponseFunctionTool | wire.NamespaceTool,
-) -> tuple[str | None, Sequence[wire.ResponseFunctionTool]]:
-    return (tool.name, tool.tools) if isinstance(tool, wire.NamespaceTool) else (None, (tool,))
+    return unique_tools(tuple(converted))
 
 
 def _model_name(name: str, body: wire.ResponsesRequest) -> str:
     """Return the model's name for function `name`, which the client gave without its namespace."""
-    names = functions_by_name(body)
-    names_shown = (shown for shown, (_, tool) in names.items() if tool.name == name)
-    return name if name in names else next(names_shown, name)
+    shown_names = [shown for shown, _, f in functions_of(body) if name in (shown, f.name)]
+    return name if name in shown_names else next(iter(shown_names), name)
 
 
 def _append(turns: list[Message], item: wire.Item) -> None:
