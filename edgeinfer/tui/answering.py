@@ -43,21 +43,6 @@ class Answering:
     class Ended(Message):
         turn: Turn
 
-    @dataclass
-    class CardShown(Message):
-        """Message: a call waits for the user, whose input goes into `typed`; None while it runs."""
-
-        text: str
-        typed: SimpleQueue[str | None]
-        running: Stop
-
-    @dataclass
-    class UseShown(Message):
-        """Message: a call of a turn made progress (text), or has ended."""
-
-        use: ToolUse
-        progress: str
-
     def __init__(self, view: View) -> None:
         self._view = view
         self._session = view.session
@@ -211,28 +196,28 @@ class Answering:
         if stop is None:
             return None
         stop.add(lambda: typed.put(None))
-        self._view.transcript.post_message(self.CardShown(text, typed, stop))
+        self._view.transcript.call_later(self._show_card, text, typed, stop)
         return typed.get()
 
     def show_use(self, use: ToolUse, progress: str) -> None:
         """Show the progress of a call. Any thread."""
-        self._view.transcript.post_message(self.UseShown(use, progress))
+        self._view.transcript.call_later(self._show_progress, use, progress)
 
-    def show_card(self, message: CardShown) -> None:
-        if message.running.is_set:
+    def _show_card(self, text: str, typed: SimpleQueue[str | None], running: Stop) -> None:
+        """Show a call that waits for what the user types, unless the calls were stopped."""
+        if running.is_set:
             return
-        self._typed = message.typed
+        self._typed = typed
         self._view.calling = "a call waits for your decision"
-        self._view.add_remark(Remark(message.text))
+        self._view.add_remark(Remark(text))
         self._view.refresh_status()
 
-    def show_progress(self, message: UseShown) -> None:
+    def _show_progress(self, use: ToolUse, progress: str) -> None:
         tools = self._session.tools
         if tools is not None and tools.running is not None:  # otherwise the calls have ended meanwhile
-            progress = f"{call_name(message.use)} {message.progress}"
-            self._view.calling = progress if message.progress else "calling…"
-        if not message.progress:
-            self._view.show_use(message.use)
+            self._view.calling = f"{call_name(use)} {progress}" if progress else "calling…"
+        if not progress:
+            self._view.show_use(use)
         self._view.refresh_status()
 
     def take_decision(self, text: str) -> bool:

@@ -191,14 +191,6 @@ class ChatScreen(Screen[None]):
         elif not self.session.busy and (text := self.queue.next()):
             self._send_or_put_back(text, None)
 
-    @on(Answering.CardShown)
-    def _card_shown(self, message: Answering.CardShown) -> None:
-        self.answering.show_card(message)
-
-    @on(Answering.UseShown)
-    def _use_shown(self, message: Answering.UseShown) -> None:
-        self.answering.show_progress(message)
-
     @on(Composer.TakenBack)
     def _take_back(self) -> None:
         self.queue.take_back()

@@ -8,7 +8,21 @@ from fixed_chat import make_app
 from textual.cache import LRUCache
 
 from edgeinfer.tui import textual_internals
-from edgeinfer.tui.textual_internals import METHODS, READ_IN, XTermParser, divide_line, keymap
+from edgeinfer.tui.textual_internals import XTermParser, divide_line, keymap
+
+#: Versions in which these names were read.
+READ_IN = {"textual": "8.2", "rich": "15.0"}
+#: Private methods that our subclasses replace or call, by Textual's class.
+METHODS = {
+    "textual.app:App": ("_handle_exception", "_fatal_error", "_close_messages_no_wait"),
+    "textual.widgets:TextArea": ("_on_key", "_toggle_cursor_blink_visible"),
+    "textual.drivers.linux_driver:LinuxDriver": (
+        "_get_terminal_size",
+        "_sigtstp_application",
+        "_request_terminal_sync_mode_support",
+        "_query_in_band_window_resize",
+    ),
+}
 
 
 @pytest.mark.parametrize("package", READ_IN)
