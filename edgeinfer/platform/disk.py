@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
-from edgeinfer.errors import DiskFullError
+from edgeinfer.errors import DiskFullError, EdgeInferError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
 
@@ -53,6 +53,15 @@ def room_errors(place: Path, but: str = "") -> Iterator[None]:
             raise
         problem = f"the disk of {place} is full: {error.strerror}"
         raise DiskFullError(f"{problem}; {but}" if but else problem) from error
+
+
+@contextmanager
+def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageError) -> Iterator[None]:
+    """Turn OSError into an error of this kind, which names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: {error.strerror}", hint=hint) from error
 
 
 # --- whole files

@@ -27,6 +27,7 @@ from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
+from edgeinfer.platform.disk import path_errors
 from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 from edgeinfer.tools.uses import ToolUse
 
@@ -239,17 +240,14 @@ class ConversationStore:
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> ConversationStore:
         """Open the file (created 0600) and migrate it to the newest schema. Raises StoreError."""
         file = path or store_path()
-        try:
+        with (
+            path_errors(file, "check the directory, or set XDG_DATA_HOME", StoreError),
+            contextlib.suppress(FileExistsError),
+        ):
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # only a new file: closing a descriptor of an existing one would end this process's SQLite
             # locks on it, and another process that closes the store would delete the log that is in use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise StoreError(
-                f"{file}: {error.strerror}", hint="check the directory, or set XDG_DATA_HOME"
-            ) from error
         with _store_errors(str(file)):
             db = _connect(str(file))
             try:
@@ -334,10 +332,8 @@ class ConversationStore:
 
     def acquire(self, conversation_id: int) -> Lease:
         """Acquire a conversation's lease for one answer. Raises UsageError if another has it."""
-        try:
+        with path_errors(self._leases or "", "check the directory", StoreError):
             acquired = lease.acquire(self._leases, conversation_id)
-        except OSError as error:
-            raise StoreError(f"{self._leases}: {error.strerror}", hint="check the directory") from error
         if acquired is None:
             raise written_elsewhere()
         return acquired

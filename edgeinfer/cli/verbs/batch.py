@@ -34,7 +34,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import Host
-from edgeinfer.platform.disk import try_lock
+from edgeinfer.platform.disk import path_errors, try_lock
 from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.callers import OWN
@@ -130,10 +130,8 @@ def answer(
 
 def read_input(path: Path) -> list[BatchLine]:
     """Read every request. Raises UsageError naming the line."""
-    try:
+    with path_errors(path, "check the path"):
         return batches.read_lines(path)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
 
 
 def read_output(output: int) -> set[str]:
@@ -156,10 +154,8 @@ def read_output(output: int) -> set[str]:
 
 @contextlib.contextmanager
 def _open_output(path: Path) -> Iterator[int]:
-    try:
+    with path_errors(path, "name another output file"):
         output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
     try:
         if not try_lock(output):
             raise ModelBusyError(f"another command writes to {path}")

@@ -36,7 +36,7 @@ from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import write_whole
+from edgeinfer.platform.disk import path_errors, write_whole
 from edgeinfer.platform.machine import read_gpus
 from edgeinfer.runtime.llama import backends, libedgeinfer
 from edgeinfer.runtime.requests import preparing
@@ -270,12 +270,8 @@ def read_set(typed: str) -> tuple[str, list[Item]]:
     """Return a set's name and items. Raises UsageError naming the line."""
     shipped = paths.shipped_file(f"eval-{typed}.jsonl")
     path = shipped if re.fullmatch(r"\w+", typed) and shipped.is_file() else Path(typed)
-    try:
+    with path_errors(typed, "give a file of items, or `basics`, the built-in set"):
         raw = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(
-            f"{typed}: {error.strerror}", hint="give a file of items, or `basics`, the built-in set"
-        ) from error
     items: dict[str, Item] = {}
     for number, line in enumerate(raw, 1):
         if line.strip():

@@ -33,7 +33,7 @@ from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
-from edgeinfer.platform.disk import write_whole
+from edgeinfer.platform.disk import path_errors, write_whole
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.generation import Collected, RepetitionWatch
@@ -206,7 +206,7 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
         sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
         return
     public = receipt.without_content() if is_private else receipt
-    try:
+    with path_errors(path, "name another file for --receipt"):
         line = msgspec.json.encode(public) + b"\n"
         if _is_stream(path):
             with path.open("ab") as file:
@@ -216,9 +216,6 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
         if is_private:
             secret = path.with_name(f"{path.name}.content")
             write_whole(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
-    except OSError as error:
-        hint = "name another file for --receipt"
-        raise UsageError(f"{path}: {error.strerror}", hint=hint) from error
 
 
 def _purge() -> None:
@@ -232,10 +229,8 @@ def _trace(path: str, start: list[Span], result: RunResult) -> None:
     spans = start + generation_spans(start[-1].ended_s, result.timings)
     root = Span("run", start[0].began_s, spans[-1].ended_s)
     facts = {"gen_ai.request.model": result.model, "edgeinfer.how": result.start.how}
-    try:
+    with path_errors(path, "name another file for --traces"):
         write(path, root, spans, facts)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="name another file for --traces") from error
 
 
 def _with_tools(

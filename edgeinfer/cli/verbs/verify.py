@@ -18,6 +18,7 @@ from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import Host
+from edgeinfer.platform.disk import path_errors
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import MAX_BYTES, Receipt
 from edgeinfer.receipts.verify import Quote, TokenChoice, Verification, verify, with_content
@@ -176,21 +177,18 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
     if not paths:
         raise UsageError(f"{options.log} has no payload log", hint="`serve --log-payloads` writes one")
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                if path.suffix != ".jsonl":
-                    yield str(path), file.read(MAX_BYTES + 1)
-                    continue
-                for number in itertools.count(1):
-                    line = rest = file.readline(MAX_BYTES + 1)
-                    while rest and not rest.endswith(b"\n"):  # skip the rest of a line that is too long
-                        rest = file.readline(MAX_BYTES)
-                    if not line:
-                        break
-                    if not line.isspace():
-                        yield f"{path}:{number}", line
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}", hint="check the path") from error
+        with path_errors(path, "check the path"), path.open("rb") as file:
+            if path.suffix != ".jsonl":
+                yield str(path), file.read(MAX_BYTES + 1)
+                continue
+            for number in itertools.count(1):
+                line = rest = file.readline(MAX_BYTES + 1)
+                while rest and not rest.endswith(b"\n"):  # skip the rest of a line that is too long
+                    rest = file.readline(MAX_BYTES)
+                if not line:
+                    break
+                if not line.isspace():
+                    yield f"{path}:{number}", line
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,10 +270,8 @@ def _read(document: Any, content: str | None) -> Receipt:
     receipt = receipts.to_receipt(document)
     if content is None:
         return receipt
-    try:
+    with path_errors(content, "check the path"):
         return with_content(receipt, receipts.parse(Path(content).read_bytes()))
-    except OSError as error:
-        raise UsageError(f"{content}: {error.strerror}", hint="check the path") from error
 
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import new_file
+from edgeinfer.platform.disk import new_file, path_errors
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
 
@@ -43,15 +43,13 @@ PATH = "/web"
 def read_secret() -> bytes:
     """Return this user's secret, made on first use. Raises ServeError."""
     path = paths.data_dir() / "web-secret"
-    try:
+    with path_errors(path, "check the data folder", ServeError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():  # another process never reads a partial secret, nor replaces it
             with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))
         status = path.stat()
         secret = path.read_bytes()
-    except OSError as error:
-        raise ServeError(f"{path}: {error.strerror}", hint="check the data folder") from error
     if status.st_mode & 0o077 or len(secret) < 32:
         raise ServeError(f"{path} can be read by other users", hint="remove it: a new one is made")
     return secret
