@@ -12,40 +12,9 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
-#: Each script offers the words that `edgeinfer completion words` prints, or files if there are none.
-SCRIPTS = {
-    "bash": """# edgeinfer completion for bash: eval "$(edgeinfer completion bash)", or a file in
-# ~/.local/share/bash-completion/completions named edgeinfer
-_edgeinfer() {
-    local IFS=$'\\n'
-    COMPREPLY=($(edgeinfer completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null | cut -f 1))
-}
-complete -o default -F _edgeinfer edgeinfer""",
-    "zsh": """#compdef edgeinfer
-# edgeinfer completion for zsh: a file named _edgeinfer in a folder of $fpath,
-# or eval "$(edgeinfer completion zsh)"
-_edgeinfer() {
-    local line
-    local -a found
-    for line in "${(@f)$(edgeinfer completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}"; do
-        [ -n "$line" ] && found+=("${${line%%$'\\t'*}//:/\\\\:}:${line#*$'\\t'}")
-    done
-    _describe edgeinfer found || _files
-}
-if [ "$funcstack[1]" = _edgeinfer ]; then _edgeinfer "$@"; else compdef _edgeinfer edgeinfer; fi""",
-    "fish": """# edgeinfer completion for fish:
-# edgeinfer completion fish > ~/.config/fish/completions/edgeinfer.fish
-function __edgeinfer_words
-    set -l before (commandline -opc)
-    set -e before[1]
-    set -l current (commandline -ct)
-    edgeinfer completion words $before "$current" 2>/dev/null
-    or __fish_complete_path "$current"
-end
-complete -c edgeinfer -f -a '(__edgeinfer_words)'""",
-}
-
-
+#: Shells with a script in `data`, which offers the words that `edgeinfer completion words` prints, or
+#: files if there are none.
+SHELLS = ("bash", "zsh", "fish")
 #: Argument with which the scripts ask for words.
 _WORDS = "words"
 
@@ -71,16 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shell(text: str) -> str:
-    if text not in (*SCRIPTS, _WORDS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SCRIPTS)}")
+    if text not in (*SHELLS, _WORDS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(SHELLS)}")
     return text
 
 
 def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
     """Return a shell's script, or the completions of the last typed word."""
     shell: str = options.shell
-    if shell in SCRIPTS:
-        return CompletionResult(shell=shell, text=SCRIPTS[shell])
+    if shell in SHELLS:
+        script = paths.shipped_file(f"completion.{shell}").read_text("utf-8")
+        return CompletionResult(shell=shell, text=script.rstrip())
     *before, current = options.typed or [""]
     rows = _following(before, current)
     lines = [f"{word}\t{summary}" for word, summary in rows if word.startswith(current)]
@@ -130,7 +100,7 @@ def _values(action: argparse.Action | None, *, only_here: bool = False) -> Itera
     if action.choices:
         yield from ((str(choice), "") for choice in action.choices)
     elif metavar == "SHELL":
-        yield from ((name, "") for name in SCRIPTS)
+        yield from ((name, "") for name in SHELLS)
     elif metavar.startswith("MODEL"):
         yield from ((name, "") for name in _models(only_here=only_here))
     elif metavar.startswith("SNAPSHOT"):
