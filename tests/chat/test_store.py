@@ -16,15 +16,15 @@ from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
 
+from edgeinfer.chat.history import database
 from edgeinfer.chat.history import store as store_module
+from edgeinfer.chat.history.database import migrate, migrations
 from edgeinfer.chat.history.store import (
     MARK,
     STALE_MS,
     UNDO_MS,
     UNMARK,
     ConversationStore,
-    migrate,
-    migrations,
     purge_deleted,
     store_path,
 )
@@ -358,7 +358,7 @@ def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):
     store_of_schema(path, 3)
     ConversationStore.open(path).close()
     older = migrations()[:3]
-    monkeypatch.setattr(store_module, "migrations", lambda: older)
+    monkeypatch.setattr(database, "migrations", lambda: older)
     with pytest.raises(StoreError, match="newer edgeinfer") as refused:
         ConversationStore.open(path)
     subprocess.run(refused.value.hint.partition("before: ")[2], shell=True, check=True)
@@ -371,7 +371,7 @@ def test_processes_that_migrate_at_once_lose_nothing(tmp_path):
     store_of_schema(path, 1)
     code = f"""
 from pathlib import Path
-from edgeinfer.chat.history.store import *
+from edgeinfer.chat.history.store import Conversation, ConversationStore
 store = ConversationStore.open(Path({str(path)!r}))
 for _ in range(5):
     print(store.create(Conversation()).id)
@@ -391,14 +391,14 @@ for _ in range(5):
 def test_a_copy_of_a_file_that_another_process_migrated_is_dropped(tmp_path, monkeypatch):
     path = tmp_path / "c.db"
     store_of_schema(path, 1)
-    copy = store_module._copy
+    copy = database._copy
 
     def copy_late(db, name, version):
-        monkeypatch.setattr(store_module, "_copy", copy)
+        monkeypatch.setattr(database, "_copy", copy)
         ConversationStore.open(path).close()
         copy(db, name, version)
 
-    monkeypatch.setattr(store_module, "_copy", copy_late)
+    monkeypatch.setattr(database, "_copy", copy_late)
     ConversationStore.open(path).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (1,)

@@ -9,11 +9,9 @@ processes may open the file (write-ahead log).
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import os
 import re
-import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from edgeinfer.chat.history import lease
+from edgeinfer.chat.history.database import (
+    clean_copies,
+    connect,
+    delete_rows,
+    is_current,
+    migrate,
+    store_errors,
+)
 from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
@@ -32,125 +38,8 @@ from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 from edgeinfer.tools.uses import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")
-_MIGRATIONS = Path(__file__).with_name("migrations")
-_NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
-
-
-def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
-    """List the migrations in order. Raises StoreError if one is missing from the build."""
-    scripts = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
-    if not scripts or list(scripts) != list(range(1, len(scripts) + 1)):
-        raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
-    return list(scripts.values())
-
-
-def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
-    """Migrate `db` (in autocommit mode) to the newest schema and return its number.
-
-    The file `name` is copied first, so that the previous version can still read the copy. Foreign keys
-    are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement
-    fails; then nothing has changed.
-    """
-    scripts = migrations() if scripts is None else scripts
-    if (reached := _version(db)) == len(scripts):
-        return reached
-    if 0 < reached < len(scripts):
-        _copy(db, name, reached)
-    db.execute("PRAGMA foreign_keys = OFF")  # with foreign keys, DROP TABLE would delete the turns
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        reached = _version(db)  # another process may have migrated it while this one waited
-        if reached > len(scripts):
-            raise StoreError(
-                f"{name} was made by a newer edgeinfer (schema {reached}, this one knows "
-                f"{len(scripts)})",
-                hint=_hint_of_newer(name, len(scripts)),
-            )
-        for script in scripts[reached:]:
-            for statement in _statements(script.read_text("utf-8")):
-                db.execute(statement)
-        db.execute(f"PRAGMA user_version = {len(scripts)}")
-        db.execute("COMMIT")
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    return len(scripts)
-
-
-def _list_beside(name: str, pattern: str) -> list[Path]:
-    """List the files whose names begin with the file's name; none for a store in memory."""
-    return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
-
-
-def _copies(name: str) -> list[Path]:
-    """List the copies made before migrations of the file, without their journals."""
-    paths = _list_beside(name, ".schema-*")
-    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
-
-
-def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
-    """Copy the file as it is now. Raises sqlite3.Error, OSError."""
-    if not Path(name).is_file():
-        return
-    scratch = f"{name}.{os.urandom(8).hex()}.new"
-    os.close(os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    try:
-        db.execute("VACUUM INTO ?", (scratch,))
-        with contextlib.closing(_connect(scratch)) as copy:
-            if _version(copy) == version:  # otherwise another process has migrated the file meanwhile
-                os.replace(scratch, f"{name}.schema-{version}")
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-
-
-def _delete(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
-    """Delete conversations; their words stay in the search index until it is merged."""
-    if ids:
-        rows = [(conversation_id,) for conversation_id in ids]
-        db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
-        names = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
-        for (table,) in db.execute(names).fetchall():
-            db.execute(f"INSERT INTO {table} ({table}) VALUES ('optimize')")
-
-
-def _connect(uri: str) -> sqlite3.Connection:
-    db = sqlite3.connect(uri, isolation_level=None, timeout=5.0, uri=True)
-    db.execute("PRAGMA secure_delete = ON")  # overwrite deleted conversations in the file
-    return db
-
-
-def _hint_of_newer(name: str, version: int) -> str:
-    copy = Path(f"{name}.schema-{version}")
-    if copy.exists():  # SQLite would apply the newer file's write-ahead log to the copy
-        remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
-        move = shlex.join(["mv", str(copy), name])
-        copying = f"use the copy made before: {remove}; {move}"
-        return f"use that version, or end every edgeinfer and {copying}"
-    return "use that version, or move the file aside"
-
-
-def _version(db: sqlite3.Connection) -> int:
-    return int(db.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _statements(script: str) -> Iterator[str]:
-    """Yield one statement at a time, because `executescript` would commit their transaction."""
-    gathered = ""
-    for line in script.splitlines(keepends=True):
-        gathered += line
-        if sqlite3.complete_statement(gathered):
-            yield gathered
-            gathered = ""
-
-
 #: After this time (ms) without a new piece of an answer, its process counts as dead.
 STALE_MS = 60_000
-
-#: How long (s) pre-migration copies are kept.
-_KEEP_COPIES_S = 30 * 24 * 3600.0
-
-#: Age (s) from which an unfinished copy counts as abandoned.
-_COPYING_S = 3600.0
 
 #: How long (ms) deleted conversations are kept, for undo.
 UNDO_MS = 24 * 3600 * 1000
@@ -212,22 +101,6 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-@contextlib.contextmanager
-def _store_errors(name: str) -> Iterator[None]:
-    """Turn errors of sqlite3 and of the disk into StoreError with a hint."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        hint = f"rename {name}: a new file will be created"
-        if "unable to open" in str(error) or "readonly" in str(error):
-            hint = f"check the permissions of {name} and its folder"
-        elif any(phrase in str(error) for phrase in ("full", "No space", "disk I/O")):
-            hint = "free some disk space; if there is enough, check the disk"
-        elif "locked" in str(error):
-            hint = "another edgeinfer is writing: try again"
-        raise StoreError(f"the conversations in {name} cannot be used: {error}", hint=hint) from error
-
-
 class ConversationStore:
     """A store, made by `open`. `name`: its path, "" in memory; `clock`: milliseconds since 1970."""
 
@@ -248,8 +121,8 @@ class ConversationStore:
             # only a new file: closing a descriptor of an existing one would end this process's SQLite
             # locks on it, and another process that closes the store would delete the log that is in use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        with _store_errors(str(file)):
-            db = _connect(str(file))
+        with store_errors(str(file)):
+            db = connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # a killed process loses nothing; a power cut loses the last moments
@@ -279,7 +152,7 @@ class ConversationStore:
         """Set columns of a conversation, e.g. its title, model or sampling."""
         if set(fields) - {"draft"}:
             fields["updated_ms"] = self.clock()
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self._set("conversation", conversation_id, fields)
 
     def conversation(self, conversation_id: int) -> Conversation:
@@ -291,12 +164,12 @@ class ConversationStore:
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation; `undelete` restores it until it is purged, a day later."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self._set("conversation", conversation_id, {"deleted_ms": self.clock()})
 
     def undelete(self, conversation_id: int) -> None:
         """Restore a deleted conversation. Raises StoreError if it has been purged."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             sql = "UPDATE conversation SET deleted_ms = NULL WHERE id = ?"
             n_restored = self.db.execute(sql, (conversation_id,)).rowcount
         if not n_restored:
@@ -359,7 +232,7 @@ class ConversationStore:
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
         """Add a piece of a streaming answer (0.05 ms); show it only after this returns."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self.db.execute(
                 "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
                 (turn_id, content, reasoning, self.clock()),
@@ -375,12 +248,12 @@ class ConversationStore:
 
     def set_calls(self, turn_id: int, calls: tuple[ToolUse, ...]) -> None:
         """Store an answer's tool calls with their results."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self._set("turn", turn_id, {"calls": calls})
 
     def cut(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before this one; `summary` replaces them."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self._set("turn", turn_id, {"cut_summary": summary})
 
     def clean_up(self) -> int:
@@ -407,27 +280,15 @@ class ConversationStore:
         """Purge deleted conversations, also from pre-migration copies, unless they were restored."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
-            _delete(self.db, ids, "AND deleted_ms IS NOT NULL")
-        gone = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
-        for path in _list_beside(self.name, ".*.new*"):  # unfinished copies of a killed process
-            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _COPYING_S:
-                    path.unlink()
-        for path in _copies(self.name):
-            # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
-            with _store_errors(str(path)), contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
-                    path.unlink()
-                elif gone:
-                    with contextlib.closing(_connect(f"{path.as_uri()}?mode=rw")) as copy:
-                        copy.execute("PRAGMA foreign_keys = ON")
-                        _delete(copy, gone)
+            delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
+        purged = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
+        clean_copies(self.name, purged)
 
     # following what other processes write
 
     def change_count(self) -> tuple[int, int]:
         """Return a value that changes with each write by this or another connection (6 µs)."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
@@ -453,7 +314,7 @@ class ConversationStore:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """During the block, read one consistent state of the file, whatever other processes write."""
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self.db.execute("BEGIN")
             try:
                 yield
@@ -480,7 +341,7 @@ class ConversationStore:
         query = match_query(query_text)
         if not query:
             return self.listing(limit)
-        with _store_errors(self.name):
+        with store_errors(self.name):
             rows = self.db.execute(_SEARCH, {"query": query, "limit": limit}).fetchall()
             turn_ids = msgspec.json.encode([row[5] for row in rows]).decode()
             snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
@@ -496,7 +357,7 @@ class ConversationStore:
         return list(dict.fromkeys(row[0] for row in rows if row[0]))
 
     def _rows(self, sql: str, *values: object) -> list[Any]:
-        with _store_errors(self.name):
+        with store_errors(self.name):
             return self.db.execute(sql, values).fetchall()
 
     def _fold(self, turn_id: int, status: Status) -> None:
@@ -516,7 +377,7 @@ class ConversationStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _store_errors(self.name):
+        with store_errors(self.name):
             self.db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -571,22 +432,12 @@ def match_query(text: str) -> str:
     return " ".join(f'"{w}"' for w in terms) + "*" if terms else ""
 
 
-def _is_current(path: Path) -> bool:
-    """Return whether the store has this version's schema; a version on trial does not migrate."""
-    with (
-        contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True)) as db,
-    ):
-        return _version(db) == len(migrations())
-    return False
-
-
 def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
     """Purge deleted conversations that can no longer be restored. A failure is left to the next purge.
 
     Cached blocks are deleted first: if a purge is killed, the next one still finds its conversations.
     """
-    if open_store is None and not _is_current(store_path()):
+    if open_store is None and not is_current(store_path()):
         return
     with (
         contextlib.suppress(EdgeInferError, OSError),
@@ -601,6 +452,6 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
 
 def memory_store() -> ConversationStore:
     """Return a store in memory only; it is lost when the process ends."""
-    db = sqlite3.connect(":memory:", isolation_level=None)
+    db = connect(":memory:")
     migrate(db, "memory")
     return ConversationStore(db, "")
