@@ -21,7 +21,7 @@ from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.llama.weights import Progress
 from edgeinfer.runtime.loop import DecodeLoop
-from edgeinfer.runtime.memory_plan import MAX_DRAFT, make_plan
+from edgeinfer.runtime.memory_plan import make_plan
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, Traffic
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache, run_check
@@ -81,24 +81,26 @@ class LlamaEngine:
         self._scheduler = Scheduler(loaded, self._context, self._lora)
         self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
-        self._info = make_info(files, loaded, self._lora, self._chat_format, self._embedder)
+        self._vision, vision_error = open_vision(files, loaded)
+        if self._vision is not None:
+            self._vision.block_folder = lambda: (
+                None if self._prefix_cache is None else self._prefix_cache.folder
+            )
+        info = make_info(files, loaded, self._lora, self._chat_format, self._embedder)
+        self._info = msgspec.structs.replace(info, can_see=self._vision is not None)
         self._preparer = Preparer(
             files=files,
             vocab=loaded.vocab,
             chat_format=self._chat_format,
             constraints=self._constraints,
             n_ctx=loaded.n_ctx,
-            max_draft=MAX_DRAFT,
-            can_shift=self._info.can_shift,
+            can_shift=loaded.can_shift,
             n_ctx_train=loaded.n_ctx_train,
+            vision=self._vision,
+            vision_error=vision_error,
             draft_model=self._draft,
         )
-        self._vision, self._preparer.vision_error = open_vision(files, loaded)
-        self._preparer.vision = self._vision
-        if self._vision is not None:
-            self._vision.block_folder = lambda: None if self._cache is None else self._cache.folder
-        self._info = msgspec.structs.replace(self._info, can_see=self._vision is not None)
-        self._prefix_cache = PrefixCacheSwitch(files, options, self._context, self._scheduler)
+        self._prefix_cache_switch = PrefixCacheSwitch(files, options, self._context, self._scheduler)
         self._gpu = GpuOffload(
             files,
             options,
@@ -107,7 +109,7 @@ class LlamaEngine:
             self._lora,
             self._scheduler,
             self._loop.call,
-            self._prefix_cache,
+            self._prefix_cache_switch,
             self._enter_model,
         )
         self._files, self._options = files, options
@@ -228,7 +230,7 @@ class LlamaEngine:
     def metrics(self) -> EngineMetrics:
         s = self._scheduler
         running = len(s.queue.running)
-        traffic = self._cache.folder.traffic if self._cache is not None else Traffic()
+        traffic = self._prefix_cache.folder.traffic if self._prefix_cache is not None else Traffic()
         return s.counters.copy_with(
             queued=max(0, self._loop.n_requests - running),
             running=running,
@@ -242,13 +244,13 @@ class LlamaEngine:
         )
 
     @property
-    def _cache(self) -> PrefixCache | None:
-        return self._prefix_cache.cache
+    def _prefix_cache(self) -> PrefixCache | None:
+        return self._prefix_cache_switch.cache
 
     def open_prefix_cache(self, store: BlockStore) -> None:
         """Store prefixes in `store` and look them up there; not for encoders. Raises OSError."""
-        if self._loaded.can_generate and self._cache is None:
-            self._prefix_cache.open(store, self._gpu.loaded, self._check_outcome)
+        if self._loaded.can_generate and self._prefix_cache is None:
+            self._prefix_cache_switch.open(store, self._gpu.loaded, self._check_outcome)
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Let `observer` see the requests from now on; it is closed with the engine."""
@@ -268,21 +270,21 @@ class LlamaEngine:
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
         """Wait until prefixes are on disk; return False after the timeout. Only while idle."""
-        if self._cache is None:
+        if self._prefix_cache is None:
             return True
         self._loop.stop()
-        return self._cache.folder.writer_thread.flush(timeout_s)
+        return self._prefix_cache.folder.writer_thread.flush(timeout_s)
 
     def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        if self._cache is None:
+        if self._prefix_cache is None:
             return []
-        tokens = self._cache.search.agent_prefix(agent, self._lora.key(None), salt)
+        tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
         return list(takewhile(lambda token: token >= 0, tokens))  # token prompts have no pictures
 
     def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
-        if self._cache is not None and not self._loop.n_requests:
-            self._cache.writer.is_exiting = True
+        if self._prefix_cache is not None and not self._loop.n_requests:
+            self._prefix_cache.writer.is_exiting = True
             self.flush_blocks()
 
     def warm_up(self) -> None:
@@ -316,7 +318,7 @@ class LlamaEngine:
         if self._vision is not None:
             self._vision.park()
             self._scheduler.executor.batch.clear()  # it may hold rows of a picture
-        self._prefix_cache.close()
+        self._prefix_cache_switch.close()
         self._scheduler.kv.drop_idle()
         self._embedder.close()
         self._loaded.stop_streaming()
@@ -352,15 +354,15 @@ class LlamaEngine:
         if self._closed:
             return
         self._closed = True
-        if self._cache is not None:
-            self._cache.writer.is_exiting = True
+        if self._prefix_cache is not None:
+            self._prefix_cache.writer.is_exiting = True
         self._loop.close()
         for observer in self._scheduler.queue.observers:
             observer.close()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()
-        self._prefix_cache.close()
+        self._prefix_cache_switch.close()
         self._embedder.close()
         self._lora.close()
         if self._draft is not None:

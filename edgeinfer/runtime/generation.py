@@ -38,19 +38,19 @@ class EventStream:
         self._wake: Callable[[], None] | None = None
         self._tap: Callable[[Event], bool] | None = None
         self._sink: Callable[[Item], None] | None = None
-        self._handing = threading.RLock()
-        self._is_taken = False
-        self._has_ended = False
+        self._sink_lock = threading.RLock()
+        self._is_iterated = False
+        self.has_ended = False
 
     def put(self, item: Item) -> None:
         """Add an event, or the error that ends the stream; everything after that error is dropped."""
-        if self._has_ended:
+        if self.has_ended:
             return
         if isinstance(item, Finished | EngineError):
-            self._has_ended = True
+            self.has_ended = True
         elif self._tap and self._wake and self._items.empty() and self._tap(item):
             return
-        with self._handing:
+        with self._sink_lock:
             if self._sink is not None:
                 self._sink(item)
                 return
@@ -58,10 +58,6 @@ class EventStream:
         wake = self._wake
         if wake is not None:
             wake()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended
 
     def cancel(self) -> None:
         """End the request at the next step. Usable on any thread; idempotent."""
@@ -73,19 +69,19 @@ class EventStream:
 
     def pipe(self, sink: Callable[[Item], None]) -> None:
         """Send all events to `sink`: past ones in this call, later ones on the producer's thread."""
-        self._take()
-        with self._handing:
+        self._mark_iterated()
+        with self._sink_lock:
             self._sink = sink
             while not self._items.empty():
                 sink(self._items.get_nowait())
 
-    def _take(self) -> None:
-        if self._is_taken:
+    def _mark_iterated(self) -> None:
+        if self._is_iterated:
             raise UsageError("a generation can be iterated only once")
-        self._is_taken = True
+        self._is_iterated = True
 
     def __iter__(self) -> Iterator[Event]:
-        self._take()
+        self._mark_iterated()
         return self._events()
 
     def _events(self) -> Iterator[Event]:
@@ -98,11 +94,11 @@ class EventStream:
                 if isinstance(item, Finished):
                     return
         finally:
-            if not self._has_ended:
+            if not self.has_ended:
                 self.cancel()
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        self._take()
+        self._mark_iterated()
         return self._async_events()
 
     async def _async_events(self) -> AsyncIterator[Event]:
@@ -116,7 +112,7 @@ class EventStream:
                     return
         finally:
             self._wake = None
-            if not self._has_ended:
+            if not self.has_ended:
                 self.cancel()
 
     async def _next(self) -> Item:
@@ -252,9 +248,8 @@ class RepetitionWatch:
         if self._tail.endswith("```") and not self._tail.endswith("````"):
             self._is_in_code = not self._is_in_code
         word, self._word = self._word, ""
-        return bool(word) and not self._is_in_code and self._is_monotonous_after(word)
-
-    def _is_monotonous_after(self, word: str) -> bool:
+        if not word or self._is_in_code:
+            return False
         self._last_words.append(word)
         sequence = hash(tuple(self._last_words))
         self._stale.append(self._occurrences[sequence] >= _OCCURRENCES)

@@ -46,8 +46,8 @@ _SWITCH_S = 0.5
 class GpuOffload:
     """The devices of one engine. `cpu` is the model as first loaded, `context` is what decodes.
 
-    `call` runs work between two steps, `prefix_cache` is the engine's, `loaded` the model in use;
-    `on_enter` is called between two steps with the model that will decode.
+    `call` runs work between two steps, `prefix_cache_switch` is the engine's, and `loaded` the model in
+    use; `on_enter` is called between two steps with the model that will decode.
     """
 
     files: ModelFiles
@@ -57,7 +57,7 @@ class GpuOffload:
     lora: LoraAdapters
     scheduler: Scheduler
     call: Callable[[Callable[[], Any]], Any]
-    prefix_cache: PrefixCacheSwitch
+    prefix_cache_switch: PrefixCacheSwitch
     on_enter: Callable[[LlamaModel], None]
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class GpuOffload:
             return False
         has_copy = self.context.copy_state_to(device_context.context)
         self.lora.attach(loaded.model, device_context.context.adapters)
-        self.prefix_cache.detach()
+        self.prefix_cache_switch.detach()
         self.scheduler.switch_context(
             device_context.context, loaded.n_ctx, has_copy=has_copy, on_device=True
         )
@@ -212,7 +212,7 @@ class GpuOffload:
         _failed[device_context.backend] = error.message
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, the CPU continues: %s", names, error.message)
-        self.prefix_cache.detach()
+        self.prefix_cache_switch.detach()
         context = self.cpu.llama_context()
         context.adapters = self.lora.detach()
         self.scheduler.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
@@ -224,7 +224,7 @@ class GpuOffload:
         self.loaded = loaded
         self.on_enter(loaded)
         loaded.llama_context().set_threads(self.cpu.n_threads)
-        self.prefix_cache.attach(loaded)
+        self.prefix_cache_switch.attach(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 

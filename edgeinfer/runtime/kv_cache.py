@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 from edgeinfer.runtime.events import TokenLogprobs
@@ -110,6 +111,7 @@ class KvCache:
         self._memory = memory
         self.n_cells = n_cells
         self.checkpoints = checkpoints
+        self.supports_truncation = checkpoints is None
         self._window = window
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._free_seq_ids = list(range(n_seq_max - 1, -1, -1))
@@ -127,10 +129,6 @@ class KvCache:
         self._ref_counts = [self._ref_counts[cell] for cell in used] + [0] * (n_cells - len(used))
         self._free_cells = list(range(n_cells - 1, len(used) - 1, -1))
         self.n_cells = n_cells
-
-    @property
-    def supports_truncation(self) -> bool:
-        return self.checkpoints is None
 
     @property
     def pinned_cells(self) -> int:
@@ -153,24 +151,18 @@ class KvCache:
         At least one token of `tokens` must be computed, because its logits are needed; with `n_top`,
         also every token before the first one without cached log-probabilities.
         """
-        best, length = None, 0
-        limit = len(tokens) - 1
-        for cached_seq in self.cached_sequences:
-            if not cached_seq.is_reusable_with(adapters, salt):
-                continue
-            shared = common_prefix(cached_seq.tokens, tokens)
-            if n_top is not None:
-                n_logprobs = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
-                shared = min(n_logprobs, max(0, shared - 1))
-            n = self._count_usable(cached_seq, tokens.cut(min(shared, limit)))
-            if n > length or (
-                n == length and n and best is not None and best.in_use and not cached_seq.in_use
-            ):
-                best, length = cached_seq, n
-        return best, length
+        reusable = (c for c in self.cached_sequences if c.is_reusable_with(adapters, salt))
+        matches = ((self._count_usable(c, tokens, n_top), not c.in_use, c) for c in reusable)
+        n, _, longest = max(matches, key=itemgetter(0, 1), default=(0, True, None))
+        return (longest, n) if n else (None, 0)
 
-    def _count_usable(self, cached_seq: CachedSequence, n: int) -> int:
-        """Return how many of `n` tokens are usable: up to a checkpoint; 0 if a window lacks cells."""
+    def _count_usable(self, cached_seq: CachedSequence, tokens: PromptTokens, n_top: int | None) -> int:
+        """Return how many tokens are usable: up to a checkpoint; 0 if a window lacks cells."""
+        n = common_prefix(cached_seq.tokens, tokens)
+        if n_top is not None:
+            n_logprobs = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
+            n = min(n_logprobs, max(0, n - 1))
+        n = tokens.cut(min(n, len(tokens) - 1))
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0

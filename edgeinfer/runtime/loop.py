@@ -35,28 +35,24 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._n_requests = 0
+        #: Number of requests that run or wait.
+        self.n_requests = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
         #: The error that ended the thread, "" if there is none.
         self.failure = ""
 
-    @property
-    def n_requests(self) -> int:
-        return self._n_requests
-
     def submit(self, seq: Sequence) -> None:
         """Queue a request. Raises QueueFullError, EngineClosedError."""
         with self._changed:
             self._check_open()
-            if self._n_requests >= self._capacity:
-                raise QueueFullError(f"the queue is full: it has {self._n_requests} requests")
-            self._n_requests += 1
+            if self.n_requests >= self._capacity:
+                raise QueueFullError(f"the queue is full: it has {self.n_requests} requests")
+            self.n_requests += 1
             seq.wake_loop = self.wake
             self._inbox.put(seq)
-            self._start()
-            self._changed.notify_all()
+            self._wake_thread()
         if not seq.is_prefill_only:
             self._scheduler.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
 
@@ -66,8 +62,7 @@ class DecodeLoop:
         with self._changed:
             self._check_open()
             self._jobs.put((work, done))
-            self._start()
-            self._changed.notify_all()
+            self._wake_thread()
         return done.result()
 
     def wake(self) -> None:
@@ -79,8 +74,8 @@ class DecodeLoop:
     def stop(self) -> None:
         """End the thread until the next work. Raises EngineError while requests are not finished."""
         with self._changed:
-            if self._n_requests:
-                raise EngineError(f"{self._n_requests} requests are still running")
+            if self.n_requests:
+                raise EngineError(f"{self.n_requests} requests are still running")
             self._stopping = True
         self._join()
         self._stopping = False
@@ -97,7 +92,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        self._scheduler.executor.low_priority.shutdown()
+        self._scheduler.executor.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -108,14 +103,15 @@ class DecodeLoop:
     def _failure_error(self) -> EngineClosedError:
         return EngineClosedError(self.failure, hint="repeat the request: the model is loaded again")
 
-    def _start(self) -> None:
+    def _wake_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="edgeinfer-decode", daemon=True)
             self._thread.start()
+        self._changed.notify_all()
 
     def _count_end(self, seq: Sequence) -> None:
         with self._changed:
-            self._n_requests -= 1
+            self.n_requests -= 1
 
     def _main(self) -> None:
         try:
@@ -127,14 +123,14 @@ class DecodeLoop:
         with self._changed:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
-            self._n_requests = 0
+            self.n_requests = 0
             sequences = [*self._queue.running, *self._queue.waiting]
             while not self._inbox.empty():
                 sequences.append(self._inbox.get())
         _log.error("%s", self.failure)
         for seq in sequences:
             with contextlib.suppress(Exception):
-                seq.fail(self._failure_error())
+                seq.end(self._failure_error())
         while not self._jobs.empty():
             self._jobs.get()[1].set_exception(self._failure_error())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -37,10 +38,10 @@ _AMPLE_TOKENS = 32_768
 _CELLS_PER_SEQUENCE = 1024
 
 
-def choose_threads(asked: int, processors: Processors) -> Chosen:
+def choose_threads(n_threads: int, processors: Processors) -> Chosen:
     """Choose decode threads: 0 means the affinity's physical cores, or the control group's share."""
-    if asked:
-        return Chosen(asked, "as asked")
+    if n_threads:
+        return Chosen(n_threads, "as asked")
     cores = processors.physical_cores
     if processors.quota is not None and processors.quota < cores:
         return Chosen(
@@ -53,10 +54,12 @@ def choose_threads(asked: int, processors: Processors) -> Chosen:
     )
 
 
-def choose_parallel(asked: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+def choose_parallel(
+    n_parallel: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int
+) -> Chosen:
     """Choose how many sequences decode together: 0 means four per thread (4 to 16), if they fit."""
-    if asked:
-        return Chosen(asked, "as asked")
+    if n_parallel:
+        return Chosen(n_parallel, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
     per_sequence = max(1, kv_bytes_per_token) * _CELLS_PER_SEQUENCE
     by_memory = max(1, int(free_bytes / 2 // per_sequence))
@@ -92,19 +95,19 @@ def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chose
     )
 
 
-def choose_context(asked: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
+def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
     """Choose the context of one request (tokens). `free_bytes` excludes weights and compute buffers.
 
     Raises OutOfMemoryError if the requested context, or the smallest useful one, does not fit.
     """
     per_token = max(1, kv_bytes_per_token)
-    if asked:
-        if asked * per_token > free_bytes:
+    if n_ctx:
+        if n_ctx * per_token > free_bytes:
             raise OutOfMemoryError(
-                f"a context of {asked} tokens needs {asked * per_token // _MIB} MiB of KV cache;"
+                f"a context of {n_ctx} tokens needs {n_ctx * per_token // _MIB} MiB of KV cache;"
                 f" {max(0, free_bytes) // _MIB} MiB are free"
             )
-        return Chosen(asked, "as asked")
+        return Chosen(n_ctx, "as asked")
     fits = free_bytes // 2 // per_token
     if fits < CELL_STEP:
         raise OutOfMemoryError(
@@ -234,8 +237,8 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape
     plan = _make_plan(shape, options, machine, draft)
     if draft is None or options.draft or plan.fits:
         return plan
-    alone = _make_plan(shape, options, machine, None)
-    return plan if plan.streaming is not None and not alone.fits else alone
+    without_draft = _make_plan(shape, options, machine, None)
+    return plan if plan.streaming is not None and not without_draft.fits else without_draft
 
 
 def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None) -> Plan:
@@ -243,7 +246,9 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shap
     draft_bytes = 0
     if draft is not None:
         shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
-        draft_bytes = draft.weights_bytes + _draft_compute_bytes(draft, options)
+        n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
+        limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
+        draft_bytes = draft.weights_bytes + _compute_bytes(draft, options, "f16", **limits)
         machine = machine.without(draft_bytes)
     free, from_disk = _free_bytes(shape, options, machine)
     kv_type = choose_kv_type(options, shape, free)
@@ -318,24 +323,26 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
     Returns None if there is no room for a ring and the output, or for the experts that one layer uses.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
-    budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
+    weights_budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
     dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
     if shape.expert_bytes:
-        slots = min(budget - dense_bytes, shape.expert_bytes)
+        slots = min(weights_budget - dense_bytes, shape.expert_bytes)
         least = shape.used_expert_bytes // max(1, shape.n_layer)
         return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least else None
     ring = max(_RING_BYTES, 2 * shape.layer_tensor_bytes)
-    pinned = min(budget - ring, dense_bytes)
+    pinned = min(weights_budget - ring, dense_bytes)
     if pinned < shape.embedding_bytes:
         return None
     return StreamingPlan(pinned, ring, 0, dense_bytes - pinned)
 
 
-def _draft_compute_bytes(draft: Shape, options: LoadOptions) -> int:
-    n_ctx = options.n_ctx or min(draft.n_ctx_train, 1 << 15)
-    n_seq_max = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
-    limits = {"n_seq_max": n_seq_max, "n_ubatch": DRAFT_BATCH, "n_outputs": n_seq_max}
-    return make_buffers(draft, n_ctx, "f16", **limits).compute_bytes
+def _compute_bytes(
+    shape: Shape, options: LoadOptions, kv_type: str, *, n_batch: int, n_seq_max: int, n_outputs: int
+) -> int:
+    """Estimate the compute buffers of a context whose size is not planned yet."""
+    n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
+    limits = {"n_seq_max": n_seq_max, "n_ubatch": n_batch, "n_outputs": n_outputs}
+    return make_buffers(shape, n_ctx, kv_type, **limits).compute_bytes
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
@@ -347,16 +354,13 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
 
-    def rough_compute(n_seq_max: int, n_outputs: int) -> int:
-        n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
-        limits = {"n_seq_max": n_seq_max, "n_ubatch": options.n_batch, "n_outputs": n_outputs}
-        return make_buffers(shape, n_ctx, kv_type, **limits).compute_bytes
-
-    free = available - shape.weights_bytes - rough_compute(2 * _SPARE_SEQUENCES, 64) - _PROCESS_BYTES
+    compute = partial(_compute_bytes, shape, options, kv_type, n_batch=options.n_batch)
+    compute_bytes = compute(n_seq_max=2 * _SPARE_SEQUENCES, n_outputs=64)
+    free = available - shape.weights_bytes - compute_bytes - _PROCESS_BYTES
     least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
     if free < least * shape.kv_bytes_per_token(kv_type):
-        few = 1 + _SPARE_SEQUENCES
-        most = available - available // 4 - rough_compute(few, few)
+        n_seq = 1 + _SPARE_SEQUENCES
+        most = available - available // 4 - compute(n_seq_max=n_seq, n_outputs=n_seq)
         small = max(available // 4, 2 * _STREAMING_CTX * shape.kv_bytes_per_token("f16"))
         return most if options.n_ctx else min(most, small), True
     return free, False
@@ -378,16 +382,16 @@ def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: f
     per_s = disk_pace(shape, streaming, rate)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"
     source = "measured just now" if disk_bytes_per_s else "assumed"
-    n_bytes, places = shape.weights_bytes_per_token, "they are read from the disk again and again"
+    n_bytes, placement = shape.weights_bytes_per_token, "they are read from the disk again and again"
     if streaming:
         n_bytes = streaming.read_bytes(shape)
         held = format_bytes(streaming.pinned_bytes + streaming.expert_bytes)
-        places = f"{held} of them stay there, the others are read from the disk for each step"
+        placement = f"{held} of them stay there, the others are read from the disk for each step"
         if streaming.expert_bytes:
             hits = 1.0 - streaming.miss_share(shape)
             source += f", if {hits:.0%} of the experts that a token uses are in memory"
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
-        f" {format_bytes(machine.memory.available_bytes)} of memory that are free: {places}. Expect"
+        f" {format_bytes(machine.memory.available_bytes)} of memory that are free: {placement}. Expect"
         f" about {pace}: {format_bytes(n_bytes)} a token at {format_bytes(rate)}/s ({source})"
     )

@@ -23,12 +23,12 @@ class MappedFile:
 class State(msgspec.Struct, frozen=True):
     """A sequence's state as bytes. Each of `pieces` has cells of a tensor, or metadata between them.
 
-    `places` are the best offsets within a page, or ANYWHERE. `file` is the file that the pieces are
+    `page_offsets` are their best offsets within a page, or ANYWHERE. `file` is the file that they are
     views of, None for other memory.
     """
 
     pieces: tuple[memoryview, ...]
-    places: tuple[int, ...]
+    page_offsets: tuple[int, ...]
     file: MappedFile | None = None
 
     @property
@@ -38,7 +38,7 @@ class State(msgspec.Struct, frozen=True):
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         sizes = (piece.nbytes for piece in self.pieces)
-        return tuple(zip(sizes, self.places, strict=True))
+        return tuple(zip(sizes, self.page_offsets, strict=True))
 
     def join_pieces(self) -> memoryview:
         return self.pieces[0] if len(self.pieces) == 1 else memoryview(b"".join(self.pieces))

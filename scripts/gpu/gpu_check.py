@@ -149,7 +149,7 @@ def _logits(context: LlamaContext, n_vocab: int, tokens: list[int]) -> npt.NDArr
         batch.clear()
         batch.add(tokens[start:stop], start, 0, outputs=stop - start)
         assert not batch.decode(context)
-        rows.append(np.array(context.rows(stop - start, n_vocab), np.float64))
+        rows.append(np.array(context.all_logits(stop - start, n_vocab), np.float64))
     logits = np.concatenate(rows)
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -497,7 +497,7 @@ class Deleted:
         now, self.store.clock = self.store.clock, lambda: 0
         self.store.delete(gone.id)
         self.store.clock = now
-        self._blocks = BlockStore(paths.blocks_dir()).model("sha", {})
+        self._blocks = BlockStore(paths.blocks_dir()).open_folder("sha", {})
         root, tokens = self._blocks.names.root(), list(range(256))
         self._name = self._blocks.names.full(root, tokens)
         header = Header("full", self._name, root, self._blocks.names.identity, pack_tokens(tokens), ())
@@ -555,7 +555,7 @@ def test_run_does_not_wait_for_the_purge(deleted_conversation, monkeypatch):
 
 def test_purging_erases_the_answers_kept_for_drafts(deleted_conversation):
     gone, kept_ids = [*range(100, 140)], [*range(200, 240)]
-    answers = BlockStore(paths.blocks_dir()).model("sha", {}).answers
+    answers = BlockStore(paths.blocks_dir()).open_folder("sha", {}).answers
     answers.add("", "chat-1", gone)
     answers.add("", "chat-99", kept_ids)
     purge_deleted()

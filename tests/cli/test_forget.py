@@ -16,7 +16,7 @@ from edgeinfer.runtime.sequence_state import as_state
 
 def keep(model: str) -> None:
     """Put one block of `model` into the user's store."""
-    blocks = BlockStore(paths.blocks_dir(), CacheLimits(max_bytes=1 << 20, margin_bytes=0)).model(
+    blocks = BlockStore(paths.blocks_dir(), CacheLimits(max_bytes=1 << 20, margin_bytes=0)).open_folder(
         model, {}
     )
     parent = blocks.names.root()

@@ -110,8 +110,8 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_j
 
 def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     pulled = as_json("pull", str(local), "--name", "mine")
-    blocks = BlockStore(paths.blocks_dir()).model(pulled["sha256"], {})
-    other = BlockStore(paths.blocks_dir()).model("another", {})
+    blocks = BlockStore(paths.blocks_dir()).open_folder(pulled["sha256"], {})
+    other = BlockStore(paths.blocks_dir()).open_folder("another", {})
     folders = [block_folder.path(b"x").parent for block_folder in (blocks, other)]
     as_json("rm", "mine", "--yes")
     assert [folder.exists() for folder in folders] == [False, True]

@@ -120,7 +120,7 @@ def digest(path: Path, plan: StreamingPlan | None) -> str:
                     tokens = [(7 * i + seq_id) % n_vocab for i in range(start, stop)]
                     batch.add(tokens, start, seq_id, outputs=1)
                 assert batch.decode(context) == 0
-                logits.update(context.rows(len(seq_ids), n_vocab).tobytes())
+                logits.update(context.all_logits(len(seq_ids), n_vocab).tobytes())
         return logits.hexdigest()
     finally:
         loaded.free()

@@ -89,7 +89,7 @@ class LlamaContext:
             raise DecodeError(f"token {index} of the batch has no logits")
         return _floats(pointer, n_vocab)
 
-    def rows(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    def all_logits(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """View all `n_outputs` rows of logits of the last batch, in order; valid until the next decode.
 
         One view per step, because `logits` for each of 32 rows takes 0.1 to 0.2 ms.

@@ -69,6 +69,11 @@ class LlamaModel:
         return int(libllama.L.llama_model_n_swa(self.model))
 
     @property
+    def scratch_seq_id(self) -> int:
+        """The sequence id that ranges of states pass through; the KV cache never assigns it."""
+        return self.plan.n_seq_max - 1
+
+    @property
     def can_shift(self) -> bool:
         """Return whether a full context can drop its oldest tokens."""
         return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import Copied, StatePiece
 from edgeinfer.runtime.llama.context import LlamaContext
+from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
 #: llama.cpp's flag for only the recurrent part of a state.
@@ -110,7 +111,7 @@ class SequenceStates:
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
         pieces: list[StatePiece] = []
         offset = 0
-        for piece, page_offset in zip(state.pieces, state.places, strict=True):
+        for piece, page_offset in zip(state.pieces, state.page_offsets, strict=True):
             size = piece.nbytes
             # our copy hook sees only copies to host memory; for cells on a device, llama.cpp needs the
             # bytes in the buffer
@@ -141,6 +142,11 @@ class SequenceStates:
         size = len(state)
         put = self._llama.llama_state_seq_set_data_ext
         return bool(libllama.call(put, self._context.pointer, pointer, size, seq_id, flags) == size)
+
+
+def make_states(loaded: LlamaModel, context: LlamaContext) -> SequenceStates:
+    scratch = loaded.scratch_seq_id
+    return SequenceStates(context, scratch, supports_truncation=loaded.supports_truncation)
 
 
 def _runs(copied: Sequence[Copied]) -> list[Copied]:
@@ -183,13 +189,13 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
     """Split a state into cells of tensors, placed like those from `cell` on, and all other bytes."""
     pieces: list[memoryview] = []
-    places: list[int] = []
+    page_offsets: list[int] = []
     offset = 0
     for run in runs:
         row = run.size // n_tokens
         pieces += [state[offset : run.at], state[run.at : run.at + run.size]]
-        places += [ANYWHERE, (run.tensor + cell * row) % mmap.PAGESIZE]
+        page_offsets += [ANYWHERE, (run.tensor + cell * row) % mmap.PAGESIZE]
         offset = run.at + run.size
     pieces.append(state[offset:])
-    places.append(ANYWHERE)
-    return State(tuple(pieces), tuple(places))
+    page_offsets.append(ANYWHERE)
+    return State(tuple(pieces), tuple(page_offsets))

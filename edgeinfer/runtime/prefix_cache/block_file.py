@@ -85,7 +85,7 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
     buffers: list[bytes | memoryview] = [header]
     size = _HEAD.size + len(header)
     for state in block.states:
-        for piece, page_offset in zip(state.pieces, state.places, strict=True):
+        for piece, page_offset in zip(state.pieces, state.page_offsets, strict=True):
             padding = _padding(size, page_offset)
             buffers += [bytes(padding), piece]
             size += padding + piece.nbytes

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -84,7 +83,7 @@ class BlockStore:
         self._lock = threading.Lock()
         self.traffic = Traffic()
 
-    def model(
+    def open_folder(
         self, model: str, identity: dict[str, str], block_tokens: int = BLOCK_TOKENS
     ) -> BlockFolder:
         """Open the blocks of one model under one identity.
@@ -159,6 +158,7 @@ class BlockFolder:
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
+        self.traffic = store.traffic
         self._folder = folder
         self.names = names
         self.writer_thread = WriterThread()
@@ -166,10 +166,6 @@ class BlockFolder:
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
         self._checked = ""
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._store.traffic
 
     def path(self, name: bytes) -> Path:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
@@ -253,11 +249,11 @@ class BlockFolder:
 
     def write(self, block: KvBlock) -> bool:
         """Queue a block; return False if too much is pending."""
-        return self.writer_thread.put(lambda: self._try(lambda: self._write(block)), block.n_bytes)
+        return self._put(lambda: self._write(block), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         """Record a conversation as owner of these blocks, so that they are deleted with it."""
-        self.writer_thread.put(lambda: self._try(lambda: self._add_owner(conversation, names)))
+        self._put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         if not self._store.has_owner(conversation):  # new, or forgotten while it continues
@@ -271,12 +267,14 @@ class BlockFolder:
     def record_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Record the blocks of a session of `agent`: those that its sessions share are evicted last."""
         shared = [name.hex() for name in names]
-        record = partial(retention.record_session, self._folder, agent, shared, salt)
-        self.writer_thread.put(lambda: self._try(record))
+        self._put(lambda: retention.record_session(self._folder, agent, shared, salt))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
         """Append an answer to the past answers, in which draft tokens are searched."""
-        self.writer_thread.put(lambda: self._try(lambda: self.answers.add(salt, conversation, tokens)))
+        self._put(lambda: self.answers.add(salt, conversation, tokens))
+
+    def _put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
+        return self.writer_thread.put(lambda: self._try(work), n_bytes)
 
     def _write(self, block: KvBlock) -> None:
         """Write the file, completely or not at all. Runs on the writer's thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
 from edgeinfer.runtime.prefix_cache.block_file import Header, unpack_tokens
@@ -40,7 +41,7 @@ class BlockSearch:
         """Find the longest checkpoint after `parent` whose tokens are all a prefix of `tokens`."""
         blocks = self._read(self._checkpoint_names(parent, tokens))
         matches = [(name, len(saved)) for name, saved in blocks if tokens[: len(saved)] == saved]
-        return max(matches, key=_length, default=_NONE)
+        return max(matches, key=itemgetter(1), default=_NO_MATCH)
 
     def _checkpoint_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
         names = self._folder.names
@@ -63,9 +64,7 @@ class BlockSearch:
         return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the whole block after `parent` that ends an agent's shared prefix and agrees longest
-        with `tokens`.
-        """
+        """Find the block where an agent's shared prefix ends that agrees longest with `tokens`."""
         return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
 
     def _read(
@@ -78,14 +77,10 @@ class BlockSearch:
                 yield name, unpack_tokens(header.tokens)
 
 
-_NONE: Match = (b"", 0)
-
-
-def _length(match: Match) -> int:
-    return match[1]
+_NO_MATCH: Match = (b"", 0)
 
 
 def _longest(blocks: Iterable[tuple[bytes, list[int]]], tokens: list[int]) -> Match:
     matches = [(name, common_prefix(saved, tokens)) for name, saved in blocks]
-    best = max(matches, key=_length, default=_NONE)
-    return best if best[1] else _NONE
+    best = max(matches, key=itemgetter(1), default=_NO_MATCH)
+    return best if best[1] else _NO_MATCH

@@ -22,7 +22,7 @@ from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache, comm
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
-from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.llama.state import SequenceStates, make_states
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import KvBlock
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
@@ -59,15 +59,12 @@ class PrefixCache:
     check: InitVar[RoundtripCheck]
 
     def __post_init__(self, check: RoundtripCheck) -> None:
+        self.block_tokens = self.folder.names.block_tokens
         self.search = BlockSearch(self.folder)
         self.verdict = RoundtripVerdict(self.folder, check)
         self.writer = BlockWriter(
             folder=self.folder, states=self.states, kv=self.kv, search=self.search, verdict=self.verdict
         )
-
-    @property
-    def block_tokens(self) -> int:
-        return self.folder.names.block_tokens
 
     def start_load(
         self,
@@ -141,9 +138,8 @@ class PrefixCache:
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
         """Return whether an idle sequence is on disk, or would be stored immediately."""
-        if cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched:
-            return False
-        if len(cached_seq.cells) < self.block_tokens:
+        is_needed = cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched
+        if is_needed or len(cached_seq.cells) < self.block_tokens:
             return False
         return self.can_store and self.writer.would_store(cached_seq)
 
@@ -253,7 +249,9 @@ def open_prefix_cache(
     `check_outcome` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
     """
     n_tokens = model_block_tokens(loaded)
-    folder = store.model(model_key(files.sha256, files.paths), identity(loaded, n_tokens), n_tokens)
+    folder = store.open_folder(
+        model_key(files.sha256, files.paths), identity(loaded, n_tokens), n_tokens
+    )
     if check_outcome and not folder.read_check():
         folder.save_check(check_outcome)
     return PrefixCache(
@@ -301,15 +299,6 @@ def model_block_tokens(loaded: LlamaModel) -> int:
     """Return the tokens per block: more for recurrent models, because their state is large."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
-
-
-def make_states(loaded: LlamaModel, context: LlamaContext) -> SequenceStates:
-    return SequenceStates(context, scratch_id(loaded), supports_truncation=loaded.supports_truncation)
-
-
-def scratch_id(loaded: LlamaModel) -> int:
-    """Return the scratch sequence id for ranges of states; the KV cache never assigns it."""
-    return loaded.plan.n_seq_max - 1
 
 
 def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:

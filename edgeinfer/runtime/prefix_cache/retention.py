@@ -86,17 +86,13 @@ def list_blocks(root: Path) -> list[ListedBlock]:
                 continue
             if name.endswith(SUFFIX):
                 if info.st_mtime_ns > now_ns:
-                    _stamp(path, now_ns)
+                    with contextlib.suppress(OSError):
+                        os.utime(path, ns=(now_ns, now_ns))
                 used_ns = min(info.st_mtime_ns, now_ns)
                 blocks.append(ListedBlock(path, info.st_blocks * 512, used_ns))
             elif name.endswith(".new") and abs(now_ns - info.st_mtime_ns) > _STALE_S * 1e9:
                 path.unlink(missing_ok=True)
     return sorted(blocks, key=lambda block: block.used_ns)
-
-
-def _stamp(path: Path, used_ns: int) -> None:
-    with contextlib.suppress(OSError):
-        os.utime(path, ns=(used_ns, used_ns))
 
 
 def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
@@ -134,10 +130,9 @@ def forget_total(root: Path) -> None:
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Evict least recently used blocks until `extra_bytes` fit; return their number, and the bytes
-    left.
+    """Evict the least recently used blocks until `extra_bytes` fit. Raises OSError.
 
-    Raises OSError.
+    Returns the number of evicted blocks, and the bytes of the others.
     """
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)

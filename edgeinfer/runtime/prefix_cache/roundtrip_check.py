@@ -19,7 +19,6 @@ from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
-from edgeinfer.runtime.sequence_state import State
 
 #: Tokens per step of the check: a request waits at most for one step.
 _CHUNK = 32
@@ -59,16 +58,14 @@ class RoundtripCheck:
         self.n_tokens = text_tokens(window, block_tokens)
         self._tokens: list[int] = []
         self._truncate_at = self.n_tokens // 2 + 5
-        self._work: Iterator[str | None] | None = None
+        self._steps = self._compare()
 
     def step(self) -> str | None:
         """Run the next part; return None if more parts follow, otherwise "exact" or the failure.
 
         For one thread.
         """
-        if self._work is None:
-            self._work = self._compare()
-        return next(self._work)
+        return next(self._steps)
 
     def _compare(self) -> Iterator[str | None]:
         self._tokens = random.Random(7).choices(range(self._n_vocab), k=self.n_tokens)
@@ -79,7 +76,9 @@ class RoundtripCheck:
             checkpoints = [probe.checkpoint()]
             yield from probe.prefill(self._tokens[self._truncate_at :], self._truncate_at)
             checkpoints.append(probe.checkpoint())
-            blocks = list(self._read_blocks(probe.states))
+            n, size = self.n_tokens, self._block_tokens
+            starts = range(0, n, size)
+            blocks = [probe.states.read(_SEQ_ID, start, min(n, start + size)) for start in starts]
             expected = self._next_logits(probe, checkpoints)
             yield None
             context.clear(zeros=True)
@@ -95,11 +94,6 @@ class RoundtripCheck:
         worst = max(float(np.abs(a - b).max()) for a, b in zip(expected, restored, strict=True))
         yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
 
-    def _read_blocks(self, states: SequenceStates) -> Iterator[State | None]:
-        n = len(self._tokens)
-        for start in range(0, n, self._block_tokens):
-            yield states.read(_SEQ_ID, start, min(n, start + self._block_tokens))
-
     def _next_logits(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
@@ -111,10 +105,12 @@ class RoundtripCheck:
 
 
 class _Probe:
+    """One sequence in the check's context."""
+
     def __init__(self, context: LlamaContext, n_vocab: int, *, supports_truncation: bool) -> None:
         self._supports_truncation = supports_truncation
         self._context = context
-        self.states = SequenceStates(self._context, _SCRATCH, supports_truncation=supports_truncation)
+        self.states = SequenceStates(context, _SCRATCH, supports_truncation=supports_truncation)
         self._batch = Batch.of(context, max_outputs=1)
         self._n_vocab = n_vocab
 
@@ -149,11 +145,8 @@ class RoundtripVerdict:
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
+        self.n_tokens = check.n_tokens
         self.outcome = folder.read_check()
-
-    @property
-    def n_tokens(self) -> int:
-        return self._check.n_tokens
 
     @property
     def is_refused(self) -> bool:

@@ -124,7 +124,7 @@ class BlockWriter:
         """Store the first missing block of `cached_seq`; return False if none is missing."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
-        if cached_seq not in self.kv.cached_sequences:
+        if cached_seq not in self.kv.cached_sequences:  # dropped meanwhile
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:
@@ -159,10 +159,12 @@ class BlockWriter:
         tokens = _writable(cached_seq)
         self._extend_chain(cached_seq, tokens, pending)
         yield from self._missing_whole(tokens, pending)
-        if self.kv.checkpoints is not None:
-            yield from self._missing_checkpoints(cached_seq, tokens, pending.chain)
-        elif not cached_seq.in_use:
+        if cached_seq.in_use:
+            return
+        if self.kv.supports_truncation:
             yield from self._missing_tail(tokens, pending.chain)
+        else:
+            yield from self._missing_checkpoints(cached_seq, tokens, pending.chain)
 
     def _extend_chain(
         self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
@@ -198,23 +200,18 @@ class BlockWriter:
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
-        if cached_seq.in_use:
-            return
         names = self.folder.names
         headers: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            i = chain.index_at(
-                n_tokens - (tokens[n_tokens - 1] < 0)
-            )  # its block may end with a picture
+            ends_with_picture = tokens[n_tokens - 1] < 0  # and so may a block there
+            i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]
             partial = tokens[start:n_tokens]
             if len(partial) < TAIL_KEY_TOKENS:
                 continue
-            if n_tokens == len(tokens):
-                header = self._header("tail", names.tail(parent, partial), parent, partial)
-            else:
-                header = self._header("point", names.checkpoint(parent, partial), parent, partial)
-            headers[header.name] = header, start
+            is_tail = n_tokens == len(tokens)
+            name = names.tail(parent, partial) if is_tail else names.checkpoint(parent, partial)
+            headers[name] = self._header("tail" if is_tail else "point", name, parent, partial), start
         for header, start in headers.values():
             if self._is_queued(header):
                 continue

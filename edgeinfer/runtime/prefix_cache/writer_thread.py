@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 _log = logging.getLogger("edgeinfer.blocks")
 #: Most pending bytes; a single job is always accepted.
-_QUEUE_BYTES = 256 << 20
+_MAX_QUEUED_BYTES = 256 << 20
 
 
 class WriterThread:
     """Runs jobs in a separate thread, in order. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._queue_bytes = _QUEUE_BYTES
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         self._bytes = 0
         self._busy = False
@@ -26,7 +25,7 @@ class WriterThread:
 
     @property
     def has_room(self) -> bool:
-        return not self._bytes or self._bytes < self._queue_bytes
+        return not self._bytes or self._bytes < _MAX_QUEUED_BYTES
 
     @property
     def is_idle(self) -> bool:
@@ -59,9 +58,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread; return False after the timeout. A later job starts it
-        again.
-        """
+        """Finish the jobs and end the thread, until the next job; return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:

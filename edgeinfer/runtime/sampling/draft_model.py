@@ -263,7 +263,7 @@ class RequestDrafter:
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample as the request will; return the token and its probability at temperature 1."""
         model = self._model
-        logits: npt.NDArray[np.float32] = model.context.rows(1, model.vocab.n_vocab)[0]
+        logits: npt.NDArray[np.float32] = model.context.all_logits(1, model.vocab.n_vocab)[0]
         if self._banned is not None:
             logits[self._banned] = -np.inf
         if matcher is not None:

@@ -36,11 +36,6 @@ _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30,
 _DOT_TOKENS = 3
 
 
-def _is_left_to_llama(loaded: LlamaModel) -> bool:
-    """Return whether native/attention.cpp does not support this model's attention."""
-    return any(n > _MOST_HEAD or n % _HEAD_STEP for n in loaded.shape.head_lengths)
-
-
 def max_invariant_tokens(n_batch: int, file_type: int) -> int:
     """Return the largest batch (tokens) for which llama.cpp's kernels are batch-invariant."""
     return n_batch if file_type in _DOT_ONLY else _DOT_TOKENS
@@ -52,9 +47,10 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
     n_batch = loaded.n_batch
     max_tokens = n_batch if kernels else max_invariant_tokens(n_batch, loaded.shape.file_type)
     kv_type, flash = (loaded.choices[name].value for name in ("kv_type", "flash_attention"))
-    is_ours = flash == "on" and bool(kernels) and not _is_left_to_llama(loaded)
-    if kv_type != "f16" or is_ours:
-        return BatchInvariance(max_tokens, max_cells=None, sums_in_order=is_ours)
+    has_accepted_heads = all(n <= _MOST_HEAD and not n % _HEAD_STEP for n in loaded.shape.head_lengths)
+    is_native = flash == "on" and bool(kernels) and has_accepted_heads
+    if kv_type != "f16" or is_native:
+        return BatchInvariance(max_tokens, max_cells=None, sums_in_order=is_native)
     max_tokens = min(max_tokens, _LLAMA_INVARIANCE.max_tokens)
     return BatchInvariance(max_tokens, _LLAMA_INVARIANCE.max_cells, sums_in_order=False)
 

@@ -105,7 +105,7 @@ class BatchPlanner:
         if not span.is_whole:
             n = min(n, self.chunk_sizer.token_budget(self.batch.room, int(not is_unbatched), [n]))
         if not self.kv.make_room(n):
-            self._preempt_for(seq, [])
+            self._preempt_other_than(seq)
             return []
         has_output = past + n == len(seq.tokens) and seq.max_tokens > 0
         rows = slice(past - span.start, past - span.start + n)
@@ -193,15 +193,17 @@ class BatchPlanner:
             if not self.kv.make_room(n_used + min(token_budget, seq.n_pending)):
                 token_budget = min(token_budget, self.kv.free_cells - n_used)
                 if token_budget <= 0:
-                    self._preempt_for(seq, entries)
+                    if not entries:
+                        self._preempt_other_than(seq)
                     return
             entry = self._add_chunk(seq, token_budget)
             entries.append(entry)
             token_budget -= len(entry.tokens)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose either short or long prompts: in a common step, attention for the short ones would
-        also scan the cells of the long ones (decision 081).
+        """Choose the short prompts or the long ones, whose cells would slow the short ones' attention.
+
+        They take turns (decision 081).
         """
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
@@ -227,10 +229,8 @@ class BatchPlanner:
         first_output = self.batch.n_outputs - 1
         return BatchEntry(seq, first_output, tokens, has_output=has_output, is_prefill=True)
 
-    def _preempt_for(self, seq: Sequence, entries: list[BatchEntry]) -> None:
-        """Preempt the youngest other sequence if no cell is free and the batch is empty."""
-        if entries:
-            return
+    def _preempt_other_than(self, seq: Sequence) -> None:
+        """Preempt the youngest other sequence, because no cell is free and the batch is empty."""
         candidates = [s for s in self.queue.running if s.is_started and s is not seq]
         if candidates:
             self.prefixes.preempt(candidates[-1], keep=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from edgeinfer.runtime.events import Divergence
@@ -29,17 +30,12 @@ def find_longest_match(
 
     All clients share a pinned prompt, but cache reports never show its text.
     """
-    best = LongestMatch()
-    for cached_seq in cached_sequences:
-        if not cached_seq.is_reusable_with(adapters, salt):
-            continue
-        n = common_prefix(cached_seq.tokens, tokens)
-        if n > best.n:
-            continuation = (
-                () if cached_seq.pinned else tuple(cached_seq.tokens[n : n + _EXCERPT_TOKENS])
-            )
-            best = LongestMatch(n, continuation)
-    return best
+    reusable = [c for c in cached_sequences if c.is_reusable_with(adapters, salt)]
+    matches = ((common_prefix(c.tokens, tokens), c) for c in reusable)
+    n, longest = max(matches, key=itemgetter(0), default=(0, None))
+    if not n or longest is None or longest.pinned:
+        return LongestMatch(n)
+    return LongestMatch(n, tuple(longest.tokens[n : n + _EXCERPT_TOKENS]))
 
 
 def describe_divergence(

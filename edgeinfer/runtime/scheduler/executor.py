@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from edgeinfer.platform.process import lower_thread_priority
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
@@ -26,7 +25,6 @@ _NO_CELLS = 1
 _ABORTED = 2
 #: Most distinct tokens of profiled steps: every vocabulary has as many.
 _PROFILED_VOCAB = 64
-T = TypeVar("T")
 #: Most outputs of a profiled step. Their logits, up to 1 MB each, stay in the parked process.
 _PROFILED_OUTPUTS = 16
 #: Tokens of the profiled prefill, from which a resumed engine knows what its cached prefixes save. With
@@ -45,14 +43,13 @@ class Executor:
     chunk_sizer: ChunkSizer
     step_costs: StepCurve
     counters: Counters
-    low_priority: LowPriorityExecutor = field(init=False)
     cancellation: StepCancellation = field(init=False)
     _abort: AbortFlag | None = field(init=False)
     _step_sequences: list[Sequence] = field(init=False, default_factory=list)
+    _low_priority_thread: ThreadPoolExecutor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._abort = AbortFlag() if self.kv.supports_truncation else None
-        self.low_priority = LowPriorityExecutor()
         self.install_abort_callback()
         self.cancellation = StepCancellation(self._abort.set if self._abort else lambda: None)
 
@@ -87,9 +84,20 @@ class Executor:
         return seconds
 
     def _decode(self, entries: list[BatchEntry]) -> int:
-        if all(entry.seq.is_low_priority for entry in entries):
-            return self.low_priority.run(lambda: self._decode_or_abort(entries))
-        return self._decode_or_abort(entries)
+        if not all(e.seq.request.background and e.seq.is_prefill_only for e in entries):
+            return self._decode_or_abort(entries)
+        # OpenMP creates a team of threads for each thread that computes, and the team inherits its
+        # priority. This thread cannot lower its own for a while: only root may raise it again.
+        if self._low_priority_thread is None:
+            name = "edgeinfer-low-priority"
+            self._low_priority_thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
+        return self._low_priority_thread.submit(self._decode_or_abort, entries).result()
+
+    def shutdown(self) -> None:
+        """End the thread of low priority. The next step that needs one starts another."""
+        if self._low_priority_thread is not None:
+            self._low_priority_thread.shutdown()
+            self._low_priority_thread = None
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
         """Decode; a prefill-only step can be aborted."""
@@ -170,29 +178,6 @@ class Executor:
         self.step_costs.measure(step_s)
         n_tokens = min(_PROFILED_PREFILL, self.batch.capacity, self.kv.free_cells)
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
-
-
-class LowPriorityExecutor:
-    """Runs work in a thread of low priority, which the first work starts.
-
-    OpenMP creates a team of threads for each thread that computes, and the team inherits its priority.
-    The decode thread cannot lower its own priority temporarily: only root may raise it again.
-    """
-
-    def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
-
-    def run(self, work: Callable[[], T]) -> T:
-        if self._thread is None:
-            name = "edgeinfer-low-priority"
-            self._thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
-        return self._thread.submit(work).result()
-
-    def shutdown(self) -> None:
-        """End the thread. The next work starts another."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
 
 
 #: Share of the prefill time that aborted steps may waste, and the most (s) that all of them may.

@@ -25,14 +25,17 @@ class OutputProcessor:
 
     def process(self, entries: list[BatchEntry]) -> None:
         n_outputs = self._executor.batch.n_outputs
-        self._logits = self._executor.context.rows(n_outputs, self.vocab.n_vocab)
+        self._logits = self._executor.context.all_logits(n_outputs, self.vocab.n_vocab)
         for entry in entries:
             if entry.is_prefill:
                 entry.seq.report_progress()
                 self._report_prompt_logprobs(entry)
                 self.queue.prefixes.save_checkpoint(entry.seq)
             if entry.has_output:
-                self._sample_or_fail(entry)
+                try:
+                    self._sample(entry)
+                except InvalidRequestError as error:  # a constraint has exceeded its parser's limits
+                    self.queue.fail(entry.seq, error)
             elif entry.seq.max_tokens == 0 and not entry.seq.n_pending:
                 self.queue.end(entry.seq, "length")
 
@@ -51,13 +54,6 @@ class OutputProcessor:
         if n_before < seq.n_prompt_tokens <= seq.n_past and not seq.n_generated:
             first = self.vocab.piece(seq.tokens[0], special=True)
             seq.stream.put(PromptLogprobs(first, tuple(seq.prompt_logprobs)))
-
-    def _sample_or_fail(self, entry: BatchEntry) -> None:
-        """Sample. If a constraint exceeds its parser's limits, only its own request fails."""
-        try:
-            self._sample(entry)
-        except InvalidRequestError as error:
-            self.queue.fail(entry.seq, error)
 
     def _sample(self, entry: BatchEntry) -> None:
         seq, clock = entry.seq, entry.seq.clock

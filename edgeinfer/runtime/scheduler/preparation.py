@@ -13,6 +13,7 @@ from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
+from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import (
@@ -48,7 +49,6 @@ class Preparer:
     chat_format: ChatFormat
     constraints: Constraints
     n_ctx: int
-    max_draft: int
     can_shift: bool
     n_ctx_train: int = 0
     entropy: bytes = b""
@@ -74,7 +74,8 @@ class Preparer:
         spans: list[Span] = []
         tokens = self._fit_context(request, self._tokenize(request, prepared, spans))
         matcher = self._matcher(request, prepared)
-        output = self._output(request, prepared)
+        stops = (*request.stop, *self.files.stop, *(prepared.stop if prepared else ()))
+        output = Output(self.vocab, stops, prepared.parser if prepared else None)
         s = request.sampling
         random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = random_seed if s.seed is None else s.seed
@@ -198,10 +199,6 @@ class Preparer:
             return None
         return self.constraints.compile(constraint, self.vocab, request.cache_salt).start()
 
-    def _output(self, request: GenerateRequest, prepared: Prepared | None) -> Output:
-        stops = (*request.stop, *self.files.stop, *(prepared.stop if prepared else ()))
-        return Output(self.vocab, stops, prepared.parser if prepared else None)
-
     def _reasoning_budget(
         self, request: GenerateRequest, prepared: Prepared | None, output: Output
     ) -> ReasoningBudget | None:
@@ -215,7 +212,7 @@ class Preparer:
         if request.replay is not None:
             return ReplayDrafting(request.replay.answer, n_prompt)
         drafter = None if request.speculative == "off" else SuffixDrafter(self.vocab.n_vocab)
-        return Drafting(drafter, limit=self.max_draft, is_forced=request.speculative == "ngram")
+        return Drafting(drafter, limit=MAX_DRAFT, is_forced=request.speculative == "ngram")
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
         if request.max_tokens is not None:

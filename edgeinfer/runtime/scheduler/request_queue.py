@@ -57,7 +57,7 @@ class RequestQueue:
         self._remove(seq, lambda: seq.finish(reason), keep=seq.request.cache_prompt)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
-        self._remove(seq, lambda: seq.fail(error), keep=False)
+        self._remove(seq, lambda: seq.end(error), keep=False)
 
     def _remove(self, seq: Sequence, send_last_event: Callable[[], None], *, keep: bool) -> None:
         if seq in self.running:

@@ -15,8 +15,8 @@ from edgeinfer.runtime.kv_cache import AdapterKey, KvCache
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.llama.state import make_states
 from edgeinfer.runtime.options import Counters
-from edgeinfer.runtime.prefix_cache.cache import make_states, scratch_id
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoints
 from edgeinfer.runtime.sampling.speculative import StepCurve
@@ -50,7 +50,7 @@ class Scheduler:
         self.kv = kv = KvCache(
             context,
             n_cells=loaded.n_cells,
-            n_seq_max=scratch_id(loaded),
+            n_seq_max=loaded.scratch_seq_id,
             checkpoints=checkpoints,
             window=loaded.sliding_window,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,10 +164,6 @@ class Sequence:
         return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
-    def is_low_priority(self) -> bool:
-        return self.request.background and self.is_prefill_only
-
-    @property
     def is_decoding(self) -> bool:
         """Return whether only the last sampled token must be computed."""
         return self.n_generated > 0 and self.n_pending == 1
@@ -195,7 +190,9 @@ class Sequence:
         reason = self._append(vocab, token, chosen)
         budget = self.reasoning_budget
         if reason is None and budget is not None and budget.is_spent(self.output):
-            reason = self._close_reasoning(vocab, budget.close)
+            # a constraint may need another token before the end of the reasoning span
+            can_close = self.matcher is None or self.matcher.valid(budget.close) == len(budget.close)
+            reason = self._append_forced(vocab, budget.close) if can_close else None
         if reason is None and self.matcher is not None and n_top is None:
             reason = self._append_forced(vocab, self.matcher.forced_tokens())
         return reason
@@ -228,12 +225,6 @@ class Sequence:
                 return "stop"
         return "length" if self.n_generated >= self.max_tokens else None
 
-    def _close_reasoning(self, vocab: Vocab, close: Tokens[int]) -> FinishReason | None:
-        """End the reasoning span, unless a constraint requires another token first."""
-        if self.matcher is not None and self.matcher.valid(close) < len(close):
-            return None
-        return self._append_forced(vocab, close)
-
     def _append_forced(self, vocab: Vocab, tokens: Iterable[int]) -> FinishReason | None:
         for token in tokens:
             self.sampler.accept((token,))
@@ -247,12 +238,12 @@ class Sequence:
         self.stream.put(Progress(n_done, self.n_prompt_tokens, queued=not self.is_started))
 
     def finish(self, reason: FinishReason) -> None:
-        """Emit the text that is still held back, then the last event. Frees the sampler."""
+        """Emit the text that is still held back, then the last event."""
         for event in self.output.finish(cut=reason != "stop"):
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
             reason = "tool_calls"
-        self._end(
+        self.end(
             Finished(
                 reason=reason,
                 usage=self.usage(),
@@ -268,11 +259,8 @@ class Sequence:
             observer.on_event(event)
         self.stream.put(event)
 
-    def fail(self, error: EngineError) -> None:
-        """End with an error, which the consumer's iteration raises."""
-        self._end(error)
-
-    def _end(self, last_event: Finished | EngineError) -> None:
+    def end(self, last_event: Finished | EngineError) -> None:
+        """Emit the last event, or an error that the consumer's iteration raises. Frees the sampler."""
         for observer in self.observers:  # before the event, at which `run` ends the process
             observer.on_end(last_event, self.output.n_broken_calls)
         self.drafting.close()  # also before the event: the next request continues with its text

@@ -21,11 +21,11 @@ from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import DeviceContext
 from edgeinfer.runtime.llama.backends import Device, OffloadRequest
+from edgeinfer.runtime.llama.state import make_states
 from edgeinfer.runtime.offload_plan import DeviceMemory, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.prefix_cache.cache import make_states
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 

@@ -139,14 +139,14 @@ class _Running(NamedTuple):
 def test_prefill_only_loads_yield_the_disk() -> None:
     early = _Running(is_loading_blocks=True, is_prefill_only=True)
     awaited = _Running(is_loading_blocks=True)
-    for others, expected in (
+    for running_too, expected in (
         ([], [early]),
         ([awaited], [awaited]),
         ([_Running()], []),  # it is being computed
         ([_Running(is_decoding=True)], [early]),
         ([_Running(is_started=False)], [early]),  # it waits for these cells
     ):
-        running = cast(list[Sequence], [early, *others])
+        running = cast(list[Sequence], [early, *running_too])
         assert loading_sequences(running) == expected
 
 

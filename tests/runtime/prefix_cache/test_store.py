@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> BlockStore:
 
 @pytest.fixture
 def blocks(store: BlockStore) -> BlockFolder:
-    return store.model("sha", {"kv": "f16"})
+    return store.open_folder("sha", {"kv": "f16"})
 
 
 def test_block_round_trip(blocks: BlockFolder) -> None:
@@ -69,16 +69,16 @@ def test_block_round_trip(blocks: BlockFolder) -> None:
 
 def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
     contents = [b"head", b"c" * 9000, b"", b"d" * 5000, b"end"]
-    places = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
-    state = State(tuple(memoryview(piece) for piece in contents), places)
+    page_offsets = (ANYWHERE, 64, ANYWHERE, 4095, ANYWHERE)
+    state = State(tuple(memoryview(piece) for piece in contents), page_offsets)
     header = make_block(blocks, TOKENS).header
     data = memoryview(b"".join(encode(KvBlock(header, (state, as_state(memoryview(b"point")))))))
     back, point = decode(data).states
     assert [bytes(piece) for piece in back.pieces] == contents
     assert bytes(data).index(b"ccc") % 4096 == 64
     assert bytes(data).index(b"ddd") % 4096 == 4095
-    assert (back.places, bytes(back.join_pieces()), bytes(point.join_pieces())) == (
-        places,
+    assert (back.page_offsets, bytes(back.join_pieces()), bytes(point.join_pieces())) == (
+        page_offsets,
         b"".join(contents),
         b"point",
     )
@@ -89,7 +89,7 @@ def test_block_is_found_by_another_process_without_an_index(
     store: BlockStore, blocks: BlockFolder
 ) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
-    other = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
+    other = BlockStore(store.root, ROOMY).open_folder("sha", {"kv": "f16"})
     assert other.names.full(other.names.root(), TOKENS) == name
     assert [future.result() is not None for future in other.prefetch([name])] == [True]
 
@@ -101,7 +101,7 @@ def test_another_identity_finds_nothing(
     store: BlockStore, blocks: BlockFolder, model: str, identity: dict[str, str]
 ) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
-    other = store.model(model, identity)
+    other = store.open_folder(model, identity)
     assert other.names.full(other.names.root(), TOKENS) != name
     os.link(blocks.path(name), other.path(name))
     assert other.read(name) is None
@@ -110,7 +110,7 @@ def test_another_identity_finds_nothing(
 
 def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: BlockFolder) -> None:
     names = blocks.names
-    stranger = BlockStore(tmp_path / "stranger", ROOMY).model("sha", {"kv": "f16"}).names
+    stranger = BlockStore(tmp_path / "stranger", ROOMY).open_folder("sha", {"kv": "f16"}).names
     roots = {
         names.root(),
         names.root(salt="key"),
@@ -202,7 +202,7 @@ def test_a_symlink_in_a_file_s_place_is_not_followed(tmp_path: Path, blocks: Blo
 
 def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
-    blocks = store.model("sha", {})
+    blocks = store.open_folder("sha", {})
     chain = [put(blocks, make_block(blocks, [n] * 256, n_bytes=16_000)) for n in range(5)]
     blocks.touch(chain[:3])
     put(blocks, make_block(blocks, [8] * 256, n_bytes=16_000))
@@ -219,7 +219,7 @@ def test_eviction_is_lru_and_children_before_parents(tmp_path: Path) -> None:
 
 def test_future_timestamps_do_not_prevent_eviction(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
-    blocks = store.model("sha", {})
+    blocks = store.open_folder("sha", {})
     name = put(blocks, make_block(blocks, TOKENS, n_bytes=40_000))
     future_s = time.time() + 1e8
     os.utime(blocks.path(name), (future_s, future_s))
@@ -247,7 +247,7 @@ def test_first_write_of_a_process_lists_no_blocks(
 ) -> None:
     listed = count_calls(monkeypatch, "list_blocks")
     for n in range(5):
-        blocks = BlockStore(tmp_path / "blocks", ROOMY).model("sha", {})
+        blocks = BlockStore(tmp_path / "blocks", ROOMY).open_folder("sha", {})
         put(blocks, make_block(blocks, [n] * 256))
         assert len(listed) == 1, "by the very first one alone"
 
@@ -258,7 +258,9 @@ def test_blocks_are_counted_again_after_a_part_of_the_limit(
     root = tmp_path / "blocks"
     listed = count_calls(monkeypatch, "list_blocks")
     for n in range(40):
-        blocks = BlockStore(root, CacheLimits(max_bytes=64 << 20, margin_bytes=0)).model("sha", {})
+        blocks = BlockStore(root, CacheLimits(max_bytes=64 << 20, margin_bytes=0)).open_folder(
+            "sha", {}
+        )
         put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
     assert len(listed) == 1 + 40 * 200_000 // (2 << 20)
 
@@ -268,7 +270,7 @@ def test_sum_that_is_damaged_or_gone_is_made_again(tmp_path: Path, damage: bytes
     root = tmp_path / "blocks"
     small = CacheLimits(max_bytes=400_000, margin_bytes=0)
     for n in range(30):
-        blocks = BlockStore(root, small).model("sha", {})
+        blocks = BlockStore(root, small).open_folder("sha", {})
         put(blocks, make_block(blocks, [n] * 256, n_bytes=40_000))
         assert sum(block.n_bytes for block in retention.list_blocks(root)) <= 400_000
         if n % 3 == 0 and damage is None:
@@ -282,7 +284,7 @@ def test_processes_that_write_at_once_keep_the_limit(tmp_path: Path) -> None:
     code = f"""
 {_IMPORTS}
 store = BlockStore(Path({str(root)!r}), CacheLimits(max_bytes={limit}, margin_bytes=0))
-blocks = store.model(sys.argv[1], {{}})
+blocks = store.open_folder(sys.argv[1], {{}})
 for n in range(100):
     put(blocks, make_block(blocks, [n] * 256, n_bytes=100_000))
 """
@@ -324,7 +326,7 @@ def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: BlockF
 def test_no_room_stops_writing_and_says_so_once(tmp_path: Path) -> None:
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=4096, margin_bytes=0), said.append)
-    blocks = store.model("sha", {})
+    blocks = store.open_folder("sha", {})
     for n in range(3):
         put(blocks, make_block(blocks, [n] * 256))
     assert retention.list_blocks(store.root) == []
@@ -338,7 +340,7 @@ import resource, signal
 {_IMPORTS}
 said = []
 store = BlockStore(Path({str(tmp_path / "blocks")!r}), ROOMY, said.append)
-blocks = store.model("sha", {{}})
+blocks = store.open_folder("sha", {{}})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 for n in range(3):
@@ -353,7 +355,7 @@ assert len(said) == 1, said
 def writing(root: Path, rounds: int) -> subprocess.Popen[bytes]:
     code = f"""
 {_IMPORTS}
-blocks = BlockStore(Path({str(root)!r}), ROOMY).model("sha", {{}})
+blocks = BlockStore(Path({str(root)!r}), ROOMY).open_folder("sha", {{}})
 for round in range({rounds}):
     for n in range(40):
         put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
@@ -364,7 +366,7 @@ for round in range({rounds}):
 
 
 def whole_and_unfinished(root: Path) -> tuple[int, int]:
-    blocks = BlockStore(root, ROOMY).model("sha", {})
+    blocks = BlockStore(root, ROOMY).open_folder("sha", {})
     names = [
         bytes.fromhex(b.path.name.removesuffix(retention.SUFFIX)) for b in retention.list_blocks(root)
     ]
@@ -434,7 +436,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, path: str) -> None
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=100_000, margin_bytes=0))
-    blocks = store.model("sha", {})
+    blocks = store.open_folder("sha", {})
     gone, kept_block, new = (make_block(blocks, [n] * 256, n_bytes=40_000) for n in range(3))
     for conversation, block in (("gone", gone), ("kept", kept_block)):
         blocks.add_owner(conversation, [put(blocks, block)])
@@ -449,7 +451,7 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
 
 def test_forget_a_model_and_all(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
-    other = store.model("other", {})
+    other = store.open_folder("other", {})
     foreign = put(other, make_block(other, TOKENS))
     assert folders.forget_model(store.root, "sha") > 0
     assert (blocks.has(name), other.has(foreign)) == (False, True)
@@ -464,7 +466,7 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     """Forgotten under it, and so its next block, its owner and what is known of the model are there."""
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
-    blocks = store.model("sha", {"kv": "f16"})
+    blocks = store.open_folder("sha", {"kv": "f16"})
     blocks.save_check("exact")
     first = put(blocks, make_block(blocks, TOKENS))
     blocks.add_owner("talk", [first])
@@ -475,11 +477,11 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     second = put(blocks, make_block(blocks, [2] * 256))
     blocks.add_owner("talk", [second])
     assert blocks.writer_thread.flush(30)
-    another = BlockStore(store.root, ROOMY).model("sha", {"kv": "f16"})
+    another = BlockStore(store.root, ROOMY).open_folder("sha", {"kv": "f16"})
     assert another.read(second) is not None
     assert another.names.root() == blocks.names.root()
     assert another.read_check() == "exact"
-    assert store.model("sha", {"kv": "q8_0"}).read_check() == ""
+    assert store.open_folder("sha", {"kv": "q8_0"}).read_check() == ""
     assert said == []
     assert folders.forget_conversations(store.root, "talk") > 0
     assert not blocks.has(second)
@@ -489,7 +491,7 @@ def test_process_writes_nothing_under_another_secret(tmp_path: Path) -> None:
     """No process would find its names, not even `forget`."""
     said: list[str] = []
     store = BlockStore(tmp_path / "blocks", ROOMY, said.append)
-    blocks = store.model("sha", {})
+    blocks = store.open_folder("sha", {})
     shutil.rmtree(store.root)
     BlockStore(store.root, ROOMY)
     put(blocks, make_block(blocks, TOKENS))
@@ -503,7 +505,6 @@ def test_the_writer_is_bounded_and_can_be_used_again(blocks: BlockFolder) -> Non
     blocks.remove(name)
     put(blocks, make_block(blocks, TOKENS))
     assert blocks.has(name)
-    blocks.writer_thread._queue_bytes = 1
-    blocks.writer_thread._bytes = 1
+    blocks.writer_thread._bytes = 1 << 30
     assert not blocks.write(make_block(blocks, TOKENS))
     blocks.writer_thread._bytes = 0

@@ -40,7 +40,7 @@ class Side:
 
     def __init__(self, folder: Path) -> None:
         self.store = BlockStore(folder, CacheLimits(max_bytes=1 << 30, margin_bytes=0))
-        self.blocks: BlockFolder = self.store.model("sha", {})
+        self.blocks: BlockFolder = self.store.open_folder("sha", {})
         self.kv: KvCache
         self.memory: CountingMemory
         self.kv, self.memory = make(n_cells=1 << 16)

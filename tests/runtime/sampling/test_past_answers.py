@@ -100,7 +100,7 @@ def test_file_open_to_others_is_not_used(answers: PastAnswers, tmp_path: Path) -
 
 
 def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
-    blocks = BlockStore(tmp_path / "blocks").model("abc", {"kv_type": "f16"})
+    blocks = BlockStore(tmp_path / "blocks").open_folder("abc", {"kv_type": "f16"})
     other = [*range(200, 240)]
     blocks.answers.add("", "chat-1", ANSWER)
     blocks.answers.add("", "chat-2", other)
@@ -117,7 +117,7 @@ def test_forgotten_conversation_is_erased_and_no_other(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_changed_does_not_keep_the_others(tmp_path: Path) -> None:
-    blocks = BlockStore(tmp_path / "blocks").model("abc", {"kv_type": "f16"})
+    blocks = BlockStore(tmp_path / "blocks").open_folder("abc", {"kv_type": "f16"})
     for salt in ("a", "b", "c"):
         blocks.answers.add(salt, "chat-1", ANSWER)
     files = sorted(tmp_path.glob("blocks/*/answers/*"))
@@ -198,7 +198,7 @@ def test_private_request_leaves_no_answer(engine: LlamaEngine) -> None:
     answer(engine, request, cache_prompt=False)
     answer(engine, request, cache_on_disk=False)
     engine.flush_blocks()
-    file = engine._cache.folder.answers.of("own")  # type: ignore[union-attr]
+    file = engine._prefix_cache.folder.answers.of("own")  # type: ignore[union-attr]
     assert not file.ring.any()
     answer(engine, request)
     engine.flush_blocks()
