@@ -10,20 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
-from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
+from edgeinfer.server.model_names import DEFAULT, Aliases, spellings, where_to_get
 from edgeinfer.server.wire_types import Reply
 
 #: Memory left free for the page cache, the endpoint itself and other processes.
@@ -129,7 +128,7 @@ class ModelPool:
                 return self._named(candidate)
         missing = alias or by_pattern or names[1]
         note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
-        raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=_where_to_get(missing))
+        raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=where_to_get(missing))
 
     def _named(self, target: str) -> str:
         return self.default if target == DEFAULT else target
@@ -237,7 +236,6 @@ class ModelPool:
         if entry is None:
             return "not loaded"
         if entry.users or entry.loaded is None:
-            entry.keep_alive_s = 0.0
             del self._entries[name]  # later requests load it again
             return "unloading"
         await self._unload(entry)
@@ -249,7 +247,6 @@ class ModelPool:
         self._changed.set()
         if entry.users or entry.loaded is None:
             return
-        entry.keep_alive_s = keep_alive_s
         detached = self._entries.get(entry.name) is not entry
         if detached or keep_alive_s == 0:
             self._spawn(self._unload(entry))
@@ -394,14 +391,6 @@ class ModelPool:
         task.add_done_callback(self._tasks.discard)
 
 
-def _where_to_get(missing: str) -> str:
-    from edgeinfer.models.catalog import load_catalog  # imported only after an error
-
-    if "/" in missing or missing.partition(":")[0] in load_catalog().models:
-        return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    return "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
-
-
 Where = Literal["process", "worker"]
 
 
@@ -476,43 +465,6 @@ class ModelAdministrator(Protocol):
         """Remove a model with its snapshots and cached prefixes."""
 
 
-#: Name in an alias that stands for the endpoint's default model.
-DEFAULT = "default"
-#: The tag that Ollama adds to a name without one.
-LATEST = ":latest"
-
-
-class Aliases:
-    """Aliases of models. An exact name precedes a pattern.
-
-    `says_all`: there is a pattern `"*"`. Without a target it only stops the only model from answering
-    to any name.
-    """
-
-    def __init__(self, table: Mapping[str, str]) -> None:
-        self.exact = {name: target for name, target in table.items() if "*" not in name}
-        self._patterns = {name: target for name, target in table.items() if "*" in name and target}
-        self.says_all = "*" in table
-
-    def by_pattern(self, name: str) -> str | None:
-        """Return the target of the longest pattern that matches `name`."""
-        fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
-        return self._patterns[max(fitting, key=len)] if fitting else None
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    """Return the models that a name may mean: itself, `x` for `x:latest`, or one of Ollama's store."""
-    plain = name.removesuffix(LATEST)
-    return (name, plain, PREFIX + plain)
-
-
-def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
-    """Return a name as Ollama lists it: with a tag, and without `ollama/` unless that name is taken."""
-    short = name.removeprefix(PREFIX)
-    plain = name if short in taken_names else short
-    return plain if ":" in plain else plain + LATEST
-
-
 class ModelEntry:
     """A model that is loading or loaded."""
 
@@ -523,7 +475,6 @@ class ModelEntry:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.users = 0
         self.last_used = time.monotonic()
-        self.keep_alive_s = 0.0
         self.expiry: asyncio.TimerHandle | None = None
         self.stage = "waiting for memory"
         self.fraction: float | None = None

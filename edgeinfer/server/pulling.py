@@ -11,7 +11,7 @@ from edgeinfer.errors import InvalidRequestError, UnknownModelError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
-from edgeinfer.server.model_pool import LATEST
+from edgeinfer.server.model_names import LATEST
 
 #: Prefixes that Ollama's clients use for Hugging Face repositories.
 _HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")

@@ -88,7 +88,6 @@ class ChatApp(App[None]):
     def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
         self.crash: Exception | None = None
-        self._launch = launch
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         self._styled_for = self._begin_with(launch.config.theme)

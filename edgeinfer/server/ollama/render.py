@@ -23,7 +23,8 @@ from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.dialect import Renderer, stamp
-from edgeinfer.server.model_pool import AvailableModel, ollama_name
+from edgeinfer.server.model_names import ollama_name
+from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.ollama import wire
 from edgeinfer.server.openai.render import wire_logprobs
 from edgeinfer.server.openai.wire import TokenLogprob

@@ -19,13 +19,8 @@ from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation import answer
-from edgeinfer.server.model_pool import (
-    AvailableModel,
-    LoadedReply,
-    ModelAdministrator,
-    ollama_name,
-    spellings,
-)
+from edgeinfer.server.model_names import ollama_name, spellings
+from edgeinfer.server.model_pool import AvailableModel, LoadedReply, ModelAdministrator
 from edgeinfer.server.ollama import render, translate, wire
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.pulling import Reports, reports_of, source_of
