@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from edgeinfer.chat.history.values import Attachment, Stats, Turn
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
-from edgeinfer.tui.drawing.lines import Line, Span, clean, fold, wrap
+from edgeinfer.tui.drawing.lines import Line, Span, clean
 from edgeinfer.tui.drawing.markdown import Body
 
 DOCUMENT = """# Title
@@ -170,7 +170,7 @@ def test_control_characters_are_removed():
 
 def test_wrapping_keeps_the_spans_on_their_words():
     line = Line("one two three four", (Span(4, 7, "em"), Span(8, 18, "strong")))
-    pieces = wrap(line, 9)
+    pieces = line.wrap(9)
     assert [p.text for p in pieces] == ["one two", "three", "four"]
     assert [[p.text[s.start : s.stop] for s in p.spans] for p in pieces] == [
         ["two"],
@@ -180,7 +180,7 @@ def test_wrapping_keeps_the_spans_on_their_words():
 
 
 def test_folding_keeps_spaces_and_counts_cells():
-    assert [p.text for p in fold(Line("    ab你好c"), 6)] == ["    ab", "你好c"]
+    assert [p.text for p in Line("    ab你好c").fold(6)] == ["    ab", "你好c"]
 
 
 def test_long_question_is_folded():

@@ -9,18 +9,7 @@ from typing import Literal
 
 from edgeinfer.chat.history.values import Turn
 from edgeinfer.tools.uses import ToolUse
-from edgeinfer.tui.drawing.lines import (
-    BLANK,
-    Line,
-    Span,
-    clean,
-    fold,
-    prefix_line,
-    right,
-    style_line,
-    under,
-    wrap,
-)
+from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, style_line
 from edgeinfer.tui.drawing.markdown import Body
 
 #: A pasted question longer than this is folded to its first lines.
@@ -86,19 +75,19 @@ class Question(TurnEntry):
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
         for text in clean(self.turn.content.strip("\n")).split("\n") if self.turn.content else ():
-            rows += wrap(Line(text), width - 2)
+            rows += Line(text).wrap(width - 2)
         if self.folded and len(rows) > _FOLD_LINES + 4:
             label = f"… {len(rows) - _FOLD_LINES} more lines"
             rows = [*rows[:_FOLD_LINES], style_line(label, "fold")]
         for attached in self.turn.attachments:
             tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
-            rows += fold(style_line(f"+ {clean(attached.name)}{tokens}", "attachment"), width - 2)
+            rows += style_line(f"+ {clean(attached.name)}{tokens}", "attachment").fold(width - 2)
         drawn = [
-            prefix_line(under(row, "question"), "  " if i else "❯ ", "prompt")
+            row.put_under("question").prefix("  " if i else "❯ ", "prompt")
             for i, row in enumerate(rows)
         ]
         if self.page[1] > 1 and drawn:
-            drawn[0] = right(drawn[0], f"‹ {self.page[0]}/{self.page[1]} ›", "page", width)
+            drawn[0] = drawn[0].label_right(f"‹ {self.page[0]}/{self.page[1]} ›", "page", width)
         cut = [] if self.turn.cut_summary is None else _cut_mark(self.turn.cut_summary, width)
         return cut + drawn
 
@@ -159,7 +148,7 @@ class AnswerEntry(TurnEntry):
         lines: list[Line] = []
         if thought.source:
             lines += self._reasoning(thought, bool(body.source))
-        lines += [prefix_line(line, "  ") for line in body.lines]
+        lines += [line.prefix("  ") for line in body.lines]
         if self.turn.calls:
             lines += [BLANK] if body.source else []
             lines += [line for use in self.turn.calls for line in self._call(use, width)]
@@ -185,28 +174,28 @@ class AnswerEntry(TurnEntry):
         if self.folded:
             return [head, BLANK]
         dimmed = (Line(text, (*spans, Span(0, len(text), "dim"))) for text, spans, _ in thought.lines)
-        return [head, *(prefix_line(line, "  │ ", "dim") for line in dimmed), BLANK]
+        return [head, *(line.prefix("  │ ", "dim") for line in dimmed), BLANK]
 
     def _call(self, use: ToolUse, width: int) -> list[Line]:
         marks = {"pending": "…", "done": "✓", "stopped": "◌"}
         arguments = " ".join(clean(use.arguments).split())
         fold_mark = "▸" if self.folded else "▾"
         head = f"  {fold_mark} {marks.get(use.status, '✗')} {call_name(use)} {arguments}"
-        lines = fold(style_line(head, "fold"), width)[: 1 if self.folded else None]
+        lines = style_line(head, "fold").fold(width)[: 1 if self.folded else None]
         if use.status in ("failed", "refused") or not self.folded:
             style = "dim" if use.status == "done" else "error"
             for row in clean(use.result).split("\n")[: _FOLD_LINES if self.folded else None]:
-                folded = fold(style_line(row, style), width - 4)
-                lines += [prefix_line(line, "  │ ", "dim") for line in folded]
+                folded = style_line(row, style).fold(width - 4)
+                lines += [line.prefix("  │ ", "dim") for line in folded]
         return lines
 
     def _foot(self, width: int, has_text: bool) -> list[Line]:
         lines: list[Line] = []
         if self.turn.status == "failed":
-            lines += wrap(style_line(f"✗ {clean(self.turn.error)}", "error"), width - 2)
+            lines += style_line(f"✗ {clean(self.turn.error)}", "error").wrap(width - 2)
         elif self.turn.cut:
-            lines += wrap(style_line(f"◌ {self.turn.cut}", "dim"), width - 2)
-        lines = [prefix_line(line, "  ") for line in lines]
+            lines += style_line(f"◌ {self.turn.cut}", "dim").wrap(width - 2)
+        lines = [line.prefix("  ") for line in lines]
         if self.page[1] > 1:
             lines.append(style_line(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
         if not has_text and not lines:
@@ -235,11 +224,11 @@ class Remark(Entry):
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
         for text in clean(self.text).split("\n") if self.text else ():
-            rows += wrap(style_line(text, self.kind), width - 4)
+            rows += style_line(text, self.kind).wrap(width - 4)
         for text in clean(self.hint).split("\n") if self.hint else ():
-            rows += wrap(style_line(text, "hint"), width - 4)
+            rows += style_line(text, "hint").wrap(width - 4)
         bar = "error-bar" if self.kind == "error" else "remark-bar"
-        return [prefix_line(line, "  ▏ ", bar) for line in rows]
+        return [line.prefix("  ▏ ", bar) for line in rows]
 
     def _estimate(self, width: int) -> int:
         return _rows(self.text, width - 4) + bool(self.hint) + 1
@@ -256,11 +245,11 @@ class Welcome(Entry):
         self.model = model
 
     def _draw(self, width: int) -> list[Line]:
-        model = wrap(style_line(clean(self.model), "dim"), width - 2)
+        model = style_line(clean(self.model), "dim").wrap(width - 2)
         rows = [BLANK, Line("  edgeinfer", (Span(2, 11, "h2"),))]
-        rows += [*(prefix_line(line, "  ") for line in model), BLANK]
+        rows += [*(line.prefix("  ") for line in model), BLANK]
         for keys, text in _FIRST_KEYS.items():
-            line = prefix_line(style_line(text, "dim"), f"  {keys:<8}")
+            line = style_line(text, "dim").prefix(f"  {keys:<8}")
             rows.append(Line(line.text, (Span(2, 2 + len(keys), "bullet"), *line.spans)))
         return rows
 

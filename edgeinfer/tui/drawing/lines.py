@@ -30,6 +30,58 @@ class Line(NamedTuple):
     spans: tuple[Span, ...] = ()
     fill: str = ""
 
+    def wrap(self, width: int) -> list[Line]:
+        """Break at words, and inside words that are too long, into pieces of up to `width` cells."""
+        text = self.text
+        if len(text) <= width and cell_len(text) <= width:
+            return [self]
+        cuts = [0, *divide_line(text, max(width, 2)), len(text)]
+        return [self.cut(a, b, strip=True) for a, b in itertools.pairwise(cuts)]
+
+    def fold(self, width: int) -> list[Line]:
+        """Break exactly at `width` cells: for code, whose spaces count."""
+        text = self.text
+        if len(text) <= width and cell_len(text) <= width:
+            return [self]
+        cuts, cells = [0], 0
+        for index, character in enumerate(text):
+            size = cell_len(character)
+            if cells + size > width:
+                cuts.append(index)
+                cells = 0
+            cells += size
+        cuts.append(len(text))
+        return [self.cut(a, b) for a, b in itertools.pairwise(cuts)]
+
+    def cut(self, start: int, stop: int, *, strip: bool = False) -> Line:
+        """Return characters `start` to `stop` with their styles; `strip` removes blanks at the end."""
+        piece = self.text[start:stop].rstrip() if strip else self.text[start:stop]
+        piece_stop = start + len(piece)
+        spans = ((max(a, start), min(b, piece_stop), style) for a, b, style in self.spans)
+        inside = tuple(Span(a - start, b - start, style) for a, b, style in spans if a < b)
+        return Line(piece, inside, self.fill)
+
+    def put_under(self, style: str) -> Line:
+        """Apply `style` below the line's own styles."""
+        return self._replace(spans=(Span(0, len(self.text), style), *self.spans))
+
+    def prefix(self, prefix: str, style: str = "", fill: str | None = None) -> Line:
+        """Put `prefix` before the line."""
+        shift = len(prefix)
+        moved = tuple(Span(a + shift, b + shift, s) for a, b, s in self.spans)
+        if style:
+            moved = (Span(0, shift, style), *moved)
+        return Line(prefix + self.text, moved, self.fill if fill is None else fill)
+
+    def label_right(self, label: str, style: str, width: int) -> Line:
+        """Put `label` at the line's right edge, if there is enough room."""
+        gap = width - cell_len(self.text) - cell_len(label)
+        if gap < 1:
+            return self
+        start = len(self.text) + gap
+        spans = (*self.spans, Span(start, start + len(label), style))
+        return Line(f"{self.text}{' ' * gap}{label}", spans, self.fill)
+
 
 BLANK = Line()
 
@@ -43,68 +95,9 @@ def style_line(text: str, style: str) -> Line:
     return Line(text, (Span(0, len(text), style),) if text else ())
 
 
-def wrap(line: Line, width: int) -> list[Line]:
-    """Break a line at words, and inside words that are too long, into pieces of up to `width` cells."""
-    text = line.text
-    if len(text) <= width and cell_len(text) <= width:
-        return [line]
-    cuts = [0, *divide_line(text, max(width, 2)), len(text)]
-    return [cut(line, a, b, strip=True) for a, b in itertools.pairwise(cuts)]
-
-
-def fold(line: Line, width: int) -> list[Line]:
-    """Break a line exactly at `width` cells: for code, whose spaces count."""
-    text = line.text
-    if len(text) <= width and cell_len(text) <= width:
-        return [line]
-    cuts, cells = [0], 0
-    for index, character in enumerate(text):
-        size = cell_len(character)
-        if cells + size > width:
-            cuts.append(index)
-            cells = 0
-        cells += size
-    cuts.append(len(text))
-    return [cut(line, a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def cut(line: Line, start: int, stop: int, *, strip: bool = False) -> Line:
-    """Return characters `start` to `stop` with their styles; `strip` removes blanks at the end."""
-    piece = line.text[start:stop].rstrip() if strip else line.text[start:stop]
-    piece_stop = start + len(piece)
-    spans = ((max(a, start), min(b, piece_stop), style) for a, b, style in line.spans)
-    inside = tuple(Span(a - start, b - start, style) for a, b, style in spans if a < b)
-    return Line(piece, inside, line.fill)
-
-
-def under(line: Line, style: str) -> Line:
-    """Apply `style` below the line's own styles."""
-    return line._replace(spans=(Span(0, len(line.text), style), *line.spans))
-
-
-def prefix_line(line: Line, prefix: str, style: str = "", fill: str | None = None) -> Line:
-    """Put `prefix` before a line."""
-    shift = len(prefix)
-    moved = tuple(Span(a + shift, b + shift, s) for a, b, s in line.spans)
-    if style:
-        moved = (Span(0, shift, style), *moved)
-    return Line(prefix + line.text, moved, line.fill if fill is None else fill)
-
-
-def hung(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
+def hang(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
     """Put `first` before the first line and as many blank cells before the others."""
     blank = " " * cell_len(first)
     return [
-        prefix_line(line, first if i == 0 else blank, style if i == 0 else "")
-        for i, line in enumerate(lines)
+        line.prefix(first if i == 0 else blank, style if i == 0 else "") for i, line in enumerate(lines)
     ]
-
-
-def right(line: Line, label: str, style: str, width: int) -> Line:
-    """Put `label` at the line's right edge, if there is enough room."""
-    gap = width - cell_len(line.text) - cell_len(label)
-    if gap < 1:
-        return line
-    start = len(line.text) + gap
-    spans = (*line.spans, Span(start, start + len(label), style))
-    return Line(f"{line.text}{' ' * gap}{label}", spans, line.fill)

@@ -12,20 +12,7 @@ from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
 from edgeinfer.chat.markdown import GrowingMarkdown
-from edgeinfer.tui.drawing.lines import (
-    BLANK,
-    Line,
-    Span,
-    clean,
-    cut,
-    fold,
-    hung,
-    prefix_line,
-    right,
-    style_line,
-    under,
-    wrap,
-)
+from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hang, style_line
 
 #: Style by Pygments token name; other tokens look like plain code.
 _STYLES = {
@@ -50,9 +37,9 @@ def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
     """Draw a block of `width` cells. `number` is its index in the answer, from 1: `/copy code N`."""
     label = clean(language)[:20] or "text"
     head = Line(f"  {label}", (Span(2, 2 + len(label), "code-label"),), "code")
-    lines = [right(head, f"copy {number} ", f"copy:{number}", width)]
+    lines = [head.label_right(f"copy {number} ", f"copy:{number}", width)]
     for line in highlight(clean(text), language):
-        lines += [prefix_line(piece, "  ", fill="code") for piece in fold(line, width - 3)]
+        lines += [piece.prefix("  ", fill="code") for piece in line.fold(width - 3)]
     return lines
 
 
@@ -136,7 +123,7 @@ class Drawer:
                 return paragraph(node, width)
             case "heading":
                 level = min(int(node.tag[1:]), 3)
-                return [under(line, f"h{level}") for line in paragraph(node, width)]
+                return [line.put_under(f"h{level}") for line in paragraph(node, width)]
             case "fence" | "code_block":
                 self.next_code += 1
                 language = node.info.strip().split(" ")[0]
@@ -145,14 +132,14 @@ class Drawer:
                 return self._list(node, width, depth)
             case "blockquote":
                 inside = self._blocks(node.children, width - 2, depth)
-                return [prefix_line(under(line, "quote"), "▎ ", "quote-bar") for line in inside]
+                return [line.put_under("quote").prefix("▎ ", "quote-bar") for line in inside]
             case "table":
                 return draw_table(node, width)
             case "hr":
                 return [style_line("─" * width, "rule")]
             case _:
                 rows = clean(node.content or "").split("\n")
-                return [piece for row in rows for piece in wrap(Line(row), width)]
+                return [piece for row in rows for piece in Line(row).wrap(width)]
 
     def _list(self, node: SyntaxTreeNode, width: int, depth: int) -> list[Line]:
         start = int(node.attrs.get("start", 1)) if node.type == "ordered_list" else 0
@@ -167,7 +154,7 @@ class Drawer:
             inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight)
             if lines and not tight:
                 lines.append(BLANK)
-            lines += hung(inside or [BLANK], mark, "bullet")
+            lines += hang(inside or [BLANK], mark, "bullet")
         return lines
 
 
@@ -175,7 +162,7 @@ def paragraph(node: SyntaxTreeNode, width: int) -> list[Line]:
     """Wrap inline text; a hard break begins a new line."""
     lines: list[Line] = []
     for line in _inline(node):
-        lines += wrap(line, width)
+        lines += line.wrap(width)
     return lines
 
 
@@ -186,7 +173,7 @@ def _inline(node: SyntaxTreeNode) -> list[Line]:
     _walk(node.children[0].children if node.children else [], text, spans, breaks)
     whole = Line("".join(text), tuple(spans))
     edges = [0, *breaks, len(whole.text)]
-    return [cut(whole, a, b) for a, b in itertools.pairwise(edges)]
+    return [whole.cut(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _walk(
@@ -255,7 +242,7 @@ def _column_widths(rows: Sequence[Sequence[Line]], width: int) -> list[int]:
 def _row(
     cells: Sequence[Line], widths: Sequence[int], shifts: Sequence[float], style: str
 ) -> list[Line]:
-    wrapped = [wrap(cells[i], w) if i < len(cells) else [Line()] for i, w in enumerate(widths)]
+    wrapped = [cells[i].wrap(w) if i < len(cells) else [Line()] for i, w in enumerate(widths)]
     height = max(map(len, wrapped))
     lines = []
     for y in range(height):
@@ -265,7 +252,7 @@ def _row(
                 spans.append(Span(len(text), len(text) + len(_GAP), "table-line"))
                 text += _GAP
             cell = column[y] if y < len(column) else Line()
-            cell = prefix_line(cell, " " * int(shifts[index] * (w - cell_len(cell.text))))
+            cell = cell.prefix(" " * int(shifts[index] * (w - cell_len(cell.text))))
             start = len(text)
             if style:
                 spans.append(Span(start, start + len(cell.text), style))

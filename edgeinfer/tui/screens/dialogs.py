@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import commands as slash
 from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
-from edgeinfer.tui.drawing.lines import Line, wrap
+from edgeinfer.tui.drawing.lines import Line
 from edgeinfer.tui.textual_internals import keymap
 
 Answer = TypeVar("Answer")
@@ -120,7 +120,7 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
 
 def _row(label: str, meaning: str, note: str, width: int) -> list[tuple[str, str]]:
     column = 30 if width >= 80 else 24
-    lines = wrap(Line(f"{meaning}  {note}".rstrip()), max(width - column - 2, 20))
+    lines = Line(f"{meaning}  {note}".rstrip()).wrap(max(width - column - 2, 20))
     parts = [(f"  {label}".ljust(column), "$accent")]
     if len(label) + 3 > column:
         parts = [(f"  {label}\n{' ' * column}", "$accent")]
