@@ -27,20 +27,12 @@ from edgeinfer.platform.machine import read_processors
 from edgeinfer.receipts.receipt import load_key
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
+from edgeinfer.server import lifecycle
 from edgeinfer.server.app import App
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
-from edgeinfer.server.lifecycle import (
-    EndpointServer,
-    RunOptions,
-    ServeOutcome,
-    bind,
-    has_port,
-    is_loopback,
-    own_names,
-    raise_descriptor_limit,
-)
+from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
@@ -75,7 +67,7 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     """
     name, ref = _default_model(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
-    listeners = list(host.listeners) or bind(*address)
+    listeners = list(host.listeners) or lifecycle.bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
@@ -334,10 +326,10 @@ def _bind_ollama(
     if options.tls_cert is not None:
         raise UsageError("--ollama serves plain HTTP: it cannot be combined with --tls-cert")
     port = paths.ollama_port()
-    if has_port(listeners, port):
+    if lifecycle.has_port(listeners, port):
         return []
     try:
-        return bind(paths.OLLAMA_HOST, port)
+        return lifecycle.bind(paths.OLLAMA_HOST, port)
     except ServeError as error:
         raise ServeError(
             error.message,
@@ -349,13 +341,13 @@ def _bind_ollama(
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
     """Build the gate; a public address needs an API key, made on first use. Raises ServeError."""
     api_keys = keys.given_keys(options.api_key_file)
-    if not api_keys and not is_loopback(listeners):
+    if not api_keys and not lifecycle.is_loopback(listeners):
         api_keys, created = keys.stored_keys()
         if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
-    hosts = {*LOOPBACK_HOSTS, *own_names(listeners), *map(str.lower, options.allow_host)}
-    if not is_loopback(listeners):
+    hosts = {*LOOPBACK_HOSTS, *lifecycle.own_names(listeners), *map(str.lower, options.allow_host)}
+    if not lifecycle.is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
     if "*" in options.allow_origin:
         message = "'*' is not an origin: name the web pages that may send requests"
@@ -364,7 +356,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
         keys=api_keys,
         hosts=frozenset(hosts),
         origins=frozenset(options.allow_origin),
-        any_address=not is_loopback(listeners),
+        any_address=not lifecycle.is_loopback(listeners),
         owner=os.getuid(),
         any_user=config.any_user,
     )
@@ -377,7 +369,7 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not os.access(file, os.R_OK):
             raise ServeError(f"{file} cannot be read")
-    descriptors = max(raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
+    descriptors = max(lifecycle.raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
     return Limits(max_connections=min(Limits().max_connections, descriptors), max_queue=max_queue)
 
 

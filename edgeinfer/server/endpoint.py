@@ -19,20 +19,13 @@ from edgeinfer.errors import EdgeInferError, QueueFullError
 from edgeinfer.host import Host
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server import tracing
+from edgeinfer.server import problems, tracing
 from edgeinfer.server.callers import BodyBudget, EngineSlots, FairPool
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
-from edgeinfer.server.problems import (
-    Problem,
-    from_error,
-    internal,
-    shutting_down,
-    too_many,
-    unavailable,
-)
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import Slot
@@ -110,14 +103,14 @@ class Endpoint:
         A key's only request is never refused because of other keys' requests.
         """
         if self.draining:
-            raise shutting_down()
+            raise problems.shutting_down()
         is_only = key != "" and not self._by_key[key]
         if self.in_flight >= self.limits.max_requests and not is_only:
             self.metrics.refused.labels("requests").inc()
-            raise unavailable("Too many requests at once.", "queue_full", 1)
+            raise problems.unavailable("Too many requests at once.", "queue_full", 1)
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
-            raise too_many("Too many requests at once for this key.", 1)
+            raise problems.too_many("Too many requests at once for this key.", 1)
         self._by_key[key] += 1
         self.metrics.in_flight.inc()
 
@@ -175,9 +168,9 @@ class Endpoint:
         if isinstance(error, Problem):
             return error
         if isinstance(error, EdgeInferError):
-            return from_error(error)
+            return problems.from_error(error)
         self.log.error("internal", error, request_id=request_id)
-        return internal(request_id)
+        return problems.internal(request_id)
 
     def cancel_all(self) -> None:
         """Cancel every generation at its next step; each client is told why."""
@@ -258,7 +251,7 @@ class Preparation:
                 f"Preparing this request took longer than {self._timeout_s:g} s: the endpoint is "
                 "overloaded, or the schema, tools or prompt are too expensive."
             )
-            raise unavailable(message, "preparation_timeout", 10) from None
+            raise problems.unavailable(message, "preparation_timeout", 10) from None
         except asyncio.CancelledError:
             future.add_done_callback(ended_late)
             raise

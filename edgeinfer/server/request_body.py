@@ -14,15 +14,9 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
+from edgeinfer.server import problems
 from edgeinfer.server.context import RequestContext, context_of
-from edgeinfer.server.problems import (
-    Problem,
-    from_validation,
-    load_time_place,
-    merge,
-    missing,
-    unsupported,
-)
+from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import Wire
 
 #: Largest body (bytes) decoded on the event loop: 64 KiB take about a millisecond.
@@ -126,7 +120,7 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
         with _json_only():
             value = decoder.read(msgspec.json.decode(raw), kind)
     except msgspec.ValidationError as error:
-        raise from_validation(*_locate(error, raw)) from None
+        raise problems.from_validation(*_locate(error, raw)) from None
     context.ignore(decoder.ignored)
     return value
 
@@ -196,11 +190,11 @@ class LenientDecoder:
         of: Any = kind
         value = self._value(_plan(of), raw, "")
         if self._problems:
-            raise merge(self._problems)
+            raise problems.merge(self._problems)
         try:
             return msgspec.convert(value, kind, strict=self._strict)
         except msgspec.ValidationError as error:
-            raise from_validation(error) from None
+            raise problems.from_validation(error) from None
 
     def _ignore(self, path: str) -> None:
         if len(self._ignored) < _MAX_IGNORED:
@@ -218,7 +212,7 @@ class LenientDecoder:
         except msgspec.ValidationError as error:
             if isinstance(value, float) and value.is_integer():  # Lua, PHP and spreadsheets send these
                 return self._value(plan, int(value), path)
-            self._problems.append(from_validation(error, path))
+            self._problems.append(problems.from_validation(error, path))
         return value
 
     def _items(self, plan: _Plan, items: list[Any], path: str) -> list[Any]:
@@ -241,7 +235,7 @@ class LenientDecoder:
         named = f"{path}.{plan.tag_field}" if path else plan.tag_field
         other = _other_type(plan, value, tuple(plan.others))
         if plan.tag_field not in value:
-            problem = missing(named)
+            problem = problems.missing(named)
         elif other is not None:
             message = f"'{other}' is not supported here: {_reason(plan.others, other)}."
             problem = Problem(400, message, param=named, code="unsupported_value")
@@ -266,15 +260,15 @@ class LenientDecoder:
             else:
                 values[name] = self._value(field.plan, inner, inner_path)
         absent = [name for name in facts.required if name not in value]
-        self._problems += [missing(f"{path}.{name}" if path else name) for name in absent]
+        self._problems += [problems.missing(f"{path}.{name}" if path else name) for name in absent]
         return values
 
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, path: str) -> None:
         if not value:  # null, false, zero or empty: the client does not use the field
             return
         if name in facts.refused:
-            self._problems.append(unsupported(path, facts.refused[name]))
-        elif option_note := load_time_place(path):
+            self._problems.append(problems.unsupported(path, facts.refused[name]))
+        elif option_note := problems.load_time_place(path):
             message = f"Unknown or unsupported parameter: '{path}'{option_note}."
             self._problems.append(Problem(400, message, param=path, code="unknown_parameter"))
         else:

@@ -17,14 +17,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from edgeinfer.chat.attachments import (
-    PASTED,
-    count_tokens,
-    dropped_picture,
-    mentioned_paths,
-    missing_files,
-    read,
-)
+from edgeinfer.chat import attachments
 from edgeinfer.chat.commands import CommandCompletion
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -195,7 +188,7 @@ class Composer(TextArea):
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
             event.prevent_default()  # otherwise Textual also calls TextArea's handler
             self.post_message(self.Pasted(event.text))
-        elif mention := dropped_picture(event.text):
+        elif mention := attachments.dropped_picture(event.text):
             event.prevent_default()
             self.insert(mention)
 
@@ -274,10 +267,10 @@ _BYTES_PER_TOKEN = 4
 class AttachmentList:
     """Files and pastes for the next question, shown in `line`; `unnamed` ones are not in its text."""
 
-    def __init__(self, session: ChatSession, line: Static, attachments: Sequence[Attachment]) -> None:
+    def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
         self._line = line
-        self.unnamed = list(attachments)
+        self.unnamed = list(unnamed)
         self._named: dict[Path, Attachment] = {}
         self._missing: list[str] = []
 
@@ -292,7 +285,7 @@ class AttachmentList:
         """
         names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)
-        name = next(name for n in numbers if (name := f"{PASTED} {n}") not in names)
+        name = next(name for n in numbers if (name := f"{attachments.PASTED} {n}") not in names)
         self.add(Attachment(name=name, text=text))
         return self.unnamed[-1]
 
@@ -302,13 +295,13 @@ class AttachmentList:
 
     def read_mentioned(self, text: str) -> None:
         """Read the files that the text mentions with `@`, and count their tokens."""
-        paths, missing = (mentioned_paths(text), missing_files(text)) if "@" in text else ([], [])
+        paths, missing = attachments.mentioned_paths(text), attachments.missing_files(text)
         if (list(self._named), self._missing) != (paths, missing):
             self._missing = missing
             before, self._named = self._named, {}
             for path in paths:
                 with contextlib.suppress(EdgeInferError):  # reported when the question is sent
-                    self._named[path] = before.get(path) or self._count_tokens(read(path))
+                    self._named[path] = before.get(path) or self._count_tokens(attachments.read(path))
             self.show()
 
     @property
@@ -318,7 +311,7 @@ class AttachmentList:
 
     def collect(self, text: str) -> list[Attachment]:
         """Return the attachments of `text`, read now. Raises UsageError."""
-        named = [read(path) for path in mentioned_paths(text)]
+        named = [attachments.read(path) for path in attachments.mentioned_paths(text)]
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
     def clear(self) -> None:
@@ -338,7 +331,7 @@ class AttachmentList:
         self._line.display = bool(labels)
 
     def _count_tokens(self, attachment: Attachment) -> Attachment:
-        return count_tokens(attachment, self._session.engine)
+        return attachments.count_tokens(attachment, self._session.engine)
 
 
 def _label(attachment: Attachment, n_ctx: int) -> str:

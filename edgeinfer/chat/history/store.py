@@ -20,15 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from edgeinfer.chat.history import lease
-from edgeinfer.chat.history.database import (
-    clean_copies,
-    connect,
-    delete_rows,
-    is_current,
-    migrate,
-    store_errors,
-)
+from edgeinfer.chat.history import database, lease
+from edgeinfer.chat.history.database import store_errors
 from edgeinfer.chat.history.lease import Lease
 from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Status, Summary, Turn
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
@@ -122,12 +115,12 @@ class ConversationStore:
             # locks on it, and another process that closes the store would delete the log that is in use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with store_errors(str(file)):
-            db = connect(str(file))
+            db = database.connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
                 # a killed process loses nothing; a power cut loses the last moments
                 db.execute("PRAGMA synchronous = NORMAL")
-                migrate(db, str(file))
+                database.migrate(db, str(file))
                 db.execute("PRAGMA foreign_keys = ON")
                 db.text_factory = lambda raw: raw.decode("utf-8", "replace")
             except BaseException:
@@ -280,9 +273,9 @@ class ConversationStore:
         """Purge deleted conversations, also from pre-migration copies, unless they were restored."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
-            delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
+            database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
         purged = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
-        clean_copies(self.name, purged)
+        database.clean_copies(self.name, purged)
 
     # following what other processes write
 
@@ -437,7 +430,7 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
 
     Cached blocks are deleted first: if a purge is killed, the next one still finds its conversations.
     """
-    if open_store is None and not is_current(store_path()):
+    if open_store is None and not database.is_current(store_path()):
         return
     with (
         contextlib.suppress(EdgeInferError, OSError),
@@ -452,6 +445,6 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
 
 def memory_store() -> ConversationStore:
     """Return a store in memory only; it is lost when the process ends."""
-    db = connect(":memory:")
-    migrate(db, "memory")
+    db = database.connect(":memory:")
+    database.migrate(db, "memory")
     return ConversationStore(db, "")

@@ -35,13 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser if declined."""
-    # 80 ms: numpy
-    from edgeinfer.runtime.prefix_cache.block_folder import (
-        forget_all,
-        forget_conversations,
-        forget_model,
-    )
-    from edgeinfer.runtime.prefix_cache.block_names import model_key
+    from edgeinfer.runtime.prefix_cache import block_folder, block_names  # 80 ms: numpy
 
     if not options.models and not options.conversation:
         raise UsageError("name the models to forget", hint="`edgeinfer forget all` deletes everything")
@@ -52,11 +46,11 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     confirm(f"Delete the cached prefixes of {named}?", yes=options.yes, needs_yes=is_all)
     for name in options.models:
         if name == ALL:
-            freed += forget_all(root)
+            freed += block_folder.forget_all(root)
             continue
         files = host.files(name)
-        freed += forget_model(root, model_key(files.sha256, files.paths))
-    freed_of = {name: forget_conversations(root, name) for name in options.conversation}
+        freed += block_folder.forget_model(root, block_names.model_key(files.sha256, files.paths))
+    freed_of = {name: block_folder.forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(
             f"conversation {', '.join(map(repr, unknown))} has no separate cached prefixes",

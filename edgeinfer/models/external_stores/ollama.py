@@ -18,17 +18,8 @@ from typing import Any
 import msgspec
 
 from edgeinfer.config.sampling_options import BY_FIELD, SamplingOption
-from edgeinfer.models.external_stores.reader import (
-    MAX_TEXT_BYTES,
-    ExternalFile,
-    ExternalModel,
-    ExternalStore,
-    UnusableError,
-    entries,
-    file_in,
-    folders,
-    small_file,
-)
+from edgeinfer.models.external_stores import reader
+from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel, ExternalStore
 from edgeinfer.platform import paths
 
 PREFIX = paths.FOUND[0]
@@ -60,21 +51,21 @@ class OllamaStore(ExternalStore):
         return [Path(folder)] * bool(folder) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
     def search(self, root: Path) -> Iterator[ExternalModel]:
-        for registry in folders(root / "manifests"):
-            for namespace in folders(registry):
-                for model in folders(namespace):
-                    for tag in entries(model):
+        for registry in reader.folders(root / "manifests"):
+            for namespace in reader.folders(registry):
+                for model in reader.folders(namespace):
+                    for tag in reader.entries(model):
                         if not tag.name.startswith("."):
                             yield self._model(root, Path(tag.path))
 
     def _model(self, root: Path, manifest: Path) -> ExternalModel:
         name = _name(manifest)
         try:
-            _, info = file_in(manifest, root)
-            layers = _layers(small_file(manifest, root), manifest)
+            _, info = reader.file_in(manifest, root)
+            layers = _layers(reader.small_file(manifest, root), manifest)
             files = {kind: _blob(root, layer) for kind, layer in layers.items()}
             weights = _weights(files)
-        except UnusableError as error:
+        except reader.UnusableError as error:
             return self.unusable(name, error)
         more_files = {kind: file.path for kind, file in files.items() if kind != "model"}
         return ExternalModel(
@@ -98,21 +89,25 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     try:
         layers = msgspec.json.decode(raw, type=_Manifest).layers
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnusableError(f"its manifest {manifest} is invalid: {error}") from error
+        raise reader.UnusableError(f"its manifest {manifest} is invalid: {error}") from error
     kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
         problem = f"its manifest names {kinds.count('model')} GGUF files, not one"
-        raise UnusableError(problem, hint="only models that are one GGUF in Ollama's store can be used")
+        raise reader.UnusableError(
+            problem, hint="only models that are one GGUF in Ollama's store can be used"
+        )
     return dict(zip(kinds, layers, strict=True))
 
 
 def _blob(root: Path, layer: _Layer) -> ExternalFile:
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:
-        raise UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
-    path, info = file_in(root / "blobs" / f"sha256-{digest[1]}", root)
+        raise reader.UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
+    path, info = reader.file_in(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
-        raise UnusableError(f"{path} has {info.st_size} bytes, but its manifest says {layer.size}")
+        raise reader.UnusableError(
+            f"{path} has {info.st_size} bytes, but its manifest says {layer.size}"
+        )
     return ExternalFile(path=path, size_bytes=info.st_size, sha256=digest[1])
 
 
@@ -120,7 +115,7 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     if "adapter" in files:
         paths = files["model"].path, files["adapter"].path
         hint = f"use both: `edgeinfer chat {paths[0]} --lora {paths[1]}`"
-        raise UnusableError(f"it is {paths[0]} with the adapter {paths[1]}", hint=hint)
+        raise reader.UnusableError(f"it is {paths[0]} with the adapter {paths[1]}", hint=hint)
     return files["model"]
 
 
@@ -159,7 +154,7 @@ def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSet
 def _text(path: str) -> str:
     try:
         with open(path, "rb") as file:
-            return file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
+            return file.read(reader.MAX_TEXT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -20,16 +20,8 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.models import names
-from edgeinfer.models.external_stores.reader import (
-    ExternalFile,
-    ExternalModel,
-    ExternalStore,
-    UnusableError,
-    file_in,
-    folders,
-    ggufs,
-    small_file,
-)
+from edgeinfer.models.external_stores import reader
+from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel, ExternalStore
 from edgeinfer.models.projectors import is_projector
 from edgeinfer.platform import paths
 
@@ -49,7 +41,7 @@ class _RepositoryStore(ExternalStore):
         A model is called `prefix:QUANT` if only one file has that quantization, otherwise `prefix` and
         its path. Every model gets all projectors. Raises UnusableError if `folder` is not readable.
         """
-        gguf_names = [str(path.relative_to(folder)) for path in ggufs(folder, self.depth)]
+        gguf_names = [str(path.relative_to(folder)) for path in reader.ggufs(folder, self.depth)]
         firsts = sorted({min(_parts(file)) for file in gguf_names if "mmproj" not in file.lower()})
         encoders = tuple(_projectors(folder, gguf_names, root))
         quants = [names.quantization_of(first) for first in firsts]
@@ -59,7 +51,7 @@ class _RepositoryStore(ExternalStore):
                 name = f"{prefix}:{quant}"
             try:
                 files = [_found_file(folder / part, root) for part in _parts(first)]
-            except UnusableError as error:
+            except reader.UnusableError as error:
                 yield self.unusable(name, error)
                 continue
             stamp = max(os.stat(file.path).st_mtime for file in files)
@@ -72,7 +64,7 @@ def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[Ext
     """Yield the readable projectors of a repository."""
     for file in gguf_names:
         if is_projector(os.path.basename(file)):
-            with contextlib.suppress(UnusableError):
+            with contextlib.suppress(reader.UnusableError):
                 yield _found_file(folder / file, root)
 
 
@@ -82,8 +74,8 @@ def _parts(file: str) -> list[str]:
 
 def _found_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
-        raise UnusableError(f"its part {path.name} is missing")
-    real, info = file_in(path, root)
+        raise reader.UnusableError(f"its part {path.name} is missing")
+    real, info = reader.file_in(path, root)
     # a blob of Hugging Face is named by SHA-256 if it is large, otherwise by Git's digest
     blob = os.path.basename(real)
     digest = blob if _SHA256.fullmatch(blob) else ""
@@ -108,17 +100,18 @@ class HuggingFaceCache(_RepositoryStore):
         return [Path(home).expanduser() / "hub"]
 
     def search(self, root: Path) -> Iterator[ExternalModel]:
-        for repo in folders(root):
+        for repo in reader.folders(root):
             owner_and_name = _REPO.fullmatch(repo.name)
             if owner_and_name is not None:
                 prefix = f"{self.prefix}{owner_and_name[1]}/{owner_and_name[2]}"
                 try:
                     yield from self._repository(root, repo, prefix)
-                except UnusableError as error:
+                except reader.UnusableError as error:
                     yield self.unusable(prefix, error)
 
     def _repository(self, root: Path, repo: Path, prefix: str) -> Iterator[ExternalModel]:
-        latest_first = sorted(folders(repo / "snapshots"), key=lambda path: -path.stat().st_mtime)
+        revisions = reader.folders(repo / "snapshots")
+        latest_first = sorted(revisions, key=lambda path: -path.stat().st_mtime)
         main = _main(root, repo, latest_first)
         seen: set[tuple[str, ...]] = set()
         for revision in sorted(latest_first, key=lambda path: path.name != main):
@@ -132,7 +125,7 @@ class HuggingFaceCache(_RepositoryStore):
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
     revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
-        revision_name = small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
+        revision_name = reader.small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
         if revision_name in revision_names:
             return revision_name
     return revision_names[0] if revision_names else ""
@@ -153,17 +146,17 @@ class LmStudioFolder(_RepositoryStore):
         """Return the configured folder and the usual one."""
         home = Path.home() / ".lmstudio"
         try:
-            content = small_file(home / "settings.json", Path(os.path.realpath(home)))
+            content = reader.small_file(home / "settings.json", Path(os.path.realpath(home)))
             folder = msgspec.json.decode(content, type=_Settings).downloadsFolder
-        except (UnusableError, msgspec.MsgspecError, RecursionError):
+        except (reader.UnusableError, msgspec.MsgspecError, RecursionError):
             folder = ""
         return [Path(folder)] * (folder.startswith("/") and "\0" not in folder) + [home / "models"]
 
     def search(self, root: Path) -> Iterator[ExternalModel]:
-        for publisher in folders(root):
-            for repo in folders(publisher):
+        for publisher in reader.folders(root):
+            for repo in reader.folders(publisher):
                 prefix = f"{self.prefix}{publisher.name}/{repo.name}"
                 try:
                     yield from self.in_repository(repo, root, prefix)
-                except UnusableError as error:
+                except reader.UnusableError as error:
                     yield self.unusable(prefix, error)
