@@ -19,14 +19,8 @@ from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import ConfigError, EdgeInferError, UsageError
 from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.safe_text import escape_hidden
-from edgeinfer.tools.approval import (
-    Approvals,
-    Decision,
-    Level,
-    argument_text,
-    parse_decision,
-    pattern_for,
-)
+from edgeinfer.tools import approval
+from edgeinfer.tools.approval import Approvals, Decision, Level
 from edgeinfer.tools.builtin import wrong_names
 from edgeinfer.tools.mcp_client import ToolInfo
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
@@ -66,7 +60,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def _shown_arguments(self) -> dict[str, str]:
         """Return the arguments as shown; a diff replaces all except the path."""
         arguments = {"path": self.arguments.get("path")} if self.diff else self.arguments
-        texts = {name: escape_hidden(argument_text(value)) for name, value in arguments.items()}
+        texts = {
+            name: escape_hidden(approval.argument_text(value)) for name, value in arguments.items()
+        }
         return {n if _PLAIN_NAME.fullmatch(n) else json.dumps(n): text for n, text in texts.items()}
 
     def plain(self) -> dict[str, Any]:
@@ -95,14 +91,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         for number, page in enumerate(pages, 1):
             typed = ask(f"{page}… page {number} of {len(pages) + 1} · m next page · n REASON refuses")
             if typed is None or (
-                typed.strip().lower() not in ("", "m") and parse_decision(typed).choice == "no"
+                typed.strip().lower() not in ("", "m") and approval.parse_decision(typed).choice == "no"
             ):
                 return _decision(typed)
         return _decision(ask(last))
 
 
 def _decision(typed: str | None) -> Decision:
-    return Decision("no", "stopped") if typed is None else parse_decision(typed)
+    return Decision("no", "stopped") if typed is None else approval.parse_decision(typed)
 
 
 def _on_one_line(text: str) -> str:
@@ -331,7 +327,7 @@ class ChatTools:
             server=server,
             tool=tool,
             arguments=arguments,
-            pattern=pattern_for(server, tool, arguments),
+            pattern=approval.pattern_for(server, tool, arguments),
             diff=builtin.preview(tool, arguments) if builtin else "",
             warning="; ".join(filter(None, warnings)),
         )
