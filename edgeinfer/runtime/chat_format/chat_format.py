@@ -31,6 +31,7 @@ from edgeinfer.media.pictures import PICTURE_MARK, SHOWN
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, remove_marks
+from edgeinfer.runtime.chat_format.message_shapes import read_arguments
 from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
 from edgeinfer.runtime.chat_format.sandbox import render_time
@@ -41,7 +42,6 @@ from edgeinfer.runtime.chat_format.templates import (
     ChatTemplate,
     choose,
     load_untrusted,
-    read_arguments,
 )
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format

@@ -13,7 +13,8 @@ import msgspec
 
 from edgeinfer.errors import ModelLoadError
 from edgeinfer.platform.process import die_with_parent
-from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTraits, TemplateTrial
+from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits
+from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTrial
 
 
 def main() -> int:

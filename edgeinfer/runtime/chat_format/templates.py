@@ -16,9 +16,8 @@ import hashlib
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -28,6 +27,7 @@ import edgeinfer
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.platform.disk import CacheTable
 from edgeinfer.platform.process import child_command
+from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits, adaptations, tool_dict
 from edgeinfer.runtime.chat_format.sandbox import (
     MAX_SOURCE,
     ExhaustedError,
@@ -35,7 +35,7 @@ from edgeinfer.runtime.chat_format.sandbox import (
     TemplateEnvironment,
     limit_fuel,
 )
-from edgeinfer.runtime.requests import Message, Tool, ToolCall
+from edgeinfer.runtime.requests import Message, Tool
 
 #: Errors that a template can raise. RecursionError and jinja2's StopIteration are RuntimeErrors.
 _TEMPLATE_FAILURES = (
@@ -72,27 +72,6 @@ TRANSCRIPT = (
     "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"
 )
 TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateTraits:
-    """Features that probing found in a template. `late_system`: a system turn after other turns.
-    `typed_content`: it reads content only as a list of parts, as some models with pictures do.
-    `tight_pictures`: no space before a picture that begins a turn (SmolVLM's `User:`).
-    """
-
-    system: bool = True
-    late_system: bool = True
-    developer: bool = False
-    tools: bool = False
-    tool_calls: bool = False
-    tool_role: bool = False
-    string_arguments: bool = False
-    null_content: bool = False
-    typed_content: bool = False
-    tight_pictures: bool = False
-    short_ids: bool = False
-    reasoning_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +148,7 @@ class ChatTemplate:
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         """Render; if the template refuses, try each adaptation. Raises InvalidRequestError."""
         first_error: Exception | None = None  # report the first: it is about the original messages
-        for turns in _adaptations(messages, self.traits):
+        for turns in adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)
             except _TEMPLATE_FAILURES as error:
@@ -183,14 +162,13 @@ class ChatTemplate:
         """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""
         typed = self.traits.typed_content
         names = {
-            "tools": None,
             **variables,
             "messages": [_with_typed_content(message) for message in messages] if typed else messages,
             "bos_token": self.bos,
             "eos_token": self.eos,
         }
-        if names["tools"] is None:
-            del names["tools"]  # templates test both `tools is defined` and `tools`
+        if names.get("tools") is None:
+            names.pop("tools", None)  # templates test both `tools is defined` and `tools`
         with limit_fuel():
             return str(self._compiled.render(names))
 
@@ -220,9 +198,10 @@ _RESULT = {
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Detect which features `template` has by rendering small conversations."""
     source = template.source
-    typed_content = _MARKS["user"] not in _render_probe(template, _USER) and _MARKS[
-        "user"
-    ] in _render_probe(template, _with_typed_content(_USER))
+    mark, typed = _MARKS["user"], _with_typed_content(_USER)
+    typed_content = mark not in _render_probe(template, _USER) and mark in _render_probe(
+        template, typed
+    )
     if typed_content:
         template = replace(template, traits=TemplateTraits(typed_content=True))
     calls = _probe_calls(template)
@@ -380,167 +359,3 @@ def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTe
         return ChatTemplate.load(CHATML, bos, eos), reason
     reason = "a plain transcript: the model has no template (a base model?)"
     return ChatTemplate.load(TRANSCRIPT, bos, eos), reason
-
-
-_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
-
-
-def tool_dict(tool: Tool) -> dict[str, Any]:
-    """Return a tool as Hugging Face's templates expect it."""
-    parameters = tool.parameters or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
-
-
-def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return messages in the shapes that this template supports. Raises InvalidRequestError."""
-    shaped = [_shape_one(message, traits) for message in messages]
-    if traits.system and traits.late_system:
-        return shaped
-    first_turns = takewhile(lambda message: message["role"] == "system", shaped)
-    leading = list(first_turns) if traits.system else []
-    return leading + _merge_system(shaped[len(leading) :])
-
-
-def _shape_one(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    role: str = message.role
-    if role == "developer" and not traits.developer:
-        role = "system"
-    if role == "tool" and not traits.tool_role:
-        role = "user"
-    shaped: dict[str, Any] = {"role": role, "content": message.content}
-    if message.name and role == message.role:
-        shaped["name"] = message.name
-    if message.tool_call_id and role == "tool":
-        shaped["tool_call_id"] = _call_id(message.tool_call_id, traits)
-    if message.reasoning and traits.reasoning_key:
-        shaped[traits.reasoning_key] = message.reasoning
-    if message.tool_calls:
-        shaped["tool_calls"] = [_call_dict(call, traits) for call in message.tool_calls]
-        if not message.content and traits.null_content:
-            shaped["content"] = None
-    return shaped
-
-
-def _call_id(call_id: str, traits: TemplateTraits) -> str:
-    """Convert an id to the nine letters and digits that Mistral's templates accept."""
-    if not traits.short_ids or _MISTRAL_ID.fullmatch(call_id):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
-
-
-def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
-    arguments = call.arguments if traits.string_arguments else read_arguments(call)
-    return {
-        "id": _call_id(call.id, traits),
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-def read_arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Return an earlier call's arguments, {} for other JSON; text that is not JSON stays as it is."""
-    try:
-        arguments = msgspec.json.decode(call.arguments or "{}")
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return call.arguments
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def _without_broken_arguments(message: Message) -> Message:
-    calls = tuple(
-        msgspec.structs.replace(call, arguments="{}")
-        if read_arguments(call) == call.arguments
-        else call
-        for call in message.tool_calls
-    )
-    return msgspec.structs.replace(message, tool_calls=calls)
-
-
-def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put system messages before the text of the next user turn, as Gemma's makers advise.
-
-    System messages without a later user turn go after the text of the last one.
-    """
-    merged: list[dict[str, Any]] = []
-    waiting: list[str] = []
-    for message in shaped:
-        if message["role"] == "system":
-            waiting.append(message["content"])
-        elif message["role"] == "user" and waiting:
-            merged.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
-            waiting = []
-        else:
-            merged.append(message)
-    if waiting and merged and merged[-1]["role"] == "user":
-        merged[-1] = {**merged[-1], "content": "\n\n".join([merged[-1]["content"], *waiting])}
-    elif waiting:
-        merged.append({"role": "user", "content": "\n\n".join(waiting)})
-    return merged
-
-
-def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join consecutive plain turns of one role, for templates that require alternation."""
-    joined: list[dict[str, Any]] = []
-    for message in shaped:
-        plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
-        before = joined[-1] if joined else {}
-        if plain and before.get("role") == message["role"] and not before.get("tool_calls"):
-            joined[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-        else:
-            joined.append(message)
-    return joined
-
-
-def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split a turn with several calls into turns with one call and its result each."""
-    results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
-    split: list[dict[str, Any]] = []
-    placed: set[str] = set()
-    for message in shaped:
-        calls = message.get("tool_calls", ())
-        if not calls and message.get("tool_call_id") not in placed:
-            split.append(message)
-        content = message["content"]
-        for call in calls:
-            split.append({**message, "content": content, "tool_calls": [call]})
-            content = None if content is None else ""
-            if call["id"] in results:
-                split.append(results[call["id"]])
-                placed.add(call["id"])
-    return split
-
-
-def _adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation in the forms that templates may require, beginning with the plain one.
-
-    Further forms have one call per turn, joined or alternating turns; the last has {} for bad
-    arguments.
-    """
-    tried: list[list[dict[str, Any]]] = []
-    for variant in (messages, tuple(map(_without_broken_arguments, messages))):
-        plain = shape(variant, traits)
-        split = split_calls(plain)
-        for turns in (plain, split, join_turns(plain), join_turns(split), alternate_turns(split)):
-            if turns not in tried:
-                tried.append(turns)
-                yield turns
-
-
-def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join turns of one role, and insert empty turns where user and assistant do not alternate.
-
-    Calls and results do not count: Mistral's templates skip them, and other templates accept any order.
-    """
-    turns: list[dict[str, Any]] = []
-    expected = "user"
-    for message in join_turns(shaped):
-        role = message["role"]
-        if role in ("user", "assistant") and not message.get("tool_calls"):
-            if role != expected:
-                turns.append({"role": expected, "content": ""})
-            expected = "assistant" if role == "user" else "user"
-        turns.append(message)
-    return turns
