@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.runtime.sampling.json_schema import TYPES, Overlaps, kinds_of, target, value_schemas
+from edgeinfer.runtime.sampling.json_schema import target, value_schemas
+from edgeinfer.runtime.sampling.schema_overlaps import TYPES, Overlaps, kinds_of
 
 #: Longest value (characters) that is parsed; longer values are text.
 _MAX_LITERAL = 100_000

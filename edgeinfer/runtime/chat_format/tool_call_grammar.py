@@ -19,7 +19,7 @@ from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds,
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.requests import Tool, preparing
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quote
-from edgeinfer.runtime.sampling.json_schema import MAX_DEPTH
+from edgeinfer.runtime.sampling.schema_overlaps import MAX_DEPTH
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
