@@ -15,7 +15,7 @@ from raw_logits import read
 
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import eval as eval_verb
-from edgeinfer.cli.verbs.eval import EvalResult, paired_difference, share
+from edgeinfer.cli.verbs.eval_report import EvalResult, paired_difference, share
 from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths

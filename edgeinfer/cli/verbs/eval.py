@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -26,12 +25,10 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer import __version__, requesting
-from edgeinfer.bench import markdown
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_quiet, count
 from edgeinfer.cli.parser import LAUNCH, add_option
-from edgeinfer.cli.result import Result
-from edgeinfer.cli.terminal import table
 from edgeinfer.cli.verbs import batch
+from edgeinfer.cli.verbs.eval_report import EvalResult, ItemResult, Verdict
 from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
@@ -43,11 +40,6 @@ from edgeinfer.runtime.requests import preparing
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
-_Z = 1.96
-#: Longest answer in a report (characters); longer ones are cut off.
-_SHOWN = 80
-#: Most rows of one table: the page does not render a longer block.
-_ROWS = 25
 #: Kinds of checks; each is a field of `Item`.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -68,138 +60,6 @@ Does the answer meet the criterion? Reply yes or no."""
 
 _Texts = str | Annotated[list[str], Meta(min_length=1)]
 _Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=2, max_length=32)]
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an answer passed. `error`: why there is none; `is_cut`: it reached the token limit."""
-
-    passed: bool = False
-    answer: str = ""
-    error: str = ""
-    is_cut: bool = False
-    logprobs: list[float] = []
-
-
-class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An item with one verdict per candidate, in order."""
-
-    id: str
-    check: str
-    verdicts: list[Verdict]
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A share, or a difference of two shares, with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def share(n: int, total: int) -> Interval:
-    """Return the share `n` of `total` with Wilson's score interval."""
-    p, z2 = n / total, _Z * _Z
-    middle = (p + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z / (1 + z2 / total) * math.sqrt(p * (1 - p) / total + z2 / (4 * total * total))
-    return Interval(p, max(0.0, middle - half), min(1.0, middle + half))
-
-
-def paired_difference(first: int, second: int, total: int) -> Interval:
-    """Return how much more often the second passes; `first`, `second` count items that only one passes.
-
-    Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half
-    an item added to each of the four cells.
-    """
-    n, middle = total + 2, (second - first) / (total + 2)
-    half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)
-    return Interval((second - first) / total, max(-1.0, middle - half), min(1.0, middle + half))
-
-
-class EvalResult(Result, frozen=True, kw_only=True):
-    """The result of an evaluation set. `path` is the report file.
-
-    `scores` are shares of all items; an item without an answer counts as not passed. `differences`
-    compare each later candidate with the first, item by item.
-    """
-
-    set: str
-    candidates: list[str]
-    scores: list[Interval]
-    differences: list[Interval]
-    items: list[ItemResult]
-    path: str
-
-    @classmethod
-    def of(cls, name: str, candidates: list[str], items: list[ItemResult], path: str) -> EvalResult:
-        passed = [[item.verdicts[n].passed for item in items] for n in range(len(candidates))]
-        pairs = [list(zip(passed[0], other, strict=True)) for other in passed[1:]]
-        ones = [(rows.count((True, False)), rows.count((False, True))) for rows in pairs]
-        return cls(
-            set=name,
-            candidates=candidates,
-            scores=[share(sum(passes), len(items)) for passes in passed],
-            differences=[paired_difference(*passes, len(items)) for passes in ones],
-            items=items,
-            path=path,
-        )
-
-    @property
-    def exit_code(self) -> int:
-        return int(any(verdict.error for item in self.items for verdict in item.verdicts))
-
-    def human(self) -> str:
-        rows = table(self._scores(), right=frozenset({1, 2}))
-        return "\n\n".join([rows, *self._notes(), f"each answer: {self.path}"])
-
-    def report(self) -> str:
-        """Return the report in Markdown: the scores, and every item's verdicts."""
-        rows = [[item.id, item.check, *map(_verdict_text, item.verdicts)] for item in self.items]
-        head = ["item", "check", *self.candidates]
-        parts = [[head, *rows[start : start + _ROWS]] for start in range(0, len(rows), _ROWS)]
-        scores, *verdicts = map(_markdown, (self._scores(), *parts))
-        return "\n\n".join([f"# {self.set}", scores, *self._notes(), *verdicts]) + "\n"
-
-    def _scores(self) -> list[list[str]]:
-        rows = [["candidate", "passed", "score", "95 % interval", "beside the first"]]
-        for n, (name, score) in enumerate(zip(self.candidates, self.scores, strict=True)):
-            passed = f"{round(score.value * len(self.items))} of {len(self.items)}"
-            interval = f"{score.low:.0%} – {score.high:.0%}"
-            rows.append([name, passed, f"{score.value:.0%}", interval, self.beside(n)])
-        return rows
-
-    def beside(self, n: int) -> str:
-        """Describe the difference of candidate `n` from the first; "" for the first itself."""
-        if not n:
-            return ""
-        difference = self.differences[n - 1]
-        verdict = "better" if difference.low > 0 else "no difference shown"
-        verdict = "worse" if difference.high < 0 else verdict
-        return f"{difference.value:+.0%} ({difference.low:+.0%} to {difference.high:+.0%}): {verdict}"
-
-    def _notes(self) -> list[str]:
-        verdicts = [verdict for item in self.items for verdict in item.verdicts]
-        cut = sum(verdict.is_cut for verdict in verdicts)
-        failed = [verdict.error for verdict in verdicts if verdict.error]
-        limit = f"{cut} of {len(verdicts)} answers ended at their token limit (`--max-tokens`)."
-        missing = f"{len(failed)} have no answer and count as not passed: {''.join(failed[:1])}"
-        return [limit] * bool(cut) + [missing] * bool(failed)
-
-
-def _cell(text: str) -> str:
-    """Escape a text of a model or a user, so that it cannot end its table cell."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    head, *lines = ([_cell(text) for text in row] for row in rows)
-    return markdown(head, lines)
-
-
-def _verdict_text(verdict: Verdict) -> str:
-    if verdict.passed:
-        return "✓"
-    text = verdict.error or verdict.answer.strip()
-    return f"✗ {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable, table
 from edgeinfer.cli.verbs import eval
-from edgeinfer.cli.verbs.eval import EvalResult
+from edgeinfer.cli.verbs.eval_report import EvalResult
 from edgeinfer.host import Host
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
