@@ -205,8 +205,8 @@ class ModelLoader:
         if name == self.name and self._loads_here:
             self._loads_here = False
             engine = self.host.engine(self._ref or self._typed, self._options, progress)
-            how, stages_ms = self.host.start.how, self.host.start.stages_ms
-            return LoadedEngine(engine=engine, where="process", how=how, stages_ms=stages_ms)
+            start = self.host.start
+            return LoadedEngine(engine=engine, how=start.how, stages_ms=start.stages_ms)
         if name == self.name:
             return self.worker(progress)
         return self._worker(name, self._options.for_another_model(), progress)

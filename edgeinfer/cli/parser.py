@@ -167,8 +167,8 @@ class Parser(argparse.ArgumentParser):
         switches = (action for action in self._actions if action.nargs == 0)
         flags = frozenset(flag for action in switches for flag in action.option_strings)
         options, positionals = options_and_words(list(args or ()), flags)
-        words = ["--", *positionals] if positionals else []
-        return super().parse_known_args([*options, *words], namespace)
+        operands = ["--", *positionals] if positionals else []
+        return super().parse_known_args([*options, *operands], namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -333,12 +333,12 @@ def wants_json(typed: Sequence[str]) -> bool:
     return hasattr(json_option().parse_known_args(list(typed))[0], "json")
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return the known word closest to a mistyped one, or "" if none is close or begins with it."""
+def nearest(word: str, candidates: Sequence[str]) -> str:
+    """Return the candidate closest to a mistyped one, or "" if none is close or begins with it."""
     import difflib  # 5 ms, only after a mistake
 
     typed = word.lower().lstrip("-")
-    spelled = {candidate.lower().lstrip("-"): candidate for candidate in known}
+    spelled = {candidate.lower().lstrip("-"): candidate for candidate in candidates}
     near = difflib.get_close_matches(typed, spelled, n=1, cutoff=0.65)
     near += [candidate for candidate in spelled if len(typed) > 2 and candidate.startswith(typed)]
     return spelled[near[0]] if near else ""

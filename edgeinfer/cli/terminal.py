@@ -76,7 +76,7 @@ class StageProgress:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
 
     def __enter__(self) -> StageProgress:
         if self._drawn:
@@ -85,7 +85,7 @@ class StageProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._ended.set()
+            self._closed.set()
             self._finish()
 
     def report(self, stage: str, fraction: float | None) -> None:
@@ -105,9 +105,9 @@ class StageProgress:
                 self._out.flush()
 
     def _keep_drawing(self) -> None:
-        while not self._ended.wait(_REDRAWN_EVERY_S):
+        while not self._closed.wait(_REDRAWN_EVERY_S):
             with self._lock:
-                if self._stage and not self._ended.is_set():
+                if self._stage and not self._closed.is_set():
                     self._draw()
 
     def _draw(self) -> None:

@@ -71,12 +71,12 @@ _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-et
 class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
     """A model's own sampling defaults; the program's defaults apply to all other options."""
 
-    def given(self) -> dict[str, float]:
+    def chosen_options(self) -> dict[str, float]:
         """Return the options that the catalogue sets, by field name of `Sampling`."""
         return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def over(self, base: Sampling) -> Sampling:
-        return msgspec.structs.replace(base, **self.given())
+        return msgspec.structs.replace(base, **self.chosen_options())
 
 
 def parameter_count(text: str) -> float:

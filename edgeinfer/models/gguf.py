@@ -67,7 +67,7 @@ FILE_TYPES: dict[int, str] = {
 def file_type(name: str) -> int | None:
     """Return the llama_ftype of `name` in any letter case, or None."""
     upper = name.upper()
-    return next((number for number, known in FILE_TYPES.items() if known == upper), None)
+    return next((number for number, type_name in FILE_TYPES.items() if type_name == upper), None)
 
 
 def parse_file_type(name: str, context: str = "") -> int:
@@ -232,16 +232,16 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
 
     Raises InvalidGgufError with the file and its defect, or the reason why it cannot be read.
     """
-    place = Path(path)
+    gguf_path = Path(path)
     try:
-        with open(open_regular(place), "rb") as file:
+        with open(open_regular(gguf_path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
-                raise InvalidGgufError(f"{place} is empty, not a GGUF file")
+                raise InvalidGgufError(f"{gguf_path} is empty, not a GGUF file")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return parse(view, str(place), vocabulary=vocabulary)
+                return parse(view, str(gguf_path), vocabulary=vocabulary)
     except OSError as error:
-        problem = f"{place} cannot be read: {error.strerror or error}"
+        problem = f"{gguf_path} cannot be read: {error.strerror or error}"
         raise InvalidGgufError(problem, hint="check the path, and who may read it") from error
 
 
@@ -283,25 +283,25 @@ def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
 
 
 class _Walker:
-    """Reads a header in one pass. The position `at` only grows and never passes `end`."""
+    """Reads a header in one pass. The `offset` only grows and never passes `size`."""
 
     def __init__(self, view: bytes | mmap.mmap, name: str, vocabulary: bool) -> None:
         self.view = view
         self.name = name
         self.vocabulary = vocabulary
-        self.at = 0
-        self.end = len(view)
+        self.offset = 0
+        self.size = len(view)
 
     def header(self) -> GgufHeader:
         version, n_tensors, n_metadata = self._preamble()
         metadata = dict(self._metadata(n_metadata))
         alignment = self._alignment(metadata)
         tensors = [self._tensor(index) for index in range(n_tensors)]
-        data_offset = _pad(self.at, alignment)
+        data_offset = _pad(self.offset, alignment)
         return GgufHeader(
             path=self.name,
             version=version,
-            file_bytes=self.end,
+            file_bytes=self.size,
             alignment=alignment,
             data_offset=data_offset,
             metadata=metadata,
@@ -309,14 +309,15 @@ class _Walker:
         )
 
     def bad(self, problem: str) -> NoReturn:
-        raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {problem} (at byte {self.at})")
+        defect = f"{problem} (at byte {self.offset})"
+        raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {defect}")
 
     def _need(self, n_bytes: int, field: str) -> int:
         """Skip `n_bytes` and return their offset. Raises InvalidGgufError past the end."""
-        start = self.at
-        if n_bytes > self.end - start:
-            self.bad(f"{field} needs {n_bytes} bytes, but only {self.end - start} are left")
-        self.at = start + n_bytes
+        start = self.offset
+        if n_bytes > self.size - start:
+            self.bad(f"{field} needs {n_bytes} bytes, but only {self.size - start} are left")
+        self.offset = start + n_bytes
         return start
 
     def _u32(self, field: str) -> int:
@@ -347,9 +348,9 @@ class _Walker:
             other = f"version {version} is not one of 2 and 3"
             self.bad("it is big-endian" if swapped in VERSIONS else other)
         n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
-        if n_tensors > min(MAX_TENSORS, self.end // 24):  # a tensor's entry takes at least 24 bytes
+        if n_tensors > min(MAX_TENSORS, self.size // 24):  # a tensor's entry takes at least 24 bytes
             self.bad(f"it claims {n_tensors} tensors")
-        if n_metadata > min(MAX_METADATA, self.end // 13):  # an entry takes at least 13 bytes
+        if n_metadata > min(MAX_METADATA, self.size // 13):  # an entry takes at least 13 bytes
             self.bad(f"it claims {n_metadata} metadata entries")
         return version, n_tensors, n_metadata
 
@@ -366,7 +367,7 @@ class _Walker:
         if kind == _ARRAY:
             return self._array(key)
         if kind == _STRING:
-            return self._string(key, self.end)
+            return self._string(key, self.size)
         scalar = _SCALARS.get(kind) or self.bad(f"{key} has the unknown type {kind}")
         value: Scalar = scalar.unpack_from(self.view, self._need(scalar.size, key))[0]
         return value
@@ -382,18 +383,18 @@ class _Walker:
         return struct.unpack_from(f"<{count}{scalar.format[1:]}", self.view, start)
 
     def _strings(self, key: str, count: int) -> Value:
-        if count > (self.end - self.at) // 8:
+        if count > (self.size - self.offset) // 8:
             self.bad(f"{key} claims {count} strings")
         if self.vocabulary and key == TOKENS:
             self._refuse_equal_tokens(count)
         if count <= KEPT_STRINGS:
-            return tuple(self._string(f"an element of {key}", self.end) for _ in range(count))
+            return tuple(self._string(f"an element of {key}", self.size) for _ in range(count))
         self._step_over_strings(key, count)
         return ArrayInfo(_STRING, count)
 
     def _refuse_equal_tokens(self, count: int) -> None:
         """Refuse two equal tokens, at which llama.cpp aborts; it renames empty ones."""
-        start = self.at
+        start = self.offset
         seen = set()
         for _ in range(count):
             length = self._u64("the length of a token")
@@ -402,21 +403,21 @@ class _Walker:
             if token and token in seen:
                 self.bad(f"there are two tokens {token!r}")
             seen.add(token)
-        self.at = start
+        self.offset = start
 
     def _step_over_strings(self, key: str, count: int) -> None:
         """Skip strings; unpack_from itself refuses an offset past the buffer."""
         unpack = _U64.unpack_from
         view = self.view
-        position = self.at
+        position = self.offset
         try:
             for _ in range(count):
                 position += 8 + unpack(view, position)[0]
         except (struct.error, OverflowError):
             self.bad(f"a string of {key} reaches past the end")
-        if position > self.end:
+        if position > self.size:
             self.bad(f"the last string of {key} reaches past the end")
-        self.at = position
+        self.offset = position
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -456,7 +457,7 @@ class _Walker:
             if tensor.offset != expected:
                 self.bad(f"tensor {tensor.name} is at {tensor.offset} of the data, not at {expected}")
             expected = _pad(tensor.offset + tensor.size_bytes, alignment)
-            missing = data_offset + tensor.offset + tensor.size_bytes - self.end
+            missing = data_offset + tensor.offset + tensor.size_bytes - self.size
             if missing > 0:
                 where = f"{missing} bytes past the end of the file"
                 self.bad(f"tensor {tensor.name} ends {where}: it is cut off")

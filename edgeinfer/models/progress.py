@@ -113,9 +113,9 @@ class Job:
         while now - self._marks[0][0] > _WINDOW_S and len(self._marks) > 2:
             self._marks.popleft()
         rate = self._rate()
-        left = (whole - done) / rate if rate and whole is not None else None
+        left_s = (whole - done) / rate if rate and whole is not None else None
         self._now = msgspec.structs.replace(
-            self._now, done_bytes=done, total_bytes=whole, rate_bytes_per_s=rate, left_s=left, note=""
+            self._now, done_bytes=done, total_bytes=whole, rate_bytes_per_s=rate, left_s=left_s, note=""
         )
         self._report()
 

@@ -150,14 +150,14 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 
 
 def _verify(
-    fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted: str
+    fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted_sha256: str
 ) -> None:
     """Compare with every known digest and check the headers; rename a wrong file to `.bad`.
 
     A projector that is invalid or does not fit the model is removed from `fetched` with a note.
     """
     n_files = sum(not file.is_projector for file in fetched)
-    if wanted and (fetched[0].checkpoint or n_files > 1):
+    if wanted_sha256 and (fetched[0].checkpoint or n_files > 1):
         raise UsageError(f"--sha256 is for one file, but {source} has several")
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
@@ -172,7 +172,7 @@ def _verify(
         file.found_sha256 = sha256_of(file.path, job.at)
         pin = store.pinned_digest(todo.ref, source, file.file_name) if file.pinned else ""
         promises = (
-            (whole.sha256 if whole else "", "--sha256" if wanted else "the catalogue"),
+            (whole.sha256 if whole else "", "--sha256" if wanted_sha256 else "the catalogue"),
             (file.sha256, "its source"),
             (pin, "its first pull"),
         )
@@ -197,7 +197,7 @@ def _verify(
 
 
 def _set_aside(file: Fetched, work: Path) -> str:
-    if not file.ours:
+    if not file.is_ours:
         return "the file was not changed"
     if not file.pinned:  # a copy of a local file
         file.path.unlink()

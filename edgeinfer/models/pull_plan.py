@@ -32,7 +32,7 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetched(msgspec.Struct, kw_only=True):
-    """One complete file of a source, not yet verified. `ours` is false for a file imported in place.
+    """One complete file of a source, not yet verified. `is_ours` is false for a file imported in place.
 
     `sha256` is the source's digest ("" if it has none), `found_sha256` the computed one. `pinned` is
     false for local files, which may change between two imports. `checkpoint` marks files, or a folder,
@@ -42,7 +42,7 @@ class Fetched(msgspec.Struct, kw_only=True):
     path: Path
     file_name: str
     sha256: str = ""
-    ours: bool = True
+    is_ours: bool = True
     pinned: bool = True
     found_sha256: str = ""
     checkpoint: bool = False
@@ -98,9 +98,9 @@ def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...],
     parts = chain(*entry.parsed_sources())
     repos = [source for source in parts if isinstance(source, sources.HubFile | sources.HubQuant)]
     if not repos:
-        own = entry.quantization or "the catalogue's"
+        quantization = entry.quantization or "the catalogue's"
         commands = f"`edgeinfer pull {ref.name}`, then `edgeinfer quantize {ref.name} {ref.quant}`"
-        problem = f"the sources of {ref.name} have no other quantization than {own}"
+        problem = f"the sources of {ref.name} have no other quantization than {quantization}"
         raise UsageError(problem, hint=f"make it here: {commands}")
     return tuple((sources.HubQuant(repo.repo, ref.quant, repo.revision),) for repo in repos)
 

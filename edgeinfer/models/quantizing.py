@@ -74,10 +74,10 @@ def quantize(
         if record is None:
             target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
             run_quantizer(Path(source.paths[0]), target, kind, job, options)
-            made = Fetched.made_here(target, job)
+            quantized = Fetched.made_here(target, job)
             record = store.publish(
                 ref,
-                [made],
+                [quantized],
                 base=origin.base if origin else ref.name,
                 source=f"quantized from {source.name}",
                 requantized_from=before.quantization,
@@ -131,14 +131,14 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
     first = fetched[0]
     # llama.cpp finds the other parts of a split file by name
     for file in fetched:
-        file.path = file.path.rename(file.path.with_name(file.file_name)) if file.ours else file.path
+        file.path = file.path.rename(file.path.with_name(file.file_name)) if file.is_ours else file.path
     stem = names.file_name(first.file_name).removesuffix(".gguf")
     target = work / f"{stem}-{FILE_TYPES[kind]}.gguf.part"
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
         for file in fetched:  # the next pull looks for fetched files by this name
-            if file.ours and file.path.suffix != ".part":
+            if file.is_ours and file.path.suffix != ".part":
                 file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
     return [Fetched.made_here(target, job)]
 

@@ -218,13 +218,13 @@ def publish(
 
 def _place(file: Fetched, folder: Path) -> PulledFile:
     path = file.path
-    if file.ours:
+    if file.is_ours:
         sync(file.path)
         path = folder / file.file_name
         os.replace(file.path, path)
     info = path.stat()
     return PulledFile(
-        path=path.name if file.ours else str(path),
+        path=path.name if file.is_ours else str(path),
         size_bytes=info.st_size,
         sha256=file.found_sha256,
         mtime_ns=info.st_mtime_ns,

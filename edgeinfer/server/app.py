@@ -108,7 +108,7 @@ class App:
                 await Response(status_code=204)(scope, receive, send)
                 return
         self._admit(context, scope)
-        with self._counted(context):
+        with self._count_use(context):
             await _handle(scope, receive, send)
 
     def _admit(self, context: RequestContext, scope: Scope) -> None:
@@ -131,7 +131,7 @@ class App:
         return Caller(key, is_admin=False) if is_open else self._gate.caller(key, connection)
 
     @contextlib.contextmanager
-    def _counted(self, context: RequestContext) -> Iterator[None]:
+    def _count_use(self, context: RequestContext) -> Iterator[None]:
         """Count a request that uses a model while it runs. Raises Problem beyond the limits."""
         uses_model = context.operation is not None and context.operation.uses_model
         if uses_model:

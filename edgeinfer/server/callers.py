@@ -165,7 +165,7 @@ class EngineSlots:
     def __init__(self) -> None:
         #: Number of answers that the engine decodes concurrently; it changes with the replicas.
         self.n_parallel = 1
-        self._taken: Counter[str] = Counter()
+        self._slots_taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, caller: str, n: int) -> None:
@@ -184,22 +184,22 @@ class EngineSlots:
 
     def has(self, caller: str) -> bool:
         """Return whether a caller holds slots. Its first slot is granted without waiting."""
-        return self._taken[caller] > 0
+        return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:
         if caller:
-            self._taken[caller] -= n
+            self._slots_taken[caller] -= n
             self._fill()
 
     def _may_begin(self, caller: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
-        (n, future), n_own = turn, self._taken[caller]
+        (n, future), n_own = turn, self._slots_taken[caller]
         most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
-        has_room = self._taken.total() + n <= self.n_parallel + _AHEAD
+        has_room = self._slots_taken.total() + n <= self.n_parallel + _AHEAD
         return future.cancelled() or not n_own or (has_room and n_own + n <= most_of_key)
 
     def _fill(self) -> None:
         while (waiting := self._waiting.pop(self._may_begin)) is not None:
             caller, (n, future) = waiting
             if not future.done():
-                self._taken[caller] += n
+                self._slots_taken[caller] += n
                 future.set_result(None)

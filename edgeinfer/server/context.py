@@ -128,7 +128,7 @@ class RequestContext:
             self.reply_headers["x-edgeinfer-normalized"] = ", ".join(self.normalized)
         return turns
 
-    def salted(self, cache_salt: str) -> str:
+    def add_salt(self, cache_salt: str) -> str:
         """Combine a request's `cache_salt` with its API key's, so that keys share no cached prefix."""
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
@@ -164,7 +164,7 @@ class RequestContext:
         self.ttft_s = self.seconds
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
 
-    def ended(self, finished: Finished) -> None:
+    def note_end(self, finished: Finished) -> None:
         """Record a finished generation of this request."""
         if self.endpoint.traces:
             self.spans += generation_spans(self.tokenizing_s, finished.timings)

@@ -92,7 +92,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
         return GenerationTask(lease, requests, generations, spec.renderer(context.model, info))
     except BaseException as error:
         if isinstance(error, EngineClosedError):
-            lease.failed()
+            lease.discard_dead()
         lease.release()
         raise
 
@@ -122,7 +122,7 @@ def _prepare(context: RequestContext, request: GenerateRequest) -> GenerateReque
     return msgspec.structs.replace(
         request,
         messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
-        cache_salt=context.salted(request.cache_salt),
+        cache_salt=context.add_salt(request.cache_salt),
         preamble=_preamble(context, request),
         lora=request.lora if request.lora is not None else lora,
     )
@@ -214,8 +214,8 @@ def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:
     Every API writes one object per line. The last line is such an object, or `[DONE]` after it.
     """
     field = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
-    end = data.rindex(b"}")
-    return b"%b,%b%b" % (data[:end], msgspec.json.encode(field)[1:-1], data[end:])
+    brace = data.rindex(b"}")
+    return b"%b,%b%b" % (data[:brace], msgspec.json.encode(field)[1:-1], data[brace:])
 
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -284,7 +284,7 @@ class _GenerationResponse(Response):
 
     def _count(self, event: Event) -> None:
         if isinstance(event, Finished):
-            self.context.ended(event)
+            self.context.note_end(event)
         elif isinstance(event, Parsed):
             now = time.perf_counter()
             if self._last_token:
@@ -332,7 +332,7 @@ class _GenerationResponse(Response):
 
     def _problem(self, error: Exception) -> Problem:
         if isinstance(error, EngineClosedError) and self.task is not None:
-            self.task.lease.failed()
+            self.task.lease.discard_dead()
         if isinstance(error, EdgeInferError):
             self.endpoint.log.warning(
                 "generation-failed", request_id=self.context.id, code=error.code, message=error.message
@@ -367,7 +367,7 @@ class _WholeResponse(_GenerationResponse):
                     self._check_cancelled(event)
                     answers[index].add(event)
         except EngineClosedError:
-            task.lease.failed()
+            task.lease.discard_dead()
             raise
         return self._add_receipts(task.renderer.whole(answers))
 

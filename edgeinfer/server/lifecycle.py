@@ -23,7 +23,7 @@ from edgeinfer.errors import EdgeInferError, ServeError
 from edgeinfer.server.app import App
 from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards.protocol import guarded
+from edgeinfer.server.guards.protocol import guarded_protocol
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
@@ -132,7 +132,7 @@ class EndpointServer(uvicorn.Server):
         limits = endpoint.limits
         config = uvicorn.Config(
             App(endpoint, gate),
-            http=guarded(limits),
+            http=guarded_protocol(limits),
             ws="none",
             lifespan="off",
             log_config=None,

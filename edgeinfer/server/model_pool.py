@@ -57,7 +57,7 @@ class Lease:
         """Return whether a call of the engine waits for another process."""
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
-    def failed(self) -> None:
+    def discard_dead(self) -> None:
         """Discard an engine whose process ended, so that the next request loads it anew."""
         if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
             self._models.discard(self._entry)
@@ -67,14 +67,14 @@ class Lease:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, EngineClosedError):
-            self.failed()
+            self.discard_dead()
         self.release()
 
     def release(self) -> None:
         """Release the model. Idempotent."""
         if self._held:
             self._held = False
-            self._models.released(self._entry, self._keep_alive_s)
+            self._models.end_use(self._entry, self._keep_alive_s)
 
 
 class ModelPool:
@@ -120,17 +120,17 @@ class ModelPool:
         candidates = names if alias is None else (alias,)
         for candidate in candidates:
             if candidate in (DEFAULT, self.default) or candidate in self._entries:
-                return self._named(candidate)
-        here = self._model_names() | {DEFAULT}
+                return self._resolve_default(candidate)
+        names_here = self._model_names() | {DEFAULT}
         by_pattern = None if alias else self._aliases.by_pattern(name)
         for candidate in candidates if by_pattern is None else (*candidates, by_pattern):
-            if candidate in here:
-                return self._named(candidate)
+            if candidate in names_here:
+                return self._resolve_default(candidate)
         missing = alias or by_pattern or names[1]
         note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
         raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=where_to_get(missing))
 
-    def _named(self, target: str) -> str:
+    def _resolve_default(self, target: str) -> str:
         return self.default if target == DEFAULT else target
 
     def _model_names(self) -> set[str]:
@@ -177,7 +177,7 @@ class ModelPool:
             listed.append(AvailableModel(name=self.default))
         by_name = {pulled.name: pulled for pulled in listed}
         for alias, target in self._aliases.exact.items():
-            model = by_name.get(self._named(target))
+            model = by_name.get(self._resolve_default(target))
             if model is not None and alias not in by_name:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         listed += [
@@ -212,7 +212,7 @@ class ModelPool:
             if entry.loaded is None:
                 await asyncio.shield(entry.ready)
         except BaseException:
-            self.released(entry, self._keep_alive_s)
+            self.end_use(entry, self._keep_alive_s)
             raise
         return Lease(self, entry, self._keep_alive_s if keep_alive_s is None else keep_alive_s)
 
@@ -241,7 +241,7 @@ class ModelPool:
         await self._unload(entry)
         return "unloaded"
 
-    def released(self, entry: ModelEntry, keep_alive_s: float) -> None:
+    def end_use(self, entry: ModelEntry, keep_alive_s: float) -> None:
         entry.users -= 1
         entry.last_used = time.monotonic()
         self._changed.set()
@@ -307,7 +307,7 @@ class ModelPool:
         self._changed.set()
         if entry.users == 0:
             entry.users = 1
-            self.released(entry, self._keep_alive_s)
+            self.end_use(entry, self._keep_alive_s)
 
     def _load_engine(self, entry: ModelEntry) -> LoadedEngine:
         loaded = self._sources.load(entry.name, entry.report)

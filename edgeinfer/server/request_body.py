@@ -121,7 +121,7 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
             value = decoder.read(msgspec.json.decode(raw), kind)
     except msgspec.ValidationError as error:
         raise problems.from_validation(*_locate(error, raw)) from None
-    context.ignore(decoder.ignored)
+    context.ignore(decoder.ignored_fields)
     return value
 
 
@@ -161,7 +161,7 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
     context.body = context.body or msgspec.json.encode(fields)
     decoder = LenientDecoder(strict=False)
     value = decoder.read(fields, kind)
-    context.ignore(decoder.ignored)
+    context.ignore(decoder.ignored_fields)
     return value
 
 
@@ -181,7 +181,7 @@ class LenientDecoder:
         self._problems: list[Problem] = []
 
     @property
-    def ignored(self) -> tuple[str, ...]:
+    def ignored_fields(self) -> tuple[str, ...]:
         """Ignored fields, each once, with `[]` for any index."""
         return tuple(self._ignored)
 
@@ -233,11 +233,11 @@ class LenientDecoder:
         if isinstance(tag, str) and tag in plan.objects:
             return self._object(plan.objects[tag], value, path) | {plan.tag_field: tag}
         named = f"{path}.{plan.tag_field}" if path else plan.tag_field
-        other = _other_type(plan, value, tuple(plan.others))
+        other = _other_type(plan, value, tuple(plan.other_types))
         if plan.tag_field not in value:
             problem = problems.missing(named)
         elif other is not None:
-            message = f"'{other}' is not supported here: {_reason(plan.others, other)}."
+            message = f"'{other}' is not supported here: {_reason(plan.other_types, other)}."
             problem = Problem(400, message, param=named, code="unsupported_value")
         else:
             tags = ", ".join(f"'{name}'" for name in plan.objects)
@@ -282,7 +282,7 @@ class _Plan(NamedTuple):
     objects: Mapping[str, type[Wire]] = {}
     tag_field: str = ""
     default_tag: str | None = None
-    others: Mapping[str, str] = {}
+    other_types: Mapping[str, str] = {}
     dropped: tuple[str, ...] = ()
     item: _Plan | None = None
     most: int = 0
@@ -321,7 +321,7 @@ def _plan(kind: Any) -> _Plan:
         objects={_tag(struct): struct for struct in objects},
         tag_field=objects[0].__struct_config__.tag_field or "" if objects else "",
         default_tag=next((_tag(struct) for struct in objects if struct.is_untagged_form), None),
-        others={name: reason for struct in objects for name, reason in struct.other_types.items()},
+        other_types={name: reason for struct in objects for name, reason in struct.other_types.items()},
         dropped=tuple(name for struct in objects for name in struct.dropped_types),
         item=item,
         most=most,
@@ -379,8 +379,8 @@ def _other_type(plan: _Plan, value: Any, names: tuple[str, ...]) -> str | None:
     return tag if tag.startswith(names) else None
 
 
-def _reason(others: Mapping[str, str], tag: str) -> str:
-    return others[max((name for name in others if tag.startswith(name)), key=len)]
+def _reason(other_types: Mapping[str, str], tag: str) -> str:
+    return other_types[max((name for name in other_types if tag.startswith(name)), key=len)]
 
 
 def _quote(value: Any) -> str:

@@ -58,7 +58,7 @@ def test_shipped_file_is_the_top_level_one() -> None:
 
 def test_file_with_samplers_that_are_gone_is_read_without_them() -> None:
     user_file(f"{SAMPLING}typical-p = 0.9\nmirostat = 2\nmirostat-tau = 5.0\nmin-p = 0.1\n")
-    assert load_catalog().models["mine"].sampling.given() == {"min_p": 0.1}
+    assert load_catalog().models["mine"].sampling.chosen_options() == {"min_p": 0.1}
 
 
 def test_user_adds_a_model() -> None:

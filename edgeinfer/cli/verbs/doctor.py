@@ -360,11 +360,11 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
 
 def _strangers(app: Path, index: Index) -> Iterator[str]:
     links = [path for path, _ in index.links]
-    known = {unpack.INDEX, unpack.SOURCE, *links, *(entry.path for entry in index.files)}
+    listed = {unpack.INDEX, unpack.SOURCE, *links, *(entry.path for entry in index.files)}
     for folder, _, names in os.walk(app):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), app)
-            if path not in known:
+            if path not in listed:
                 yield f"{path}: is not part of edgeinfer"
 
 

@@ -256,8 +256,8 @@ def _candidate(
     loaded = [path for path in (*files.paths, *loading.adapter_paths(files)) if os.path.exists(path)]
     stats = map(os.stat, loaded)
     adapters = {} if adapter is None else adapters_of(adapter)
-    words = " ".join(system.split())
-    label = words if len(words) <= _LABEL else f"{words[:_LABEL]}…"
+    prompt = " ".join(system.split())
+    label = prompt if len(prompt) <= _LABEL else f"{prompt[:_LABEL]}…"
     name = os.path.basename(typed) if typed.endswith(".gguf") else typed
     return _Candidate(
         name=" + ".join(filter(None, [name, label and f"“{label}”", adapter])),

@@ -98,8 +98,8 @@ def _open_destination(destination: str) -> Iterator[ImageStore]:
 
 
 def _refuse_filled(folder: Path) -> None:
-    begun = {"blobs", "oci-layout"}  # files of a stopped export: its index is written last
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= begun):
+    names = {"blobs", "oci-layout"}  # files of a stopped export: its index is written last
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
         raise UsageError(f"{folder} is not empty", hint="name a new folder, or oci://REGISTRY/NAME:TAG")
 
 

@@ -45,9 +45,9 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
         raise UsageError("name the processes to stop", hint=hint)
     names = [] if options.all else options.which
     chosen = [r for name in names for r in _find_processes(name, running)]
-    ended = {process.pid: _end(process.pid) for process in (running if options.all else chosen)}
-    stopped = tuple(pid for pid, was_enough in ended.items() if was_enough)
-    return StopResult(stopped=stopped, killed=tuple(pid for pid in ended if pid not in stopped))
+    outcomes = {process.pid: _end(process.pid) for process in (running if options.all else chosen)}
+    stopped = tuple(pid for pid, was_enough in outcomes.items() if was_enough)
+    return StopResult(stopped=stopped, killed=tuple(pid for pid in outcomes if pid not in stopped))
 
 
 def _find_processes(name: str, running: list[Running]) -> list[Running]:

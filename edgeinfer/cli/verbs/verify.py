@@ -94,10 +94,10 @@ _NO_TEXT = "only the tokens in the receipt were compared, not the text"
 def describe(result: Verification) -> str:
     """Describe the verdict, with the first token that differs."""
     signer = f", signed by {result.signer}" if result.signer else ", not signed"
-    part = f"{result.n_answer} tokens of {result.model}"
+    answer = f"{result.n_answer} tokens of {result.model}"
     if cut := _CUT.get(result.finish_reason):
-        part = f"the first {result.n_answer} tokens of an answer {cut}, of {result.model}"
-    lines = [f"{result.verdict}: {part}{signer}"]
+        answer = f"the first {result.n_answer} tokens of an answer {cut}, of {result.model}"
+    lines = [f"{result.verdict}: {answer}{signer}"]
     if result.reason:
         lines.append(result.reason)
     if result.position is not None:
@@ -182,9 +182,9 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[str, bytes]]:
                 yield str(path), file.read(MAX_BYTES + 1)
                 continue
             for number in itertools.count(1):
-                line = rest = file.readline(MAX_BYTES + 1)
-                while rest and not rest.endswith(b"\n"):  # skip the rest of a line that is too long
-                    rest = file.readline(MAX_BYTES)
+                line = chunk = file.readline(MAX_BYTES + 1)
+                while chunk and not chunk.endswith(b"\n"):  # skip the rest of a line that is too long
+                    chunk = file.readline(MAX_BYTES)
                 if not line:
                     break
                 if not line.isspace():

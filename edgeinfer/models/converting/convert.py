@@ -145,15 +145,15 @@ class Conversion:
         self.type_name = type_name
         self.heads = families.count_heads(checkpoint.config)
         self.planned = _plan(checkpoint, family, checkpoint.config)
-        self.made = families.rope_tensors(checkpoint.config, self.heads.head_dim)
+        self.computed = families.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
         """Write the file to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
         writer = gguf.GGUFWriter(target, self.arch)
         self._metadata(writer)
-        for name, values in self.made.items():
+        for name, values in self.computed.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        total = sum(values.nbytes for values in self.made.values())
+        total = sum(values.nbytes for values in self.computed.values())
         for tensor in self.planned:
             kind = self._type(tensor)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -204,7 +204,7 @@ class Conversion:
         out = writer.fout[0]
         writer.write_padding(out, out.tell())
         begin = out.tell()
-        for values in self.made.values():
+        for values in self.computed.values():
             values.tofile(out)
             writer.write_padding(out, out.tell() - begin)
         for tensor in self.planned:

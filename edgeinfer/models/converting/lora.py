@@ -149,8 +149,8 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
     by_pattern = (config.get("alpha_pattern") or {}).items()
-    own = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
-    alpha = float(next(own, config.get("lora_alpha", 8)))
+    alphas = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
+    alpha = float(next(alphas, config.get("lora_alpha", 8)))
     if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
         raise ConversionError(f"the adapter has an alpha of {alpha:g} for {module}: it is damaged")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -69,7 +69,7 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
         case None:
             return []
         case {"type": "Sequence", "pretokenizers": [*steps]}:
-            return [word for one in steps for word in _steps(one)]
+            return [word for substep in steps for word in _steps(substep)]
         case {"type": "ByteLevel", "use_regex": False}:
             return []
         case {"type": "ByteLevel", "add_prefix_space": False}:
@@ -144,7 +144,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 def _merges(model: Values) -> list[tuple[str, str]]:
     """Return the BPE merges, the highest rank first; tokenizer.json has two notations for them."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
-    return [(left, right) for left, right in pairs]
+    return [(first, second) for first, second in pairs]
 
 
 def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
@@ -170,8 +170,8 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}
-    for index, (left, right) in enumerate(_merges(model)):
-        rank.setdefault(left + right, index)
+    for index, (first, second) in enumerate(_merges(model)):
+        rank.setdefault(first + second, index)
     unknown = model.get("unk_token")
     for token, index in model["vocab"].items():
         if token == unknown:

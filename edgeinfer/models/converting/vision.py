@@ -189,11 +189,11 @@ class _TowerConversion(Conversion):
         self.checkpoint, self.tower = checkpoint, tower
         self.type_name = type_name
         vision_config = checkpoint.whole_config["vision_config"]
-        known = {_WORDS.get(key, key): value for key, value in vision_config.items()}
-        self.vision = tower.defaults | known
+        renamed = {_WORDS.get(key, key): value for key, value in vision_config.items()}
+        self.vision = tower.defaults | renamed
         n_layer = min(int(self.vision["num_hidden_layers"]), 512)
         self.table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, n_layer)
-        self.heads, self.made = Heads(1, 1, 1), {}
+        self.heads, self.computed = Heads(1, 1, 1), {}
         self.planned = list(self._plan())
 
     def _plan(self) -> Iterator[Planned]:

@@ -143,9 +143,9 @@ def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSet
         elif kind == "params":
             _read_parameters(settings, _text(path))
         elif kind == "template":
-            own = "the GGUF's own is used instead"
-            other = "Go templates are not supported; set `chat-template` in models.toml"
-            settings.unused.append(f"template: {own if has_template else other}")
+            ignored = "the GGUF's own is used instead"
+            unsupported = "Go templates are not supported; set `chat-template` in models.toml"
+            settings.unused.append(f"template: {ignored if has_template else unsupported}")
         elif kind not in ("license", "projector"):
             settings.unused.append(f"{kind}: not supported here")
     return settings

@@ -138,7 +138,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
     for file in (*model.files, *encoder):
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
-            verify(file, lambda done, whole, at=stage: report(at, done / whole))  # type: ignore[misc]
+            verify(file, lambda done, whole, stage=stage: report(stage, done / whole))  # type: ignore[misc]
         except ChecksumError as error:
             raise ChecksumError(error.message, hint=hint) from error
         except OSError as error:

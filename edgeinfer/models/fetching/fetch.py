@@ -165,7 +165,7 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
     for index, file in enumerate(parts):
         path = file if in_place else copy_into(work, file, job, index, len(parts))
         name = names.sanitize_file_name(file.name)
-        fetched.append(Fetched(path=path, file_name=name, ours=not in_place, pinned=False))
+        fetched.append(Fetched(path=path, file_name=name, is_ours=not in_place, pinned=False))
     return fetched
 
 
@@ -193,7 +193,7 @@ def _checkpoint_folder(folder: Path) -> Fetched:
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceNotFoundError(f"{folder} has no config.json: not a checkpoint", hint=_NAME_MODEL)
     name = names.sanitize_file_name(folder.name)
-    return Fetched(path=folder, file_name=name, ours=False, pinned=False, checkpoint=True)
+    return Fetched(path=folder, file_name=name, is_ours=False, pinned=False, checkpoint=True)
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:

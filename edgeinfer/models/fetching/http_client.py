@@ -35,8 +35,8 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
             refuse_downgrade(origin, response.url, response.url.join(response.headers["Location"]))
 
     hooks = {"response": [refuse_redirect]}
-    with httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as made:
-        yield made
+    with httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as client:
+        yield client
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:

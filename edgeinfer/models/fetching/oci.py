@@ -174,20 +174,20 @@ class Registry:
         return download.fetch(remote, folder, job)
 
     def has_blob(self, digest: str, size: int) -> bool:
-        response = self.send("HEAD", f"{self.base}/blobs/{digest}", {}, wanted=(200, 404))
+        response = self.send("HEAD", f"{self.base}/blobs/{digest}", {}, accepted=(200, 404))
         return response.status_code == 200 and response.headers.get("Content-Length") == str(size)
 
     def put_blob(self, digest: str, size: int, chunks: Iterator[bytes]) -> None:
         start = f"{self.base}/blobs/uploads/"
-        upload = self.send("POST", start, {"Content-Length": "0"}, wanted=(202,))
+        upload = self.send("POST", start, {"Content-Length": "0"}, accepted=(202,))
         url = urljoin(str(upload.url), upload.headers.get("Location", ""))
         url += f"{'&' if '?' in url else '?'}digest={digest}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-        self.send("PUT", url, headers, chunks, wanted=(201,))
+        self.send("PUT", url, headers, chunks, accepted=(201,))
 
     def put_manifest(self, content: bytes) -> None:
         url = f"{self.base}/manifests/{self._source.reference}"
-        self.send("PUT", url, {"Content-Type": _MANIFESTS[0]}, content, wanted=(200, 201))
+        self.send("PUT", url, {"Content-Type": _MANIFESTS[0]}, content, accepted=(200, 201))
 
     def send(
         self,
@@ -195,9 +195,9 @@ class Registry:
         url: str,
         headers: dict[str, str],
         content: bytes | Iterator[bytes] | None = None,
-        wanted: tuple[int, ...] = (200,),
+        accepted: tuple[int, ...] = (200,),
     ) -> Answer:
-        """Send a request, again with a token if required; return an answer with a `wanted` status.
+        """Send a request, again with a token if required; return an answer with an `accepted` status.
 
         Raises AuthenticationError, SourceNotFoundError, DownloadError.
         """
@@ -206,7 +206,7 @@ class Registry:
             challenge = response.headers.get("WWW-Authenticate", "")
             self._authorization = self._authorize(challenge)
             response = self._ask(method, url, headers, content)
-        if response.status_code in wanted:
+        if response.status_code in accepted:
             return response
         login = f"log in first: `docker login {self._source.registry}`"
         raise http_client.status_error(str(self._source), "registry", response.status_code, login)

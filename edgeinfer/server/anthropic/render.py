@@ -106,7 +106,7 @@ class MessageRenderer(Renderer):
         self._cached_tokens = 0
         self._block = -1
         self._open: tuple[str, int] | None = None
-        self._end: Finished | None = None
+        self._finished: Finished | None = None
 
     # --- streamed
 
@@ -120,7 +120,7 @@ class MessageRenderer(Renderer):
             self._cached_tokens = 0 if is_read else event.done_tokens
             return self._start()
         if isinstance(event, Finished):
-            self._end = event
+            self._finished = event
             self._prompt_tokens = self._prompt_tokens or event.usage.prompt_tokens
             return self._start()
         out = self._start()
@@ -141,10 +141,11 @@ class MessageRenderer(Renderer):
         return out
 
     def closing(self) -> bytes:
-        assert self._end is not None
-        reason, sequence = self._stop(self._end)
+        finished = self._finished
+        assert finished is not None
+        reason, sequence = self._stop(finished)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        usage, timings = self._end.usage, wire_timings(self._end.usage, self._end.timings)
+        usage, timings = finished.usage, wire_timings(finished.usage, finished.timings)
         done = _event("message_delta", delta=delta, usage=wire_usage(usage), timings=timings)
         return self._close() + done + _event("message_stop")
 

@@ -41,7 +41,7 @@ class _UnknownLength(int):
     __hash__ = int.__hash__
 
 
-def guarded(limits: Limits) -> type[HttpToolsProtocol]:
+def guarded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
     """Make the protocol class that enforces `limits`; each connection is an instance."""
 
     class Guarded(_Guarded):

@@ -236,7 +236,7 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
     """Load an agent's predicted prefix from the on-disk prefix cache."""
 
     def work(engine: Engine) -> wire.RecallReply:
-        n_tokens = _recall(engine, body, context.salted(""))
+        n_tokens = _recall(engine, body, context.add_salt(""))
         return wire.RecallReply(id=context.model, n_tokens=n_tokens)
 
     return await with_engine(context, ModelFields(model=context.path_id), work)

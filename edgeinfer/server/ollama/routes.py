@@ -146,7 +146,7 @@ async def tags(context: RequestContext) -> wire.OllamaTags:
 @ROUTES.post("/api/show", uses_model=False)
 async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.OllamaShowReply:
     """Describe a model and its capabilities."""
-    model = await _find(context, body.named())
+    model = await _find(context, body.model_name())
     info = context.endpoint.models.info(model.name)
     shown: wire.OllamaShowReply = await context.endpoint.in_thread(render.describe, model, info)
     return shown
@@ -204,7 +204,7 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
 @ROUTES.post("/api/pull", reply=wire.OllamaStatus, streams=True, is_admin=True)
 async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
     """Pull a model; each line reports progress."""
-    admin, text = _admin_of(context), source_of(body.named())
+    admin, text = _admin_of(context), source_of(body.model_name())
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # an error before the first report gets its own HTTP status
     if body.stream is False:
@@ -239,7 +239,7 @@ async def _lines(
 @ROUTES.delete("/api/delete", is_admin=True)
 async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wire.OllamaStatus:
     """Remove a model."""
-    admin, name = _admin_of(context), body.named()
+    admin, name = _admin_of(context), body.model_name()
     model = await _find(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(f"model: {name} is an alias of {model.name}", param="model")

@@ -155,7 +155,7 @@ class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
     model: OptionalName = ""
     name: OptionalName = ""
 
-    def named(self) -> str:
+    def model_name(self) -> str:
         """Return the model. Raises Problem 400 without one."""
         if not (self.model or self.name):
             raise missing("model")

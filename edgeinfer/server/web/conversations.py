@@ -32,7 +32,7 @@ from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.web.render import Growing, shown
+from edgeinfer.server.web.render import Growing, render_turn
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import Stop, ToolUse
 
@@ -77,7 +77,7 @@ class RunningAnswer:
         self.said: tuple[str, ...] = ()
         #: Monotonic time (s) at which a page last polled.
         self.seen = time.monotonic()
-        self._words: dict[str, str] = {}
+        self._call_notes: dict[str, str] = {}
         self._shown: _ShownCard | None = None
 
     def decide(self, card: Card) -> Decision:
@@ -88,7 +88,7 @@ class RunningAnswer:
             card_shown.decided.put(Decision("no", "stopped"))
 
         self.stop.add(refuse)
-        self._words = {**self._words, card.id: "waits for your decision"}
+        self._call_notes = {**self._call_notes, card.id: "waits for your decision"}
         self._shown = card_shown
         try:
             while time.monotonic() - self.seen < UNSEEN_S:
@@ -100,7 +100,7 @@ class RunningAnswer:
             self.stop.remove(refuse)
 
     def show_use(self, use: ToolUse, text: str) -> None:
-        self._words = {**self._words, use.id: text or use.status}
+        self._call_notes = {**self._call_notes, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
         """Set the decision about a card. Raises Problem 409 if its call no longer waits."""
@@ -120,7 +120,7 @@ class RunningAnswer:
         """Describe the tool calls for a page."""
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
-        return {"card": card, "words": self._words, "said": self.said}
+        return {"card": card, "words": self._call_notes, "said": self.said}
 
 
 _NOTHING_RUNS = RunningAnswer(is_running=False)
@@ -407,7 +407,7 @@ class Follower:
                 self._growing = Growing(turn.content, self._conversations.report)
             if self._sent.get(turn.id) != key:
                 self._sent[turn.id] = key
-                changed.append(shown(turn, page, self._conversations.report))
+                changed.append(render_turn(turn, page, self._conversations.report))
         described = msgspec.structs.asdict(session.conversation)
         return {
             "conversation": {**described, "draft": ""},

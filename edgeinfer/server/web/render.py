@@ -168,7 +168,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
     cost: str
 
 
-def shown(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
+def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
     """Convert a turn for the page; an error in rendering its text is reported."""
     is_question = turn.role == "user"
     return ShownTurn(

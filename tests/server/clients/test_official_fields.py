@@ -92,7 +92,7 @@ def _unknown_parts_of_plan(plan: Any, official: Any, where: str, seen: set[Any])
     for tag in tags:
         if tag in plan.objects:
             yield from _unknown_parts(plan.objects[tag], official, f"{where}<{tag}>", seen)
-        elif not tag.startswith((*plan.dropped, *plan.others)):
+        elif not tag.startswith((*plan.dropped, *plan.other_types)):
             yield f"{where}<{tag}>"
 
 
