@@ -82,13 +82,13 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
     other = local.with_name("other.gguf")
     other.write_bytes(gguf_bytes(model_entries(n_vocab=2000)))
     run(capsys, "pull", str(local), "--name", "mine")
-    words = ["hi"] if verb[0] == "run" else []
+    prompt = ["hi"] if verb[0] == "run" else []
     for draft, problem, hint in (
         ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
         ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
         (str(other), "its vocabulary differs", "--draft none"),
     ):
-        code, out, err = run(capsys, verb[0], "mine", *words, *verb[1:], "--draft", draft)
+        code, out, err = run(capsys, verb[0], "mine", *prompt, *verb[1:], "--draft", draft)
         assert code
         assert out == ""
         assert problem in err

@@ -90,7 +90,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(
+def serving(
     engine: Engine | None = None,
     *,
     load: Callable[[str, LoadProgress], LoadedEngine] | None = None,
@@ -163,12 +163,12 @@ def served(
 
 def _starter() -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
-        yield lambda engine=None, **setup: stack.enter_context(served(engine, **setup))
+        yield lambda engine=None, **setup: stack.enter_context(serving(engine, **setup))
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """`serve(engine, ...)`: an endpoint for this test, with `served`'s keywords."""
+    """`serve(engine, ...)`: an endpoint for this test, with `serving`'s keywords."""
     yield from _starter()
 
 
@@ -269,7 +269,9 @@ def load_model() -> Callable[..., Engine]:
 def real(smollm2: Path) -> Iterator[Served]:
     """The real small model, served once for all tests that only ask it things."""
     engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
-    with served(engine, aliases={"*": ""}, keep_alive_s=-1) as live_server:  # it cannot be loaded again
+    with serving(
+        engine, aliases={"*": ""}, keep_alive_s=-1
+    ) as live_server:  # it cannot be loaded again
         yield live_server
 
 

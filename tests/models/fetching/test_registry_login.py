@@ -116,11 +116,11 @@ class Endless(httpx2.SyncByteStream):
     """A body that has no end; counts what was taken of it."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.n_read = 0
 
     def __iter__(self) -> Iterator[bytes]:
         while True:
-            self.taken += 1 << 20
+            self.n_read += 1 << 20
             yield b" " * (1 << 20)
 
 
@@ -143,4 +143,4 @@ def test_endless_answer_is_not_read_to_its_end(operation: str) -> None:
         )
         with pytest.raises(DownloadError, match="more than 4 MiB"):
             ask()
-    assert body.taken <= 8 << 20
+    assert body.n_read <= 8 << 20

@@ -23,7 +23,7 @@ START = {
 
 
 @pytest.fixture
-def place(monkeypatch):
+def ollama_port(monkeypatch):
     """Ollama's address, taken until the test gives it away."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -55,8 +55,8 @@ def _urls(process: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("start", START)
-def test_both_addresses_answer(place, tmp_path, start):
-    listener, port = place
+def test_both_addresses_answer(ollama_port, tmp_path, start):
+    listener, port = ollama_port
     listener.close()
     model = make_llama(tmp_path / "made.gguf")
     with _serving(start, str(model), "--ctx", "256", "--threads", "1", "--ollama") as process:
@@ -76,8 +76,8 @@ def test_both_addresses_answer(place, tmp_path, start):
 
 
 @pytest.mark.parametrize("start", START)
-def test_a_place_that_is_taken_is_said(place, tmp_path, start):
-    _, port = place
+def test_a_place_that_is_taken_is_said(ollama_port, tmp_path, start):
+    _, port = ollama_port
     model = make_llama(tmp_path / "made.gguf")
     command = [*START[start], "serve", str(model), "--port", "0", "--ollama", "--resume", "never"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -86,7 +86,7 @@ def test_a_place_that_is_taken_is_said(place, tmp_path, start):
     assert "leave out --ollama" in done.stderr
 
 
-def test_it_speaks_no_tls(place, tmp_path):
+def test_it_speaks_no_tls(ollama_port, tmp_path):
     model = make_llama(tmp_path / "made.gguf")
     (tmp_path / "pem").touch()
     arguments = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]
@@ -96,8 +96,8 @@ def test_it_speaks_no_tls(place, tmp_path):
     assert "plain HTTP" in done.stderr
 
 
-def test_without_the_option_the_port_is_free(place, tmp_path):
-    listener, port = place
+def test_without_the_option_the_port_is_free(ollama_port, tmp_path):
+    listener, port = ollama_port
     listener.close()
     model = make_llama(tmp_path / "made.gguf")
     with _serving("alone", str(model), "--ctx", "256", "--threads", "1") as process:

@@ -58,7 +58,7 @@ def test_a_reranker_orders_documents(bert):
     body = {"query": "red cat", "documents": documents, "top_n": 3, "return_documents": True}
     reply = live_server.client.post("/v1/rerank", json=body).json()
     scores = engine.rerank("red cat", documents)
-    best = sorted(range(4), key=lambda place: -scores[place])[:3]
+    best = sorted(range(4), key=lambda index: -scores[index])[:3]
     assert [result["index"] for result in reply["results"]] == best
     assert [result["document"]["text"] for result in reply["results"]] == [documents[b] for b in best]
     assert reply["results"][0]["relevance_score"] == pytest.approx(scores[best[0]], abs=1e-5)

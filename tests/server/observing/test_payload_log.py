@@ -281,7 +281,7 @@ SERVER = """
     conftest = importlib.util.module_from_spec(spec)
     sys.modules["server_conftest"] = conftest
     spec.loader.exec_module(conftest)
-    with conftest.served(log_payloads={folder!r}) as here:
+    with conftest.serving(log_payloads={folder!r}) as here:
         def ask(number):
             here.chat(user=str(number), messages=[dict(role="user", content="x" * 2000)])
         for number in range(500):

@@ -31,8 +31,8 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
         text = "".join(answer.iter_text())
     assert "two" in text
     assert "[DONE]" in text
-    ended = live_server.wait_ended()
-    assert (ended.reason, ended.cut_short) == ("signal", False)
+    outcome = live_server.wait_ended()
+    assert (outcome.reason, outcome.cut_short) == ("signal", False)
 
 
 def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):

@@ -64,7 +64,7 @@ class Signed:
                 return branch, turns
         raise AssertionError("the stream ended")
 
-    def ended(self, conversation):
+    def finished_turns(self, conversation):
         """Wait for the end of an answer; return its turns on the branch."""
         branch, turns = self.follow(
             conversation,
@@ -78,8 +78,8 @@ class Signed:
 
 
 @pytest.fixture
-def paged(serve):
-    """`paged(engine, keys=…)`: an endpoint with its page, signed in."""
+def serve_page(serve):
+    """`serve_page(engine, keys=…)`: an endpoint with its page, signed in."""
 
     opened = []
 

@@ -26,7 +26,7 @@ from edgeinfer.server.web.routes import WEB
 from tests.server.conftest import with_page
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
-GUARDED = [one for one in WEB.operations if one.web == "cookie"]
+GUARDED = [operation for operation in WEB.operations if operation.web == "cookie"]
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -55,8 +55,8 @@ def test_without_the_cookie_nothing_is_told(serve, operation):
 
 
 @pytest.mark.parametrize("operation", WEB.operations, ids=lambda o: f"{o.method} {o.path}")
-def test_foreign_hosts_and_origins_are_refused(paged, operation):
-    page = paged()
+def test_foreign_hosts_and_origins_are_refused(serve_page, operation):
+    page = serve_page()
     for headers in (
         {"host": "evil.example"},
         {"origin": "https://evil.example"},
@@ -100,8 +100,8 @@ def test_the_cookie_is_for_the_page_alone_and_for_no_script(serve):
     assert cookie.partition("; ")[2] == "Path=/web; Max-Age=2592000; HttpOnly; SameSite=Strict"
 
 
-def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(paged, serve):
-    page = paged()
+def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(serve_page, serve):
+    page = serve_page()
     again = with_page(serve())
     value = next(iter(page.client.cookies.values()))
     stolen = {"cookie": f"edgeinfer-{again.port}={value}"}
@@ -188,8 +188,8 @@ def test_files_that_are_not_there_leave_nothing_behind(serve):
     assert routes._files.cache_info().currsize == 1
 
 
-def test_with_keys_the_first_one_signs_in_and_no_other(serve, paged):
-    page = paged(keys=KEYS)
+def test_with_keys_the_first_one_signs_in_and_no_other(serve, serve_page):
+    page = serve_page(keys=KEYS)
     assert page.get("/setup")["default_model"] == "fake"
     client = page.live_server.client
     assert client.get("/", headers=BROWSER).status_code == 200  # the page itself holds no secret
@@ -277,8 +277,8 @@ def test_the_vendored_file_is_the_one_that_its_notice_names():
     assert digest in (folder / "preact.LICENSE.txt").read_text()
 
 
-def test_a_report_is_named_in_the_list_or_there_is_none(paged):
-    page = paged()
+def test_a_report_is_named_in_the_list_or_there_is_none(serve_page):
+    page = serve_page()
     assert page.get("/evaluations") == []
     outside = private_dir(paths.data_dir() / "evaluations").parent / "outside.md"
     outside.write_text("no report")

@@ -28,11 +28,11 @@ def words(turn):
     return turn["text"] or re.sub("<[^>]*>", "", "".join(turn["blocks"])).strip()
 
 
-def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
+def test_ask_search_and_go_on_in_the_terminal(serve_page, terminal):
     engine = FakeEngine([["Green ", "tea"], ["More"]])
-    page = paged(engine)
+    page = serve_page(engine)
     number = page.ask("What shall I drink?", system_prompt="Be brief.", sampling={"temperature": 0.5})
-    question, answer = page.ended(number)
+    question, answer = page.finished_turns(number)
     assert (question["text"], words(answer), answer["status"]) == (
         "What shall I drink?",
         "Green tea",
@@ -46,39 +46,39 @@ def test_ask_search_and_go_on_in_the_terminal(paged, terminal):
     assert not chat.open_last()
     chat.ask("And then?")
     consume(chat.begin_answer())
-    assert [words(turn) for turn in page.ended(number)][-1] == "More"
+    assert [words(turn) for turn in page.finished_turns(number)][-1] == "More"
     sent = engine.requests[-1].messages
     assert [m.content for m in sent] == ["Be brief.", "What shall I drink?", "Green tea", "And then?"]
     assert engine.requests[-1].sampling.temperature == 0.5
     assert engine.requests[-1].conversation == f"chat-{number}"
 
 
-def test_edit_regenerate_branches_and_fork(paged):
-    page = paged(FakeEngine([["one"], ["two"], ["three"]]))
+def test_edit_regenerate_branches_and_fork(serve_page):
+    page = serve_page(FakeEngine([["one"], ["two"], ["three"]]))
     number = page.ask("first")
-    question, _ = page.ended(number)
+    question, _ = page.finished_turns(number)
     page.post(f"/conversations/{number}", action="regenerate")
-    _, again = page.ended(number)
+    _, again = page.finished_turns(number)
     assert (words(again), again["page"]) == ("two", [2, 2])
     page.ask("first, edited", number, editing=question["id"])
-    edited, third = page.ended(number)
+    edited, third = page.finished_turns(number)
     assert (edited["text"], edited["page"], words(third)) == ("first, edited", [2, 2], "three")
     page.post(f"/conversations/{number}", action="show", turn=edited["id"], step=-1)
-    assert words(page.ended(number)[-1]) == "two"
+    assert words(page.finished_turns(number)[-1]) == "two"
     page.post(f"/conversations/{number}", action="show", turn=third["id"])
-    assert words(page.ended(number)[-1]) == "three"
+    assert words(page.finished_turns(number)[-1]) == "three"
     fork = page.post(f"/conversations/{number}", action="fork", turn=third["id"])["id"]
-    assert [words(t) for t in page.ended(fork)] == ["first, edited", "three"]
+    assert [words(t) for t in page.finished_turns(fork)] == ["first, edited", "three"]
     assert [conversation["title"] for conversation in page.get("/conversations")] == [
         "first (fork)",
         "first",
     ]
 
 
-def test_delete_undo_rename_and_settings(paged):
-    page = paged()
+def test_delete_undo_rename_and_settings(serve_page):
+    page = serve_page()
     number = page.ask("hello")
-    page.ended(number)
+    page.finished_turns(number)
     page.post(f"/conversations/{number}", action="rename", title="Greeting")
     page.post(f"/conversations/{number}", action="set", system_prompt="S", sampling={"top_p": 0.5})
     branch, _ = page.follow(number, lambda *_: True)
@@ -94,14 +94,14 @@ def test_delete_undo_rename_and_settings(paged):
         assert 400 <= answer.status_code < 500
 
 
-def test_files_are_attached_and_pictures_shown(paged):
-    page = paged()
+def test_files_are_attached_and_pictures_shown(serve_page):
+    page = serve_page()
     files = [
         {"name": "notes.txt", "data": base64.b64encode(b"milk").decode()},
         {"name": "dot.png", "data": base64.b64encode(PNG).decode()},
     ]
     number = page.ask("what is this?", files=files[:1])
-    question, _ = page.ended(number)
+    question, _ = page.finished_turns(number)
     assert [(f["name"], f["is_picture"]) for f in question["files"]] == [("notes.txt", False)]
     number = page.ask("and this?", files=files[1:])
     branch, _turns = page.follow(number, lambda b, t: bool(t))
@@ -114,10 +114,10 @@ def test_files_are_attached_and_pictures_shown(paged):
     assert "x.bin is a binary file" in refused.text
 
 
-def test_exports(paged):
-    page = paged(FakeEngine([["It's `tea`"]]))
+def test_exports(serve_page):
+    page = serve_page(FakeEngine([["It's `tea`"]]))
     number = page.ask('What\'s "it"?', sampling={"temperature": 0.25})
-    *_, answer = page.ended(number)
+    *_, answer = page.finished_turns(number)
 
     def export(form, turn=0):
         return page.client.get(f"/conversations/{number}/export?form={form}&turn={turn}")
@@ -137,21 +137,21 @@ def test_exports(paged):
     assert page.client.get("/conversations/x/export").status_code == 404
 
 
-def test_failures_are_told_and_tried_again(paged):
-    page = paged(FakeEngine([["Half ", DecodeError("the engine broke")], ["whole"]]))
+def test_failures_are_told_and_tried_again(serve_page):
+    page = serve_page(FakeEngine([["Half ", DecodeError("the engine broke")], ["whole"]]))
     number = page.ask()
-    *_, failed = page.ended(number)
+    *_, failed = page.finished_turns(number)
     assert (failed["status"], words(failed), failed["note"]) == ("failed", "Half", "the engine broke")
     page.post(f"/conversations/{number}", action="regenerate")
-    assert words(page.ended(number)[-1]) == "whole"
+    assert words(page.finished_turns(number)[-1]) == "whole"
     page.post("/conversations", 400, text="  ")
 
 
-def test_a_model_that_does_not_load_leaves_the_question(paged):
+def test_a_model_that_does_not_load_leaves_the_question(serve_page):
     def load(name, progress):
         raise DecodeError("no such file")
 
-    page = paged(load=load, wait_ready=False)
+    page = serve_page(load=load, wait_ready=False)
     number = page.ask("still here?")
     branch, turns = page.follow(
         number, lambda b, t: bool(b["notice"]) and not b["notice"].startswith("Loading")
@@ -160,23 +160,23 @@ def test_a_model_that_does_not_load_leaves_the_question(paged):
     assert [turn["text"] for turn in turns.values()] == ["still here?"]
 
 
-def test_reasoning_and_a_long_history(paged):
-    page = paged(FakeEngine([[ReasoningDelta("hmm "), ReasoningDelta("so"), "yes"]]))
+def test_reasoning_and_a_long_history(serve_page):
+    page = serve_page(FakeEngine([[ReasoningDelta("hmm "), ReasoningDelta("so"), "yes"]]))
     number = page.ask()
-    *_, answer = page.ended(number)
+    *_, answer = page.finished_turns(number)
     assert (answer["reasoning"], words(answer)) == ("hmm so", "yes")
     for _ in range(3):
         page.ask("more", number)
-        page.ended(number)
+        page.finished_turns(number)
     with page.client.stream("GET", f"/conversations/{number}/events?latest=2") as stream:
         data = next(json.loads(line[6:]) for line in stream.iter_lines() if '"path"' in line)
     assert (len(data["path"]), data["earlier"]) == (2, 6)
 
 
-def test_reasoning_that_comes_slowly_is_shown_as_it_comes(paged):
+def test_reasoning_that_comes_slowly_is_shown_as_it_comes(serve_page):
     pause = Delay(3 * conversations._LOOK_S)
     script = [ReasoningDelta(" let"), pause, ReasoningDelta(" me"), pause, "\n", pause, "Hello", pause]
-    page = paged(FakeEngine([script]))
+    page = serve_page(FakeEngine([script]))
     number = page.ask()
     pieces = []
     for name, data in page.events(number):
@@ -185,12 +185,12 @@ def test_reasoning_that_comes_slowly_is_shown_as_it_comes(paged):
         if name == "branch" and not data["answering"]:
             break
     assert pieces, "all came at once"
-    *_, answer = page.ended(number)
+    *_, answer = page.finished_turns(number)
     assert (answer["reasoning"], words(answer)) == (" let me", "Hello")
     assert '"level":"error"' not in page.live_server.log.getvalue()
 
 
-def test_answers_split_anyhow_are_shown_as_the_whole(paged):
+def test_answers_split_anyhow_are_shown_as_the_whole(serve_page):
     answers, scripts = [], []
     for seed in range(40):
         dice, gate = random.Random(seed), StepGate()
@@ -200,7 +200,7 @@ def test_answers_split_anyhow_are_shown_as_the_whole(paged):
         script = split_script([ReasoningDelta(reasoning), text], dice, pause_s=pause_s)
         scripts.append([*script, gate])
         answers.append((text, reasoning, gate))
-    page = paged(FakeEngine(scripts))
+    page = serve_page(FakeEngine(scripts))
     for text, reasoning, gate in answers:
         whole = (list(render.blocks(text)), reasoning)
 
@@ -210,21 +210,21 @@ def test_answers_split_anyhow_are_shown_as_the_whole(paged):
         number = page.ask()
         page.follow(number, is_whole)  # while it is being written
         gate.opened.set()
-        *_, answer = page.ended(number)
+        *_, answer = page.finished_turns(number)
         assert (answer["blocks"], answer["reasoning"]) == whole
     assert '"level":"error"' not in page.live_server.log.getvalue()
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n", "[1]: https://example.com/x", "\\"])
-def test_a_conversation_with_any_text_can_be_opened(paged, terminal, text):
-    page, chat = paged(), terminal(FakeEngine([[text]]))
+def test_a_conversation_with_any_text_can_be_opened(serve_page, terminal, text):
+    page, chat = serve_page(), terminal(FakeEngine([[text]]))
     chat.ask("[1]: https://example.com/x")
     consume(chat.begin_answer())
-    question, answer = page.ended(chat.conversation.id)
+    question, answer = page.finished_turns(chat.conversation.id)
     assert (question["text"], words(answer)) == ("[1]: https://example.com/x", text.strip())
 
 
-def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(paged, monkeypatch):
+def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(serve_page, monkeypatch):
     drawn = render.Growing._render
 
     def breaking(growing, document, text):
@@ -233,18 +233,18 @@ def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(paged, mon
         return drawn(growing, document, text)
 
     monkeypatch.setattr(render.Growing, "_render", breaking)
-    page = paged(FakeEngine([["*good*"], ["*ba", "d*"]]))
+    page = serve_page(FakeEngine([["*good*"], ["*ba", "d*"]]))
     number = page.ask()
-    page.ended(number)
+    page.finished_turns(number)
     page.ask("more", number)
-    *_, good, _question, bad = page.ended(number)
+    *_, good, _question, bad = page.finished_turns(number)
     assert good["blocks"] == ["<p><em>good</em></p>\n"]
     assert bad["blocks"] == ['<p class="plain">*bad*</p>']
     assert "ZeroDivisionError" in page.live_server.log.getvalue()
 
 
-def test_a_drained_endpoint_ends_the_streams(paged):
-    page = paged()
+def test_a_drained_endpoint_ends_the_streams(serve_page):
+    page = serve_page()
     with page.client.stream("GET", "/conversations/0/events") as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: list"
@@ -254,15 +254,15 @@ def test_a_drained_endpoint_ends_the_streams(paged):
 
 
 @pytest.mark.parametrize("number", ["-1", "7", "x", "999999999999999999999999", "²"])
-def test_conversations_that_are_not_there(paged, number):
-    page = paged()
+def test_conversations_that_are_not_there(serve_page, number):
+    page = serve_page()
     for path, body in (("", {"action": "rename"}), ("/questions", {"text": "hi"})):
         assert page.client.post(f"/conversations/{number}{path}", json=body).status_code == 404
     assert page.client.get(f"/conversations/{number}/export").status_code == 404
 
 
-def test_only_the_catalogue_and_hugging_face_are_pulled_from(paged):
-    page = paged()
+def test_only_the_catalogue_and_hugging_face_are_pulled_from(serve_page):
+    page = serve_page()
     for name in (
         "/etc/passwd",
         "https://evil.example/x.gguf",
@@ -274,8 +274,8 @@ def test_only_the_catalogue_and_hugging_face_are_pulled_from(paged):
     assert "smollm2-135m-instruct" in [model["name"] for model in page.get("/models")]
 
 
-def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(paged, hub):
-    page, pull = paged(), {"name": "hf.co/someone/Tiny-GGUF:Q8_0"}
+def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(serve_page, hub):
+    page, pull = serve_page(), {"name": "hf.co/someone/Tiny-GGUF:Q8_0"}
     hub.faults.append(Fault(silent=True, cut_after=100))
     page.post("/pulls", **pull)
     wait_until(lambda: page.get("/pulls")[0]["done"], "bytes")

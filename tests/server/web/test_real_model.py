@@ -99,19 +99,22 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
     with serving() as page:
         (listed,) = page.get("/conversations")
         page.ask(MORE, listed["id"])
-        turns = page.ended(listed["id"])
+        turns = page.finished_turns(listed["id"])
         until_stored(turns[-1]["stats"])
         terminal.until_shown("word239")
         terminal.until(lambda: "is writing" not in terminal.screen())
         terminal.type(LAST)
         terminal.press("Enter")
         from_terminal = terminal.until(
-            lambda: len(page.ended(listed["id"])) == 6 and page.ended(listed["id"])[-1]["stats"]
+            lambda: (
+                len(page.finished_turns(listed["id"])) == 6
+                and page.finished_turns(listed["id"])[-1]["stats"]
+            )
         )
         assert from_terminal["cached_tokens"] >= decoded_tokens(turns[-1]["stats"]) - 1
         until_stored(from_terminal)
         page.ask("And the fourth?", listed["id"])
-        from_page = page.ended(listed["id"])[-1]["stats"]
+        from_page = page.finished_turns(listed["id"])[-1]["stats"]
         assert from_page["cached_tokens"] >= decoded_tokens(from_terminal) - 1
 
 

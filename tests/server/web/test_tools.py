@@ -134,7 +134,7 @@ def test_a_reload_shows_the_card_again_and_a_second_tab_answers_it(serve, tab, f
     assert load_config().tools.allow == ("plain.weather(city=Rome)",)
 
 
-def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(paged, tmp_path):
+def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(serve_page, tmp_path):
     schema = {"properties": {"n": {"type": "array", "uniqueItems": True}}}
     tools = [{"name": "loose", "inputSchema": schema}, {"name": "fine", "inputSchema": {}}]
     (tmp_path / "tools.json").write_text(json.dumps(tools))
@@ -142,22 +142,22 @@ def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(paged, tmp_pa
     with config_path().open("a") as config:
         listing = command("listing", str(tmp_path / "tools.json"))
         config.write(f"\n[tools.servers.listing]\ncommand = {json.dumps(listing)}\n")
-    page = paged(FakeEngine([["Hi."]]))
+    page = serve_page(FakeEngine([["Hi."]]))
     before = page.live_server.client.get("/props").json()
     assert before["loose_tools"] == []
-    page.ended(page.ask("hi", tools=True))
+    page.finished_turns(page.ask("hi", tools=True))
     (loose,) = page.live_server.client.get("/props").json()["loose_tools"]
     assert loose.startswith("listing__loose: the model may write other arguments: ")
     assert "#/properties/n/uniqueItems" in loose
 
 
 @pytest.fixture
-def waiting(paged):
+def waiting(serve_page):
     """`waiting(script)`: an endpoint with a conversation whose first call waits."""
 
     def start(script):
         configure("plain", "slow")
-        page = paged(FakeEngine([script, ["Without."]]))
+        page = serve_page(FakeEngine([script, ["Without."]]))
         page.number = page.ask("go", tools=True)
         return page
 
@@ -175,7 +175,7 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
     monkeypatch.setattr(conversations, "UNSEEN_S", 0.2)
     page = waiting(calling(plain__add=SUM))
     wait_until(lambda: not page.live_server.endpoint.in_flight, "the answer")
-    _question, called, answer = page.ended(page.number)
+    _question, called, answer = page.finished_turns(page.number)
     assert (called["calls"][0]["status"], called["calls"][0]["result"]) == (
         "refused",
         "the user said no: no page was open to allow the call",
@@ -183,13 +183,13 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
     assert "Without." in answer["blocks"][0]
 
 
-def test_calls_that_wait_hold_up_no_answer(paged, monkeypatch):
+def test_calls_that_wait_hold_up_no_answer(serve_page, monkeypatch):
     monkeypatch.setattr(conversations, "_MOST_ANSWERS", 1)
     configure("plain")
-    page = paged(FakeEngine([calling(plain__add=SUM), ["Meanwhile."]]))
+    page = serve_page(FakeEngine([calling(plain__add=SUM), ["Meanwhile."]]))
     page.number = page.ask("go", tools=True)
     card_of(page)
-    assert "Meanwhile." in page.ended(page.ask("hi"))[1]["blocks"][0]
+    assert "Meanwhile." in page.finished_turns(page.ask("hi"))[1]["blocks"][0]
 
 
 def test_only_the_card_on_show_can_be_decided(waiting):
@@ -205,7 +205,10 @@ def test_only_the_card_on_show_can_be_decided(waiting):
     later = card_of(page)
     assert later["tool"] == "weather"
     page.post(path, action="decide", card=later["number"], choice="no", reason="not now")
-    assert [call["status"] for call in page.ended(page.number)[1]["calls"]] == ["done", "refused"]
+    assert [call["status"] for call in page.finished_turns(page.number)[1]["calls"]] == [
+        "done",
+        "refused",
+    ]
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -220,7 +223,7 @@ def test_stop_ends_a_call_that_waits_or_runs(waiting, runs):
             if name == "calls" and d["words"] and not d["card"]
         )
     page.post(f"/conversations/{page.number}", action="stop")
-    *_, called = page.ended(page.number)
+    *_, called = page.finished_turns(page.number)
     assert called["calls"][0]["status"] == "stopped"
     page.post(f"/conversations/{page.number}", 409, action="stop")
 
@@ -232,19 +235,19 @@ def test_an_endpoint_ends_while_a_call_waits(waiting):
     page.live_server.wait_ended()
 
 
-def test_tools_without_configuration_are_refused_with_the_next_step(paged):
-    page = paged()
+def test_tools_without_configuration_are_refused_with_the_next_step(serve_page):
+    page = serve_page()
     assert page.get("/setup")["has_tools"] is False
     refused = page.post("/conversations", 400, text="hi", tools=True)
     assert "no tools are configured (config.toml" in refused["error"]["message"]
     assert page.get("/conversations") == []
 
 
-def test_the_switch_says_what_there_is_and_where(paged, folder):
+def test_the_switch_says_what_there_is_and_where(serve_page, folder):
     configure("plain", "old")
-    page = paged()
+    page = serve_page()
     number = page.ask("hi")
-    page.ended(number)
+    page.finished_turns(number)
     note = page.post(f"/conversations/{number}", action="set", tools=True)["note"]
     assert "plain: add, weather, fail" in note
     assert f"Tools work in the folder {folder}." in note
