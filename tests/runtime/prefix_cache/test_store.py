@@ -161,7 +161,7 @@ def test_wrong_sizes_are_refused(blocks: BlockFolder) -> None:
     assert len(size) == len(lie)
     data = data.replace(size, lie)
     checksum = xxhash.xxh3_64_intdigest(data[16:]).to_bytes(8, "little")
-    with pytest.raises(BlockDamagedError, match="do not fit"):
+    with pytest.raises(BlockDamagedError, match="exceed the file"):
         decode(memoryview(data[:8] + checksum + data[16:]))
 
 
