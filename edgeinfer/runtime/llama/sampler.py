@@ -14,16 +14,8 @@ from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import Sampling
 
 _NEUTRAL_MIN_KEEP = 1
-
-
-def is_plain_greedy(sampling: Sampling) -> bool:
-    """Return whether sampling takes the largest logit: temperature 0, without biases and penalties."""
-    return (
-        sampling.temperature <= 0
-        and not sampling.logit_bias
-        and not _penalises(sampling)
-        and not sampling.dry_multiplier
-    )
+#: llama.cpp's llama_token_data.
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 def _penalises(s: Sampling) -> bool:
@@ -39,38 +31,77 @@ class Sampler:
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
-        is_greedy = is_plain_greedy(sampling)
-        self._chain = None if is_greedy else _chain(vocab, sampling, seed, n_ctx)
-        is_read = sampling.penalize_prompt and not is_greedy
-        self.history = _history(sampling, n_ctx) if is_read else 0
+        self._choice = _chain(_choice_stages(sampling, seed))
+        self._penalties = _chain(_penalty_stages(vocab, sampling, n_ctx))
+        self.history = _history(sampling, n_ctx) if sampling.penalize_prompt else 0
+        #: Bias of each token whose logit a bias or a penalty may change.
+        self._biases = dict(sampling.logit_bias)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
         """Sample from row `row`, which `logits` views, and add the token to the history.
 
         A negative row counts from the end of the batch's rows with logits.
         """
-        if self._chain is None:
+        if not self._biases:
+            token = self._choose(context, row, logits)
+        else:
+            tokens, before = self._change(logits)
+            token = self._choose(context, row, logits)
+            logits[tokens] = before
+        self.accept((token,))
+        return token
+
+    def _choose(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
+        if self._choice is None:
             return int(logits.argmax())
-        return int(L.llama_sampler_sample(self._chain, context, row))
+        return int(L.llama_sampler_sample(self._choice, context, row))
+
+    def _change(
+        self, logits: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Bias and penalize; return the tokens that this may change, and their logits before.
+
+        llama.cpp's stages get only these tokens: of a whole vocabulary, they look up each in a table.
+        """
+        n = len(self._biases)
+        tokens = np.fromiter(self._biases, np.int64, n)
+        biases = np.fromiter(self._biases.values(), np.float32, n)
+        is_known = tokens < len(logits)  # a draft model may have fewer tokens
+        tokens = tokens[is_known]
+        before = logits[tokens]
+        candidates = np.zeros(len(tokens), _CANDIDATE)
+        candidates["id"] = tokens
+        candidates["logit"] = before + biases[is_known]
+        if self._penalties is not None:
+            data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
+            array = L.llama_token_data_array(data, len(tokens), -1, False)
+            L.llama_sampler_apply(self._penalties, ctypes.byref(array))
+        logits[tokens] = candidates["logit"]
+        return tokens, before
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Add tokens that were not sampled here (the prompt's) to the penalties' history."""
-        if self._chain is not None:
+        """Add tokens (also the prompt's) to the penalties' history."""
+        if self._penalties is not None:
             for token in tokens:
-                L.llama_sampler_accept(self._chain, token)
+                L.llama_sampler_accept(self._penalties, token)
+                self._biases.setdefault(token, 0.0)
 
     def copy(self) -> Sampler:
         """Return a sampler with the same history and random state."""
         twin = object.__new__(Sampler)
-        twin._chain = None if self._chain is None else L.llama_sampler_clone(self._chain)
-        twin.history = self.history
+        twin._choice, twin._penalties = (
+            None if chain is None else L.llama_sampler_clone(chain)
+            for chain in (self._choice, self._penalties)
+        )
+        twin.history, twin._biases = self.history, self._biases.copy()
         return twin
 
     def close(self) -> None:
-        """Free the chain. Idempotent."""
-        if self._chain is not None:
-            L.llama_sampler_free(self._chain)
-            self._chain = None
+        """Free the chains. Idempotent."""
+        for chain in (self._choice, self._penalties):
+            if chain is not None:
+                L.llama_sampler_free(chain)
+        self._choice = self._penalties = None
 
     def __del__(self) -> None:
         self.close()
@@ -84,20 +115,20 @@ def _history(s: Sampling, n_ctx: int) -> int:
     return max((n_ctx if n < 0 else n for n in lengths), default=0)
 
 
-def _chain(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Any:
+def _chain(stages: Iterable[Any]) -> Any:
+    """Return a chain of the stages, None of none."""
+    if not (stages := list(stages)):
+        return None
     params = L.llama_sampler_chain_default_params()
     params.no_perf = True
     chain = L.llama_sampler_chain_init(params)
-    for stage in _stages(vocab, s, seed, n_ctx):
+    for stage in stages:
         L.llama_sampler_chain_add(chain, stage)
     return chain
 
 
-def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
-    """Yield the sampler stages that have an effect, in llama.cpp's order; the last one samples."""
-    if s.logit_bias:
-        pairs = (L.llama_logit_bias * len(s.logit_bias))(*((t, b) for t, b in s.logit_bias.items()))
-        yield L.llama_sampler_init_logit_bias(vocab.n_vocab, len(s.logit_bias), pairs)
+def _penalty_stages(vocab: Vocab, s: Sampling, n_ctx: int) -> Iterable[Any]:
+    """Yield the stages that change logits by the history, in llama.cpp's order."""
     if _penalises(s):
         last_n = n_ctx if s.repeat_last_n < 0 else s.repeat_last_n
         yield L.llama_sampler_init_penalties(
@@ -105,9 +136,11 @@ def _stages(vocab: Vocab, s: Sampling, seed: int, n_ctx: int) -> Iterable[Any]:
         )
     if s.dry_multiplier:
         yield _dry(vocab, s, n_ctx)
-    if s.temperature <= 0:
-        yield L.llama_sampler_init_greedy()
-    else:
+
+
+def _choice_stages(s: Sampling, seed: int) -> Iterable[Any]:
+    """Yield the stages that draw a token by all logits; none take the largest logit."""
+    if s.temperature > 0:
         yield from _truncations(s)
         yield L.llama_sampler_init_temp(s.temperature)
         yield L.llama_sampler_init_dist(seed)
