@@ -11,7 +11,7 @@ from edgeinfer.safe_text import without_controls
 
 #: Error class → exit code, and the next command or step. Exit codes: 1 failure, 2 usage, 3 model not
 #: here, 4 network, 5 verification, 6 disk or memory full, 7 snapshot, 8 engine, 130 interrupted;
-#: `verify` also uses 9.
+#: `verify` also uses 9 and 10.
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),

@@ -322,7 +322,8 @@ class Commander:
             raise UsageError(f"/receipt takes no option: {argument}", hint="`/receipt FILE.json`")
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
         text = msgspec.json.encode(receipt).decode()
-        self.front.show_text(f"Written to {formats.write(path, text)}; `edgeinfer verify` checks it.")
+        written = formats.write(path, text)
+        self.front.show_text(f"Receipt written to {written}. Check it: `edgeinfer verify {written}`")
 
     # answers and branches
 

@@ -66,7 +66,7 @@ VERBS = {
     ),
     "verify": Verb(
         "check by a receipt that a model generated an answer",
-        ("verify receipt.json", "verify --log payloads --sample 1%"),
+        ("verify receipt.json", "verify reply.sse", "verify --log payloads --sample 1%"),
     ),
     "eval": Verb(
         "score models, prompts or adapters on a set of items, and compare them",

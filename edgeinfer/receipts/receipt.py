@@ -21,7 +21,6 @@ from msgspec import Meta
 
 from edgeinfer import __version__
 from edgeinfer.errors import ConfigError, ReceiptError
-from edgeinfer.platform.disk import stamps
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
 from edgeinfer.runtime.events import Finished, FinishReason
 from edgeinfer.runtime.options import EngineInfo
@@ -160,10 +159,6 @@ def make_receipt(
     if reason or record is None:
         return Refusal(refused=reason or "the engine recorded no tokens")
     logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
-    try:
-        adapters = tuple(_adapters(request, info))
-    except (OSError, KeyError):
-        return Refusal(refused="an adapter was unloaded, or its file was removed")
     content = Content(
         salt=secrets.token_hex(32),
         request=sparse(without_server_fields(request)),
@@ -178,7 +173,10 @@ def make_receipt(
         kernel_revision=KERNEL_REVISION,
         model=info.model,
         model_sha256=info.sha256,
-        adapters=adapters,
+        adapters=tuple(
+            AdapterDigest(name=adapter.name, scale=adapter.scale, sha256=adapter.sha256)
+            for adapter in record.adapters
+        ),
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
@@ -264,29 +262,6 @@ def constraint_digest(request: GenerateRequest, salt: str) -> str:
 
 def _sha256(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
-
-
-def _adapters(request: GenerateRequest, info: EngineInfo) -> list[AdapterDigest]:
-    loaded = {adapter.name: adapter for adapter in info.lora}
-    scales = request.lora
-    if scales is None:
-        scales = tuple((adapter.name, adapter.scale) for adapter in info.lora)
-    pairs = ((loaded[name], scale) for name, scale in scales if scale)
-    return [
-        AdapterDigest(name=adapter.name, scale=scale, sha256=file_digest(adapter.path))
-        for adapter, scale in pairs
-    ]
-
-
-def file_digest(path: str) -> str:
-    """Return a file's SHA-256, computed again only if the file has changed. Raises OSError."""
-    return _file_digest(path, stamps([path]))
-
-
-@functools.lru_cache(maxsize=64)
-def _file_digest(path: str, _stamps: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse(data: bytes) -> Receipt:

@@ -7,6 +7,7 @@ with the receipt's, within a tolerance, and the verdict says so.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,10 +17,10 @@ from edgeinfer.receipts.receipt import (
     Content,
     Receipt,
     constraint_digest,
-    file_digest,
     sparse,
     without_server_fields,
 )
+from edgeinfer.receipts.replies import Quote
 from edgeinfer.runtime.events import FinishReason, TokenRecord
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
@@ -44,14 +45,6 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     text: str
     logprob: float | None
-
-
-class Quote(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer that a response contains besides its receipt; `calls`: (name, arguments), or None."""
-
-    text: str
-    reasoning: str | None = None
-    calls: tuple[tuple[str, str], ...] | None = None
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,20 +84,20 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
-def verify(receipt: Receipt, engine: Engine, quote: Quote | None = None) -> Verification:
-    """Check a receipt, and the answer next to it.
+def verify(receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> Verification:
+    """Check a receipt, and each copy of the answer next to it.
 
     Raises ReceiptError if that is impossible here, and what `submit` raises.
     """
-    return ReceiptCheck(receipt, engine, quote).run()
+    return ReceiptCheck(receipt, engine, quotes).run()
 
 
 class ReceiptCheck:
     """One check, which can be cancelled from another thread."""
 
-    def __init__(self, receipt: Receipt, engine: Engine, quote: Quote | None = None) -> None:
+    def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
         self._receipt, self._engine = receipt, engine
-        self._quote = quote
+        self._quotes = quotes
         self._findings: dict[str, Any] = {}
         self._generation: Generation | None = None
         self._is_cancelled = False
@@ -187,10 +180,7 @@ class ReceiptCheck:
 
     def _lora(self) -> tuple[tuple[str, float], ...]:
         """Find the receipt's adapters by their digests. Raises ReceiptError."""
-        try:
-            loaded = {file_digest(adapter.path): adapter.name for adapter in self._engine.info.lora}
-        except OSError as error:
-            raise ReceiptError(f"the file of an adapter was removed: {error.filename}") from error
+        loaded = {adapter.sha256: adapter.name for adapter in self._engine.info.lora}
         for adapter in self._receipt.adapters:
             if adapter.sha256 not in loaded:
                 hint = "load the model with the adapter: `--lora FILE`"
@@ -243,32 +233,19 @@ class ReceiptCheck:
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
         if len(content.logprobs) != len(answer):
             return _TOO_FEW_LOGPROBS
-        for i, (own, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
-            if own is not None and value is not None and not abs(own - value) <= _ROUNDING:
-                return (
-                    f"the log-probability of token {i} is {own:.3f}, but the receipt says {value:.3f}"
-                )
-        self._findings["text"] = generated.text
-        return self._quote_difference(self._quote, generated, request) if self._quote else ""
-
-    def _quote_difference(self, quote: Quote, answer: Collected, request: GenerateRequest) -> str:
-        """Return how the response's answer differs from the receipt's tokens, "" if they are equal."""
-        self._findings["is_text_compared"] = True
-        prompt = request.prompt if isinstance(request.prompt, str) else ""
-        raw = answer.reasoning + answer.text
-        # /v1/completions joins reasoning and text, and `echo` puts the prompt before them
-        is_equal = quote.text in (answer.text, raw, prompt + raw)
-        is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
-        if is_cut:  # its last characters, and the end of a call, were held back
-            is_equal = is_equal or answer.text.startswith(quote.text)
-        elif quote.reasoning is not None and quote.reasoning != answer.reasoning:
-            return "the response's reasoning differs from the receipt's tokens"
-        if not is_equal:
-            return "the response's text differs from the receipt's tokens"
-        calls = tuple((call.name, call.arguments) for call in answer.calls.values())
-        if not is_cut and quote.calls is not None and quote.calls != calls:
-            return "the response's tool calls differ from the receipt's tokens"
-        return ""
+        for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
+            if computed is not None and value is not None and not abs(computed - value) <= _ROUNDING:
+                difference = f"is {computed:.3f}, but the receipt says {value:.3f}"
+                return f"the log-probability of token {i} {difference}"
+        self._findings |= {"text": generated.text, "is_text_compared": bool(self._quotes)}
+        prompt = request.prompt or ""
+        if not isinstance(prompt, str):
+            prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
+        is_cut = reason in ("cancelled", "deadline")
+        return next(
+            (d for q in self._quotes if (d := q.difference(generated, prompt=prompt, is_cut=is_cut))),
+            "",
+        )
 
     def _generate(
         self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int
@@ -324,8 +301,8 @@ class ReceiptCheck:
         )
         logprobs = self._collect(teacher).prompt
         assert logprobs is not None
-        own = [token.chosen.logprob for token in logprobs.tokens[len(content.prompt) - 1 :]]
-        pairs = zip(own, content.logprobs, strict=True)
+        computed = [token.chosen.logprob for token in logprobs.tokens[len(content.prompt) - 1 :]]
+        pairs = zip(computed, content.logprobs, strict=True)
         differences = [abs(a - b) for a, b in pairs if b is not None]
         if not differences:
             return "the receipt has no log-probabilities to compare"
@@ -348,8 +325,8 @@ def _record(answer: Collected) -> TokenRecord:
     return record
 
 
-def _first_difference(tokens: tuple[int, ...], others: tuple[int, ...]) -> int | None:
-    pairs = enumerate(zip(tokens, others, strict=False))
-    shorter = min(len(tokens), len(others))
+def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    shorter = min(len(tokens), len(expected))
     position = next((i for i, (a, b) in pairs if a != b), shorter)
-    return None if position == len(tokens) == len(others) else position
+    return None if position == len(tokens) == len(expected) else position

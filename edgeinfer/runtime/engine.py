@@ -150,6 +150,8 @@ class LlamaEngine:
         try:
             with self._lora.lock:
                 seq.adapters = self._lora.key(request.lora)
+                if seq.recorder is not None:
+                    seq.recorder.adapters = self._lora.with_scales(seq.adapters)
                 self._loop.submit(seq)
         except BaseException:
             seq.sampler.close()

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from edgeinfer.runtime.options import Adapter
 from edgeinfer.units import format_cost
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
@@ -140,14 +141,16 @@ Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a prompt and its answer, and the log-probability of each answer token.
 
-    It is None for a token that a constraint or a spent budget forced. If a replay ended at a different
-    token, `replayed_logprob` is the log-probability of the expected token at that position.
+    `adapters` are those that it was generated with, at its scales. A log-probability is None for a
+    token that a constraint or a spent budget forced. If a replay ended at a different token,
+    `replayed_logprob` is the log-probability of the expected token at that position.
     `irreproducible`: why another engine may get different tokens; "" if it cannot.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     logprobs: tuple[float | None, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     replayed_logprob: float | None = None
     irreproducible: str = ""
 

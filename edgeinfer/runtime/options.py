@@ -40,11 +40,15 @@ MOST_ALPHA = 65_536.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its name in requests, its file, and its scale for requests without adapters."""
+    """A LoRA adapter: its name in requests, its file, and its scale for requests without adapters.
+
+    `sha256` is the digest of the file as it was loaded, "" before.
+    """
 
     name: str
     path: str
     scale: float = 1.0
+    sha256: str = ""
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,18 +92,20 @@ class ReplicatedEngine(ForwardingEngine):
         with self._changing_adapters:
             before = self._info.lora
             try:
-                self._use_adapters(adapters)
+                loaded = self._use_adapters(adapters)
             except EngineError:
                 self._use_adapters(before)
                 raise
             with self._changed:
-                self._info = msgspec.structs.replace(self._info, lora=tuple(adapters))
+                self._info = msgspec.structs.replace(self._info, lora=loaded)
             return self._info.lora
 
-    def _use_adapters(self, adapters: Sequence[Adapter]) -> None:
+    def _use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
+        loaded = tuple(adapters)
         for replica in self.usable:
             with contextlib.suppress(EngineClosedError):  # the replica has ended
-                replica.engine.use_adapters(adapters)
+                loaded = replica.engine.use_adapters(adapters)
+        return loaded
 
     def metrics(self) -> EngineMetrics:
         """Return the sums over all replicas."""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import subprocess
@@ -17,13 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgeinfer.cli.verbs import verify as verb
 from edgeinfer.cli.verbs.run import _check_receipt_path, _write_receipt
-from edgeinfer.cli.verbs.verify import Check, VerifyResult, add_arguments, describe, find_receipts, run
+from edgeinfer.cli.verbs.verify import Check, VerifyResult, add_arguments, describe, run
 from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
-from edgeinfer.receipts.verify import verify, with_content
+from edgeinfer.receipts.replies import find_receipts
+from edgeinfer.receipts.verify import Verification, verify, with_content
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import Adapter, Chosen, EngineInfo, LoadOptions, ModelFiles
@@ -97,12 +100,12 @@ def _request(kind: str = "sampled", **fields: Any) -> GenerateRequest:
 
 def _receipts(engine: LlamaEngine, *requests: GenerateRequest) -> list[Receipt]:
     """Ask all at once, which batches them."""
-    made = [
+    outcomes = [
         make_receipt(request, answer.finish, engine.info)
         for request, answer in zip(requests, answers(engine, requests), strict=True)
     ]
-    assert not [entry for entry in made if isinstance(entry, Refusal)]
-    return [entry for entry in made if isinstance(entry, Receipt)]
+    assert not [entry for entry in outcomes if isinstance(entry, Refusal)]
+    return [entry for entry in outcomes if isinstance(entry, Receipt)]
 
 
 def _through_json(receipt: Receipt) -> Receipt:
@@ -110,7 +113,7 @@ def _through_json(receipt: Receipt) -> Receipt:
     return receipts.parse(json.dumps(json.loads(msgspec.json.encode(receipt)), indent=1).encode())
 
 
-def _redigested(receipt: Receipt, **content: Any) -> Receipt:
+def _forge(receipt: Receipt, **content: Any) -> Receipt:
     """Change the content, and all digests with it, as a forger would."""
     assert receipt.content is not None
     changed = msgspec.structs.replace(receipt.content, **content)
@@ -139,7 +142,7 @@ def test_every_kind_of_answer_verifies_and_with_another_token_it_does_not(
     answer = _content(receipt).answer
     for position in {0, len(answer) // 2, len(answer) - 1}:
         other = (answer[position] + 1) % engine.info.n_vocab
-        forged = _redigested(receipt, answer=(*answer[:position], other, *answer[position + 1 :]))
+        forged = _forge(receipt, answer=(*answer[:position], other, *answer[position + 1 :]))
         result = verify(forged, engine)
         assert (result.verdict, result.position) == ("differs", position), result.reason
         assert result.expected is not None
@@ -151,9 +154,9 @@ def test_every_kind_of_answer_verifies_and_with_another_token_it_does_not(
 def test_copies_of_a_batch_and_an_answer_from_the_cache_verify(engines: Engines) -> None:
     engine = engines["smollm2"]
     four = [_request(sampling=msgspec.structs.replace(_SAMPLED, seed=seed)) for seed in range(4)]
-    made = _receipts(engine, *four) + _receipts(engine, four[0])
-    assert len({_content(receipt).answer for receipt in made}) == 4
-    assert [verify(receipt, engine).verdict for receipt in made] == ["verified"] * 5
+    all_receipts = _receipts(engine, *four) + _receipts(engine, four[0])
+    assert len({_content(receipt).answer for receipt in all_receipts}) == 4
+    assert [verify(receipt, engine).verdict for receipt in all_receipts] == ["verified"] * 5
 
 
 @pytest.mark.model
@@ -174,9 +177,9 @@ def test_a_cancelled_answer_verifies_as_far_as_it_goes(engines: Engines) -> None
 @pytest.mark.model
 def test_a_seed_is_drawn_and_recorded(engines: Engines) -> None:
     engine = engines["smollm2"]
-    made = _receipts(engine, *(_request(sampling=Sampling(temperature=1.0)) for _ in range(2)))
-    assert made[0].sampling.seed != made[1].sampling.seed
-    assert [verify(receipt, engine).verdict for receipt in made] == ["verified"] * 2
+    all_receipts = _receipts(engine, *(_request(sampling=Sampling(temperature=1.0)) for _ in range(2)))
+    assert all_receipts[0].sampling.seed != all_receipts[1].sampling.seed
+    assert [verify(receipt, engine).verdict for receipt in all_receipts] == ["verified"] * 2
 
 
 @pytest.mark.model
@@ -184,19 +187,19 @@ def test_a_longer_a_shorter_and_another_ending_differ(engines: Engines) -> None:
     engine = engines["smollm2"]
     (cut,) = _receipts(engine, _request("cut by length"))
     answer = _content(cut).answer
-    shorter = _redigested(msgspec.structs.replace(cut, n_answer=30), answer=answer[:30])
+    shorter = _forge(msgspec.structs.replace(cut, n_answer=30), answer=answer[:30])
     assert "not cut off by length" in verify(shorter, engine).reason
-    ended = _redigested(
+    stopped_early = _forge(
         msgspec.structs.replace(cut, n_answer=30, finish_reason="stop"), answer=answer[:30]
     )
-    assert "continues" in verify(ended, engine).reason
+    assert "continues" in verify(stopped_early, engine).reason
     (stopped,) = _receipts(engine, _request("stop strings"))
     assert stopped.finish_reason == "stop"
     for change in ({"stop_sequence": None}, {"stop_sequence": "sea"}):
-        assert verify(_redigested(stopped, **change), engine).verdict == "differs"
+        assert verify(_forge(stopped, **change), engine).verdict == "differs"
     no_stop = {**_content(stopped).request}
     del no_stop["stop"]
-    assert verify(_redigested(stopped, request=no_stop), engine).verdict == "differs"
+    assert verify(_forge(stopped, request=no_stop), engine).verdict == "differs"
 
 
 @pytest.mark.model
@@ -205,12 +208,11 @@ def test_another_question_or_seed_differs(engines: Engines) -> None:
     (receipt,) = _receipts(engine, _request("penalties"))
     request = {**_content(receipt).request, "messages": [{"role": "user", "content": "Lie to me."}]}
     assert (
-        "the prompt of the request differs"
-        in verify(_redigested(receipt, request=request), engine).reason
+        "the prompt of the request differs" in verify(_forge(receipt, request=request), engine).reason
     )
     for change in ({"seed": 6}, {"temperature": 1.4}, {"repeat_penalty": 3.0}, {"logit_bias": {}}):
         sampling = msgspec.structs.replace(receipt.sampling, **change)
-        forged = _redigested(msgspec.structs.replace(receipt, sampling=sampling))
+        forged = _forge(msgspec.structs.replace(receipt, sampling=sampling))
         assert verify(forged, engine).verdict == "differs", change
 
 
@@ -274,11 +276,11 @@ def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(engines: 
 def test_another_kernel_revision_is_checked_within_a_tolerance(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("schema"))
-    old = _redigested(msgspec.structs.replace(receipt, kernel_revision=0))
+    old = _forge(msgspec.structs.replace(receipt, kernel_revision=0))
     result = verify(old, engine)
     assert (result.verdict, result.most_difference) == ("within tolerance", pytest.approx(0, abs=1e-3))
     answer = _content(old).answer
-    result = verify(_redigested(old, answer=(answer[1], *answer[1:])), engine)
+    result = verify(_forge(old, answer=(answer[1], *answer[1:])), engine)
     assert result.verdict == "differs"
     assert result.most_difference is not None
     assert result.most_difference > 2
@@ -289,7 +291,7 @@ def test_another_model_differs_and_another_cache_type_is_refused(engines: Engine
     (receipt,) = _receipts(engines["smollm2"], _request())
     assert "another digest" in verify(receipt, engines["gemma3"]).reason
     with pytest.raises(ReceiptError, match="q8_0"):
-        verify(_redigested(msgspec.structs.replace(receipt, kv_type="q8_0")), engines["smollm2"])
+        verify(_forge(msgspec.structs.replace(receipt, kv_type="q8_0")), engines["smollm2"])
 
 
 @pytest.mark.model
@@ -303,14 +305,14 @@ def test_hostile_receipts_are_refused_in_words(engines: Engines) -> None:
     for schema in (bomb, deep):
         request = {**_content(receipt).request, "constraint": {"type": "json_schema", "schema": schema}}
         with contextlib.suppress(EdgeInferError):
-            assert verify(_redigested(receipt, request=request), engine).verdict == "differs"
-    for tokens, words in (((2_000_000,), "vocabulary"), ((1,) * 5000, "context")):
+            assert verify(_forge(receipt, request=request), engine).verdict == "differs"
+    for tokens, message in (((2_000_000,), "vocabulary"), ((1,) * 5000, "context")):
         forged = msgspec.structs.replace(receipt, n_answer=len(tokens))
-        with pytest.raises(ReceiptError, match=words):
-            verify(_redigested(forged, answer=tokens), engine)
+        with pytest.raises(ReceiptError, match=message):
+            verify(_forge(forged, answer=tokens), engine)
     for request in ({"messages": 5}, {"prompt": "a", "infill": {}}, {"replay": {"answer": []}}, {}):
         with contextlib.suppress(EdgeInferError):
-            assert verify(_redigested(receipt, request=request), engine).verdict == "differs"
+            assert verify(_forge(receipt, request=request), engine).verdict == "differs"
 
 
 _WRONG = {
@@ -349,11 +351,11 @@ def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
     value: Any, data: st.DataObject
 ) -> None:
     document = json.loads(json.dumps(_EXAMPLE))
-    place = document["content"] if data.draw(st.booleans()) else document
-    field = data.draw(st.sampled_from(sorted(place)))
-    if place[field] == value or (field in ("signature", "content") and value is None):
+    parent = document["content"] if data.draw(st.booleans()) else document
+    field = data.draw(st.sampled_from(sorted(parent)))
+    if parent[field] == value or (field in ("signature", "content") and value is None):
         return
-    place[field] = value
+    parent[field] = value
     try:
         receipt = receipts.to_receipt(document)
     except ReceiptError:
@@ -391,25 +393,25 @@ def test_a_field_that_changes_no_token_cannot_be_forged(engines: Engines, kind: 
     engine, (fields, asked) = engines["smollm2"], _FORGED[kind]
     (receipt,) = _receipts(engine, _request("schema"))
     request = {**_content(receipt).request, **asked}
-    forged = _redigested(msgspec.structs.replace(receipt, **fields), request=request)
-    words = "differs"
+    forged = _forge(msgspec.structs.replace(receipt, **fields), request=request)
+    verdict = "differs"
     with contextlib.suppress(ReceiptError):
-        words = verify(forged, engine).verdict
-    assert words == "differs"
+        verdict = verify(forged, engine).verdict
+    assert verdict == "differs"
 
 
 @pytest.mark.model
 def test_forged_names_and_log_probabilities_do_not_verify(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request())
-    renamed = _redigested(msgspec.structs.replace(receipt, model="gpt\x1b[2J"))
+    renamed = _forge(msgspec.structs.replace(receipt, model="gpt\x1b[2J"))
     assert verify(renamed, engine).model == engine.info.model
-    first, *rest = _content(receipt).logprobs
+    first, *later = _content(receipt).logprobs
     assert first is not None
-    assert "log-probability" in verify(_redigested(receipt, logprobs=(first - 1, *rest)), engine).reason
+    assert "log-probability" in verify(_forge(receipt, logprobs=(first - 1, *later)), engine).reason
     for revision in (0, receipt.kernel_revision):
         old = msgspec.structs.replace(receipt, kernel_revision=revision)
-        assert verify(_redigested(old, logprobs=(None, *rest)), engine).verdict == "differs"
+        assert verify(_forge(old, logprobs=(None, *later)), engine).verdict == "differs"
     key = SigningKey(b"k" * 32)
     altered = msgspec.structs.replace(sign(receipt, key), model="other")
     assert (verify(altered, engine).verdict, verify(altered, engine).signer) == ("differs", "")
@@ -441,11 +443,12 @@ def test_a_changed_answer_next_to_its_receipt_differs(engines: Engines) -> None:
     assert text
     for changed, verdict in ((text, "verified"), (text + " Not.", "differs"), ("", "differs")):
         for kind, document in _beside(receipt, changed).items():
-            [entry], _ = find_receipts(document)
-            result = verify(receipts.to_receipt(entry.document), engine, entry.quote)
+            [entry], _ = find_receipts([document])
+            result = verify(receipts.to_receipt(entry.document), engine, entry.quotes)
             assert (result.verdict, result.is_text_compared) == (verdict, True), kind
-    [entry], _ = find_receipts({"output": [], "receipt": _beside(receipt, "")["chat"]["receipt"]})
-    assert entry.quote is None
+    [entry], _ = find_receipts([{"usage": {}, "receipt": _beside(receipt, "")["chat"]["receipt"]}])
+    assert entry.quotes == ()
+    assert not verify(receipt, engine, entry.quotes).is_text_compared
 
 
 @pytest.mark.model
@@ -459,12 +462,14 @@ def test_changed_tool_calls_next_to_a_receipt_differ(engines: Engines) -> None:
         function = {"name": call.name, "arguments": arguments}
         message = {"content": None, "tool_calls": [{"function": function}]}
         [entry], _ = find_receipts(
-            {
-                "choices": [{"index": 0, "message": message}],
-                "receipt": json.loads(msgspec.json.encode(receipt)),
-            }
+            [
+                {
+                    "choices": [{"index": 0, "message": message}],
+                    "receipt": json.loads(msgspec.json.encode(receipt)),
+                }
+            ]
         )
-        result = verify(receipt, engine, entry.quote)
+        result = verify(receipt, engine, entry.quotes)
         assert (result.verdict, result.is_text_compared) == (verdict, True), result.reason
 
 
@@ -474,16 +479,61 @@ def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engin
     (receipt,) = _receipts(engine, _request("cut by length"))
     content = _content(receipt)
     few = {"answer": content.answer[:5], "logprobs": content.logprobs[:5]}
-    cut = _redigested(msgspec.structs.replace(receipt, finish_reason="cancelled", n_answer=5), **few)
+    cut = _forge(msgspec.structs.replace(receipt, finish_reason="cancelled", n_answer=5), **few)
     assert "the first 5 tokens of an answer that was cancelled" in describe(verify(cut, engine))
-    old = verify(_redigested(msgspec.structs.replace(receipt, kernel_revision=0)), engine)
+    old = verify(_forge(msgspec.structs.replace(receipt, kernel_revision=0)), engine)
     checks = (
-        Check(place="a", verification=old),
-        Check(place="b", verification=verify(receipt, engine)),
+        Check(source="a", verification=old),
+        Check(source="b", verification=verify(receipt, engine)),
     )
-    statuses = [VerifyResult(checks=checks[n:]).exit_code for n in (0, 1)]
+    statuses = [VerifyResult(checks=checks[n:], n_receipts=2).exit_code for n in (0, 1)]
     assert statuses == [9, 0]
-    assert VerifyResult(checks=(*checks, Check(place="c", error="torn"))).exit_code == 5
+    torn = Check(source="c", error="torn")
+    assert VerifyResult(checks=(*checks, torn), n_receipts=2).exit_code == 5
+
+
+def _run(*arguments: object) -> VerifyResult:
+    """Run the verb in this process."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([*map(str, arguments)]), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_receipts", [1, 2, 5, 40])
+def test_a_sample_has_at_least_one_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_receipts: int
+) -> None:
+    verified = Verification(
+        verdict="verified",
+        model="m",
+        kernel_revision=1,
+        n_prompt=1,
+        n_answer=1,
+        finish_reason="stop",
+        generation_seconds=1.0,
+    )
+    monkeypatch.setattr(verb, "verify", lambda *_arguments: verified)
+    monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
+    line = json.dumps({"data": {"answers": [{"text": "a", "receipt": _EXAMPLE}, {"text": "b"}]}})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n" * n_receipts)
+    result = _run("--log", tmp_path, "--sample", "0.001%")
+    assert (len(result.checks), result.n_receipts, result.exit_code) == (1, n_receipts, 0)
+    assert result.without_receipt == n_receipts
+    assert f"checked 1 of {n_receipts} receipts: 1 verified" in result.human() or n_receipts == 1
+    whole = _run("--log", tmp_path, "--sample", "100%")
+    assert len(whole.checks) == n_receipts
+
+
+def test_a_log_without_a_receipt_has_its_own_exit_status(tmp_path: Path) -> None:
+    assert "log is empty" in _run("--log", tmp_path).human()
+    (tmp_path / "a.jsonl").write_text("")
+    result = _run("--log", tmp_path)
+    assert (result.exit_code, "log is empty" in result.human()) == (10, True)
+    (tmp_path / "a.jsonl").write_text('{"data": {"answers": [{"text": "b"}]}}\n')
+    result = _run("--log", tmp_path)
+    assert (result.exit_code, "1 answers have no receipt" in result.human()) == (10, True)
+    with pytest.raises(UsageError, match="not a folder"):
+        _run("--log", tmp_path / "none")
 
 
 def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
@@ -491,22 +541,23 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
     odd += [b'{"choices": 4, "receipt": 6}', b'{"receipt": {"content_sha256": []}}', b'{"torn":']
     log = tmp_path / "a.jsonl"
     log.write_bytes(b"\n".join(odd))
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    result = run(parser.parse_args([str(log)]), None)  # type: ignore[arg-type]
-    assert [check.place.rpartition(":")[2] for check in result.checks] == ["1", "10", "9"]
+    result = _run(log)
+    assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "10", "9"]
     assert {check.verdict for check in result.checks} == {"not checked"}
     assert result.exit_code == 5
 
 
-def test_an_adapter_that_is_gone_refuses_the_receipt_only() -> None:
-    asked = with_record(GenerateRequest(prompt="a b"))
-    for loaded, used in (((Adapter("a", "/nowhere/a.gguf", 1.0),), None), ((), (("a", 1.0),))):
-        request = msgspec.structs.replace(asked, lora=used)
-        info = msgspec.structs.replace(_INFO, lora=loaded)
-        refusal = make_receipt(request, _FINISHED, info)
-        assert isinstance(refusal, Refusal)
-        assert "adapter" in refusal.refused
+def test_a_receipt_has_the_adapters_that_the_engine_loaded() -> None:
+    """Neither their files nor those of the same names are looked at after the answer."""
+    used = (Adapter("a", "/nowhere/a.gguf", 0.5, "ab" * 32),)
+    assert _FINISHED.record is not None
+    finished = msgspec.structs.replace(
+        _FINISHED, record=msgspec.structs.replace(_FINISHED.record, adapters=used)
+    )
+    info = msgspec.structs.replace(_INFO, lora=(Adapter("a", "/elsewhere", 1.0, "cd" * 32),))
+    receipt = make_receipt(with_record(GenerateRequest(prompt="a b")), finished, info)
+    assert isinstance(receipt, Receipt)
+    assert [(a.name, a.scale, a.sha256) for a in receipt.adapters] == [("a", 0.5, "ab" * 32)]
 
 
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
@@ -540,13 +591,15 @@ def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp
     models.symlink_to(smollm2.parents[1])
     model = smollm2.parent.name
 
-    def edgeinfer(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "edgeinfer", *map(str, words), "--ctx", "1024"]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+    def edgeinfer(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "edgeinfer", *map(str, arguments), "--ctx", "1024"]
+        return subprocess.run(command, input=stdin or None, capture_output=True, text=True, check=False)
 
     file, question = tmp_path / "receipt.json", "Name three sails of a ship."
     asked = ("run", model, question, "--max-tokens", 30, "--seed", 4, "--temperature", 0.9)
-    assert edgeinfer(*asked, "--receipt", file, "--private").returncode == 0
+    written = edgeinfer(*asked, "--receipt", file, "--private")
+    assert written.returncode == 0
+    assert f"edgeinfer verify {file} --content {file}.content" in written.stderr
     content = tmp_path / "receipt.json.content"
     assert (file.stat().st_mode & 0o777, content.stat().st_mode & 0o777) == (0o644, 0o600)
     refused = edgeinfer("verify", file)
@@ -558,6 +611,15 @@ def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp
     document["content"]["answer"][5] += 1
     content.write_text(json.dumps(document))
     altered = edgeinfer("verify", content)
-    assert (altered.returncode, "altered" in altered.stdout) == (1, True)
+    assert (altered.returncode, "was changed" in altered.stdout) == (1, True)
+    receipt = json.loads(edgeinfer(*asked, "--receipt", "/dev/stdout").stdout.splitlines()[-1])
+    text = json.loads(edgeinfer(*asked, "--json").stdout)["result"]["text"]
+    for answer, status in ((text, 0), (text.replace(text[-1], "?"), 1)):
+        choice = {"index": 0, "delta": {"content": answer}}
+        stream = (
+            f"data: {json.dumps({'choices': [choice]})}\n\ndata: {json.dumps({'receipt': receipt})}\n\n"
+        )
+        checked = edgeinfer("verify", "-", stdin=stream)
+        assert (checked.returncode, "not the text" in checked.stdout) == (status, False), checked.stderr
     file.write_text("{}")
     assert edgeinfer("verify", file).returncode == 5

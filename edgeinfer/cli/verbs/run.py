@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -101,8 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     launch = add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
-    add_option(launch, "--receipt FILE", "write a receipt, for `edgeinfer verify`")
-    add_option(launch, "--private", "keep the receipt's content apart, in FILE.content")
+    add_option(launch, "--receipt FILE", "write the answer's receipt, for `edgeinfer verify FILE`")
+    add_option(launch, "--private", "leave prompt and answer out of the receipt: FILE.content has them")
     add_traces(launch)
 
 
@@ -205,17 +206,18 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
     if isinstance(receipt, Refusal):
         sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
         return
-    public = receipt.without_content() if is_private else receipt
+    line = msgspec.json.encode(receipt.without_content() if is_private else receipt) + b"\n"
+    secret = path.with_name(f"{path.name}.content")
     with path_errors(path, "name another file for --receipt"):
-        line = msgspec.json.encode(public) + b"\n"
         if _is_stream(path):
             with path.open("ab") as file:
                 file.write(line)
-        else:
-            write_whole(path, line, None if is_private else 0o600)
+            return
+        write_whole(path, line, None if is_private else 0o600)
         if is_private:
-            secret = path.with_name(f"{path.name}.content")
             write_whole(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
+    command = ["edgeinfer", "verify", str(path), *(["--content", str(secret)] if is_private else [])]
+    sys.stderr.write(f"edgeinfer: receipt in {path}; check it: {shlex.join(command)}\n")
 
 
 def _purge() -> None:

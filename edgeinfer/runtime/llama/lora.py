@@ -4,16 +4,20 @@ rows (row_adapters.py) are set on the context for all sequences of a step.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
-from edgeinfer.platform.disk import stamps
+from edgeinfer.platform.disk import sha256_of, stamps
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import LlamaContext
@@ -69,6 +73,11 @@ class LoraAdapters:
             scales[stamp] = float(scale)
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
+    def with_scales(self, adapters: AdapterKey) -> tuple[Adapter, ...]:
+        """Return the adapters of a key that was just made, each at its scale there."""
+        by_stamp = {stamp: adapter for adapter, stamp in self._named.values()}
+        return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
+
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
         """Return those `adapters` that llama.cpp computes; all rows of a step must share them."""
         loaded = self._context.adapters
@@ -114,6 +123,9 @@ class LoraAdapters:
         except BaseException:
             self._free_but(before)
             raise
+        held = self._homes[0][1]
+        for name, (adapter, stamp) in named.items():
+            named[name] = (msgspec.structs.replace(adapter, sha256=held[stamp].sha256), stamp)
         with self.lock:
             self._named = named
 
@@ -180,8 +192,6 @@ def _stamp(adapter: Adapter) -> str:
 
 
 def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
-    if _stamp(adapter) != stamp:
-        raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
     libllama.clear_log()
     pointer = libllama.call(L.llama_adapter_lora_init, model, os.fsencode(adapter.path))
     if not pointer:
@@ -194,7 +204,18 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
             f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}, which makes answers noise',
             hint="its file is damaged: fetch or convert it again",
         )
-    return LoadedAdapter(pointer)
+    if not (sha256 := _digest(adapter, stamp)):
+        L.llama_adapter_lora_free(pointer)
+        raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
+    return LoadedAdapter(pointer, sha256)
+
+
+def _digest(adapter: Adapter, stamp: str) -> str:
+    """Return the SHA-256 of an adapter's file; "" if the file was changed since `stamp`."""
+    with contextlib.suppress(OSError, ModelLoadError):
+        sha256 = sha256_of(Path(adapter.path))
+        return sha256 if _stamp(adapter) == stamp else ""
+    return ""
 
 
 def _alpha(pointer: Any) -> float:

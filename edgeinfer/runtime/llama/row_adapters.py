@@ -51,9 +51,12 @@ def _kernels() -> ctypes.CDLL | None:
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter of one model: llama.cpp's pointer, and the kernels' (0 if they cannot add it)."""
+    """An adapter of one model: llama.cpp's pointer, the digest of its file, and the kernels' pointer
+    (0 if they cannot add it).
+    """
 
     pointer: Any
+    sha256: str
     kernels: int = 0
 
     @property

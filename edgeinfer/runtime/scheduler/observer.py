@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.events import Event, Finished, TokenRecord
+from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest
 
 
@@ -42,39 +43,47 @@ class TokenRecorder(SequenceObserver):
     """Records the tokens of one request with their log-probabilities."""
 
     def __init__(self, prompt: Sequence[int], replayed: Sequence[int] | None) -> None:
-        self._prompt, self._replayed = tuple(prompt), replayed
+        self._prompt = tuple(prompt)
+        self._replayed = None if replayed is None else tuple(replayed)
         self._answer: list[int] = []
         self._logprobs: list[float | None] = []
         self._replayed_logprob: float | None = None
+        self._expected_logprob: float | None = None
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum = 0.0
         self.differs = False
+        #: LoRA adapters of the request; set by the engine.
+        self.adapters: tuple[Adapter, ...] = ()
         #: Returns why another engine may get different tokens, "" if it cannot; set by the engine.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        # copy the logits, which a constraint will change
-        self._logits = logits if self._replayed is None else logits.copy()
-        self._log_sum = log_sum(logits)
+        self._logits, self._log_sum = logits, log_sum(logits)
+        for expected in self._next_token:  # before a constraint changes its logit
+            self._expected_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:
-        n, logits = len(self._answer), self._logits
-        self._answer.append(token)
-        self._logits = None
+        logits, self._logits = self._logits, None
         # a constraint's mask has changed other logits, but not this token's
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
-        if self._replayed is None:
-            return
-        expected = self._replayed[n] if n < len(self._replayed) else None
-        self.differs = token != expected
-        if self.differs and logits is not None and expected is not None:
-            self._replayed_logprob = float(logits[expected]) - self._log_sum
+        self.differs = self._replayed is not None and self._next_token != (token,)
+        if self.differs:
+            self._replayed_logprob = self._expected_logprob
+        self._expected_logprob = None
+        self._answer.append(token)
+
+    @property
+    def _next_token(self) -> tuple[int, ...]:
+        """The next token of the replayed answer, if there is one."""
+        n = len(self._answer)
+        return (self._replayed or ())[n : n + 1]
 
     def record(self) -> TokenRecord:
         return TokenRecord(
             prompt=self._prompt,
             answer=tuple(self._answer),
             logprobs=tuple(self._logprobs),
+            adapters=self.adapters,
             replayed_logprob=self._replayed_logprob,
             irreproducible=self.why_irreproducible(),
         )
@@ -83,4 +92,5 @@ class TokenRecorder(SequenceObserver):
 def log_sum(logits: npt.NDArray[np.float32]) -> float:
     """Return the logarithm of the sum of the exponentials."""
     peak = logits.max()
-    return float(peak + np.log(np.exp(logits - peak).sum()))
+    powers = logits - peak
+    return float(peak + np.log(np.exp(powers, out=powers).sum()))

@@ -13,8 +13,10 @@ import pytest
 from made_models import make_adapter
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
+from edgeinfer.platform.disk import sha256_of
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta, TokenLogprobs, Usage
+from edgeinfer.runtime.llama import lora
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import cache
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -127,7 +129,8 @@ def bare(smollm2: Path) -> Iterator[LlamaEngine]:
 
 @pytest.fixture
 def red(tmp_path: Path) -> Adapter:
-    return Adapter("red", make_adapter(tmp_path / "red.gguf", 1, strength=0.5))
+    path = make_adapter(tmp_path / "red.gguf", 1, strength=0.5)
+    return Adapter("red", path, sha256=sha256_of(Path(path)))
 
 
 def test_unloaded_adapter_leaves_no_cache(bare: LlamaEngine, red: Adapter) -> None:
@@ -229,3 +232,29 @@ def test_refused_adapter_change_has_no_effect(bare: LlamaEngine, red: Adapter, g
             bare.use_adapters(wanted)
     assert bare.info.lora == (red,)
     assert score(bare, cached=False)[0] == coloured
+
+
+def test_record_has_the_digest_of_the_adapter_as_it_was_loaded(bare: LlamaEngine, red: Adapter) -> None:
+    """Also where its file, or the adapter of its name, is another one by then."""
+    bare.use_adapters([red])
+    make_adapter(Path(red.path), 2, strength=0.5)
+    running = bare.submit(ask((("red", 0.5),), record_tokens=True))
+    end = list(running)[-1]
+    bare.use_adapters([Adapter("red", make_adapter(Path(red.path).with_name("blue.gguf"), 2))])
+    assert isinstance(end, Finished)
+    assert end.record is not None
+    assert end.record.adapters == (msgspec.structs.replace(red, scale=0.5),)
+    assert bare.info.lora[0].sha256 != red.sha256
+
+
+def test_an_adapter_that_changes_during_its_load_is_refused(
+    bare: LlamaEngine, red: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(path: Path) -> str:
+        make_adapter(path, 2, strength=0.5)
+        return sha256_of(path)
+
+    monkeypatch.setattr(lora, "sha256_of", digest)
+    with pytest.raises(ModelLoadError, match="was changed"):
+        bare.use_adapters([red])
+    assert bare.info.lora == ()

@@ -108,7 +108,9 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
     engine.use_adapters(adapters[:2])
     engine.use_adapters(adapters)
     assert [collect(generation).logprobs for generation in running] == unbatched
-    assert engine.info.lora == adapters
+    assert [(a.name, a.path, a.scale) for a in engine.info.lora] == [
+        (a.name, a.path, a.scale) for a in adapters
+    ]
 
 
 def prompt_scores(engine: LlamaEngine, lora: Lora) -> np.ndarray:
