@@ -130,6 +130,28 @@ def test_failing_device_costs_one_line_and_no_answer(
         assert words in line
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_operations_on_sequences_with_half_of_their_layers_on_a_device(
+    model: Path, environment: dict[str, str], seed: int
+) -> None:
+    """The same thousand operations on the CPU's context give the same logits."""
+    script = Path(__file__).with_name("device_histories.py")
+    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/made", "FAILING_VULKAN": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, script, str(model), str(seed), "1000"],
+        env={**os.environ, **environment, **folders},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert outcome["place"] == "2 of 3 on Vulkan0"
+    assert outcome["steps"] > 250
+    assert outcome["largest"] < 0.02, outcome
+
+
 @pytest.mark.parametrize("share", range(4))
 def test_process_outlives_a_device_that_is_lost_after_any_submit(
     model: Path,
