@@ -110,6 +110,7 @@ class LlamaEngine:
             self._scheduler,
             self._loop.call,
             self._prefix_cache_switch,
+            self._vision,
             self._enter_model,
         )
         self._files, self._options = files, options

@@ -7,6 +7,7 @@ cache. So a known file after another prompt is neither decoded nor encoded again
 from __future__ import annotations
 
 import hashlib
+import logging
 import signal
 import subprocess
 import threading
@@ -35,6 +36,7 @@ from edgeinfer.runtime.sequence_state import as_state
 
 Rows = npt.NDArray[np.float32]
 
+_log = logging.getLogger("edgeinfer.gpu")
 #: Size (bytes) of the cache of encoded rows, for pictures that occur again after another prompt. Rows
 #: stay in f32: f16 rows move logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
@@ -102,6 +104,8 @@ class Vision:
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
+        #: The projector on a device, which encodes until it fails.
+        self.on_device: Projector | None = None
         #: Returns the prefix cache's folder, None while that is closed.
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
@@ -233,9 +237,26 @@ class Vision:
             return stored[1]
         with self._lock:
             pixels = self._pixels.pop(source.digest, None)
-        rows = self._projector.encode(pixels or decode(source.file))
+        # the folder of the CPU, from before a device was attached, gets no rows that round differently
+        on_device = self.on_device if source.folder in (None, self.block_folder()) else None
+        rows = self._encode_pixels(pixels or decode(source.file), on_device)
         self._store(source, rows)
         return rows
+
+    def _encode_pixels(self, pixels: Picture, on_device: Projector | None) -> list[Rows]:
+        if on_device is not None:
+            try:
+                return on_device.encode(pixels)
+            except DecodeError as error:
+                self.leave_device()
+                _log.warning("a GPU failed at a picture, and the CPU encodes it: %s", error.message)
+        return self._projector.encode(pixels)
+
+    def leave_device(self) -> None:
+        """Encode on the CPU, and forget the device's rows. It is left alone: it may never answer."""
+        self.on_device = None
+        with self._lock:
+            self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
         """Record that a request has ended; a picture for which no request waits is not encoded."""
@@ -268,6 +289,8 @@ class Vision:
     def close(self) -> None:
         """Free the projector. Idempotent."""
         self.park()
+        if self.on_device is not None:
+            self.on_device.free()
         self._projector.free()
 
 

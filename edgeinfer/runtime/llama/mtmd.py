@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,18 +127,24 @@ def _open_library() -> ctypes.CDLL:
 class Projector:
     """An opened projector of one model. `chunks` may run on any thread, `encode` only on one."""
 
-    def __init__(self, path: str, model: Any, n_threads: int) -> None:
-        """Open a projector. Raises ModelLoadError if it is invalid or does not fit the model."""
+    def __init__(self, path: str, model: Any, n_threads: int, device: int = 0) -> None:
+        """Open a projector on a ggml_backend_dev_t, or with 0 on the CPU.
+
+        Raises ModelLoadError if it is invalid or does not fit the model, DecodeError of a device.
+        """
         self._library = _open_library()
         self._context: int | None = None
         #: Width of a row: that of the model's input.
         self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
-        params.use_gpu = params.print_timings = params.warmup = False
+        params.print_timings = params.warmup = False
+        params.use_gpu, params.device = bool(device), device
         params.n_threads = n_threads
         libllama.clear_log()
         pointer = ctypes.cast(model, _POINTER)
-        self._context = self._library.mtmd_init_from_file(os.fsencode(path), pointer, params)
+        self._context = libllama.call(
+            self._library.mtmd_init_from_file, os.fsencode(path), pointer, params
+        )
         if not self._context:
             reason = libllama.recent_reason()
             raise ModelLoadError(f"llama.cpp could not load the projector {path}: {reason}")
@@ -177,10 +183,11 @@ class Projector:
         return rows
 
     def _encode(self, native: int, n_rows: int) -> npt.NDArray[np.float32]:
-        code = self._library.mtmd_encode_chunk(self._context, native)
+        code = _I32(libllama.call(self._library.mtmd_encode_chunk, self._context, native)).value
         pointer = self._library.mtmd_get_output_embd(self._context) if code == 0 else None
         if not pointer:
-            raise DecodeError(f"the projector could not encode the picture (code {code})")
+            reason = libllama.recent_reason()
+            raise DecodeError(f"the projector could not encode the picture (code {code}): {reason}")
         rows = np.ctypeslib.as_array(pointer, (n_rows, self.width)).copy()
         # one NaN in the KV cache would make every sequence's attention NaN, even where masked
         if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
@@ -236,5 +243,6 @@ class Projector:
     def free(self) -> None:
         """Free the projector. Idempotent."""
         if self._context:
-            self._library.mtmd_free(self._context)
+            with suppress(DecodeError):
+                libllama.call(self._library.mtmd_free, self._context)
             self._context = None

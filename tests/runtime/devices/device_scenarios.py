@@ -5,6 +5,7 @@ A process of its own, because one that has opened a Vulkan driver keeps its thre
 the software device compiles its pipelines in seconds.
 """
 
+import io
 import json
 import logging
 import os
@@ -14,7 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from edgeinfer.errors import ContextLengthError, DecodeError
+from edgeinfer.media.pictures import decode, join_parts
 from edgeinfer.runtime import gpu_offload, memory_plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import TextDelta
@@ -27,7 +32,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import writer
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.requests import GenerateRequest, Sampling
+from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
 PROMPT = "The three primary colours are"
 _REAL_ROOM = OffloadRequest.usable_memory
@@ -50,7 +55,8 @@ def fail(how: str) -> None:
 def engine(n_ctx: int = 512) -> Iterator[LlamaEngine]:
     path = sys.argv[1]
     opened = load_engine(
-        ModelFiles(name="m", paths=(path,)), LoadOptions(n_ctx=n_ctx, n_parallel=2, n_batch=64)
+        ModelFiles(name="m", paths=(path,), projector=os.environ.get("PROJECTOR", "")),
+        LoadOptions(n_ctx=n_ctx, n_parallel=2, n_batch=64),
     )
     try:
         yield opened
@@ -298,7 +304,55 @@ def experts() -> dict[str, object]:
     return with_room(room)
 
 
+def pictures(how: str) -> dict[str, object]:
+    """Rows and answers of a picture on the CPU, on the device, and while that fails as `how` says."""
+    y, x = np.mgrid[:200, :300]
+    pixels = np.stack([x * 255 / 300, y * 255 / 200, (x // 20 + y // 20) % 2 * 255], -1).astype(
+        np.uint8
+    )
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    content, files = join_parts((out.getvalue(), "What is in it?"))
+    message = Message(role="user", content=content, pictures=files)
+    greedy = Sampling(temperature=0.0)
+    request = GenerateRequest(
+        messages=(message,), max_tokens=4, ignore_eos=True, cache_prompt=False, sampling=greedy
+    )
+    with engine() as opened:
+        vision = opened._vision
+        assert vision is not None
+
+        def encode() -> tuple[np.ndarray, str]:
+            vision.park()  # forgets rows
+            (rows,) = vision._encode_pixels(decode(out.getvalue()), vision.on_device)
+            return rows, text(opened.submit(request))
+
+        (cpu, first), before = encode(), vision.on_device
+        opened.attach_devices(OffloadRequest(layers="all"))
+        assert opened.wait_for_devices(_PATIENCE_S)
+        is_moved = vision.on_device is not None
+        device, second = encode()
+        fail(how)
+        failed = vision._encode_pixels(decode(out.getvalue()), vision.on_device)[0]
+        is_left = vision.on_device is None
+        fail("")
+        return {
+            "texts": [first, second],
+            "moved": [before is not None, is_moved, not is_left],
+            "difference": float(np.abs(cpu - device).max() / np.abs(cpu).max()),
+            "is_equal": [bool((cpu == device).all()), bool((cpu == failed).all())],
+        }
+
+
+def pictures_without_room() -> dict[str, object]:
+    """A device that holds the layers, but not the projector."""
+    gpu_offload._ENCODER_BYTES = 1 << 50
+    return pictures("")
+
+
 SCENARIOS = {
+    "pictures": lambda: pictures("submit 2"),
+    "pictures without room": pictures_without_room,
     "cpu": lambda: with_layers("none"),
     "long": lambda: while_answering(0),
     "all": lambda: with_layers("all"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_decoders import make_qwen2vl
+from made_projectors import make_projector
 
 from edgeinfer.platform.machine import has_gpu
 from edgeinfer.runtime.llama import backends
@@ -238,6 +240,29 @@ def test_two_processes_share_a_device(
         found = answers(process)["one"]
         assert found["texts"] == alone["cpu"]["texts"]
         assert found["place"] == "1 of 3 on Vulkan0"
+
+
+@pytest.mark.needs("encoder")
+@pytest.mark.model
+def test_pictures_are_encoded_on_the_device_until_it_fails(
+    environment: dict[str, str], smollm2: Path, tmp_path: Path
+) -> None:
+    model = make_qwen2vl(tmp_path / "text.gguf", smollm2)
+    projector = make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64)
+    with_projector = environment | {"PROJECTOR": str(projector)}
+    found = answers(start(model, with_projector, tmp_path, "pictures"))["pictures"]
+    assert found["moved"] == [False, True, False]
+    assert found["texts"][0] == found["texts"][1]
+    assert 0 < found["difference"] < 0.02
+    assert found["is_equal"] == [False, True], "the CPU has encoded the last one"
+    (line,) = found["said"]
+    assert line.startswith("a GPU failed at a picture, and the CPU encodes it")
+    assert "ErrorDeviceLost" in line
+    small = answers(start(model, with_projector, tmp_path, "pictures without room"))
+    found = small["pictures without room"]
+    assert found["moved"] == [False, False, False]
+    assert found["is_equal"] == [True, True]
+    assert found["said"] == []
 
 
 def test_show_describes_the_offload(model: Path, environment: dict[str, str]) -> None:
