@@ -243,7 +243,7 @@ class LlamaEngine:
             block_bytes_read_total=traffic.bytes_read,
             blocks_pruned_total=traffic.pruned,
             blocks_damaged_total=traffic.damaged,
-            **streaming.statistics()._asdict(),
+            **msgspec.structs.asdict(streaming.statistics()),
         )
 
     @property

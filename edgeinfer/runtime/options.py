@@ -144,7 +144,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.chat_template)
 
 
-class EngineTotals(msgspec.Struct, kw_only=True):
+class StreamingStatistics(msgspec.Struct):
+    """Bytes read since the start, seconds that threads waited for them, and weights that left memory;
+    the current bytes of pinned, streamed and slotted weights. In the kernels' order.
+    """
+
+    streamed_bytes_total: int = 0
+    streaming_wait_seconds_total: float = 0.0
+    moved_weights_total: int = 0
+    pinned_bytes: int = 0
+    streamed_bytes: int = 0
+    expert_slot_bytes: int = 0
+
+
+class EngineTotals(StreamingStatistics, kw_only=True):
     """Totals since the engine started."""
 
     requests_total: int = 0
@@ -167,12 +180,6 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     queued: int = 0
     running: int = 0
-    streamed_bytes_total: int = 0
-    streaming_wait_seconds_total: float = 0.0
-    moved_weights_total: int = 0
-    pinned_bytes: int = 0
-    streamed_bytes: int = 0
-    expert_slot_bytes: int = 0
     block_bytes_written_total: int = 0
     block_bytes_read_total: int = 0
     blocks_pruned_total: int = 0

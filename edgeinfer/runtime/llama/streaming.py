@@ -11,13 +11,13 @@ import logging
 import os
 import time
 from dataclasses import replace
-from typing import NamedTuple
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.mappings import NORMAL, Range, advise, areas
 from edgeinfer.runtime.memory_plan import StreamingPlan
+from edgeinfer.runtime.options import StreamingStatistics
 
 _log = logging.getLogger("edgeinfer.engine")
 #: Codes of native/streaming.cpp that are not an errno → their texts.
@@ -28,19 +28,6 @@ _MEMORY_S = 1.0
 #: change (bytes).
 _LEAST_FREE_BYTES, _AMPLE_FREE_BYTES = 48 << 20, 112 << 20
 _STEP_BYTES = 16 << 20
-
-
-class StreamingStatistics(NamedTuple):
-    """Bytes read since the start, seconds that threads waited for them, and weights that left memory;
-    the current bytes of pinned, streamed and slotted weights.
-    """
-
-    streamed_bytes_total: int = 0
-    streaming_wait_seconds_total: float = 0.0
-    moved_weights_total: int = 0
-    pinned_bytes: int = 0
-    streamed_bytes: int = 0
-    expert_slot_bytes: int = 0
 
 
 class Streaming:
@@ -56,10 +43,10 @@ class Streaming:
         """Check for a failure of the last step, and at times the free memory. Raises DecodeError."""
         code = self._kernels.edgeinfer_stream_end()
         if code:
-            words = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
+            text = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
             names = " or ".join(self._paths)
             raise DecodeError(
-                f"{names} {words}: its weights are needed while the model runs, so this answer is lost",
+                f"{names} {text}: its weights are needed while the model runs, so this answer is lost",
                 hint="restore the file (`edgeinfer pull` checks it), then start again",
             )
         if time.monotonic() > self._looked_at + _MEMORY_S:
@@ -85,10 +72,10 @@ class Streaming:
             self._kernels.edgeinfer_stream_aim(streamed, experts)
 
     def statistics(self) -> StreamingStatistics:
-        numbers = (ctypes.c_double * len(StreamingStatistics._fields))()
+        numbers = (ctypes.c_double * len(StreamingStatistics.__struct_fields__))()
         self._kernels.edgeinfer_stream_statistics(numbers)
-        read, waited_s, *others = numbers
-        return StreamingStatistics(int(read), waited_s, *map(int, others))
+        read_bytes, waited_s, *counts = numbers
+        return StreamingStatistics(int(read_bytes), waited_s, *map(int, counts))
 
     def stop(self) -> None:
         """End the readers, close the files, return the memory. Idempotent; no step may be running."""
