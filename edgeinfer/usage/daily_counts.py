@@ -30,6 +30,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sampling.output import LogSum
 from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")
@@ -134,18 +135,18 @@ class _AnswerObserver(SequenceObserver):
         self.logprobs: list[float] = []
         self._n_tokens = 0
         #: Logits of the next token, and the logarithm of the sum of their exponentials.
-        self._next: tuple[npt.NDArray[np.float32], np.float32] | None = None
+        self._next: tuple[npt.NDArray[np.float32], float] | None = None
+        self._log_sum_of = LogSum()
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         if self._n_tokens % _LOGPROB_EVERY == 0:
-            peak = logits.max()
-            self._next = logits, peak + np.log(np.exp(logits - peak).sum())
+            self._next = logits, self._log_sum_of(logits)
 
     def on_token(self, token: int) -> None:
         self._n_tokens += 1
         if self._next is not None:
             logits, log_sum = self._next  # masking changes other logits, not that of `token`
-            self.logprobs.append(float(logits[token] - log_sum))
+            self.logprobs.append(float(logits[token]) - log_sum)
             self._next = None
 
     def on_event(self, event: Event) -> None:

@@ -12,6 +12,7 @@ from edgeinfer.errors import EngineError
 from edgeinfer.runtime.events import Event, Finished, TokenRecord
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.sampling.output import LogSum
 
 
 class SequenceObserver:
@@ -50,7 +51,7 @@ class TokenRecorder(SequenceObserver):
         self._replayed_logprob: float | None = None
         self._expected_logprob: float | None = None
         self._logits: npt.NDArray[np.float32] | None = None
-        self._log_sum = 0.0
+        self._log_sum, self._log_sum_of = 0.0, LogSum()
         self.differs = False
         #: LoRA adapters of the request; set by the engine.
         self.adapters: tuple[Adapter, ...] = ()
@@ -58,7 +59,7 @@ class TokenRecorder(SequenceObserver):
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        self._logits, self._log_sum = logits, log_sum(logits)
+        self._logits, self._log_sum = logits, self._log_sum_of(logits)
         for expected in self._next_token:  # before a constraint changes its logit
             self._expected_logprob = float(logits[expected]) - self._log_sum
 
@@ -87,10 +88,3 @@ class TokenRecorder(SequenceObserver):
             replayed_logprob=self._replayed_logprob,
             irreproducible=self.why_irreproducible(),
         )
-
-
-def log_sum(logits: npt.NDArray[np.float32]) -> float:
-    """Return the logarithm of the sum of the exponentials."""
-    peak = logits.max()
-    powers = logits - peak
-    return float(peak + np.log(np.exp(powers, out=powers).sum()))
