@@ -131,9 +131,9 @@ class Host:
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         if draft and draft != NO_DRAFT:
-            from edgeinfer.models.draft_check import refuse_unfit  # not for a resumed process
+            from edgeinfer.models.fits import refuse_unfit_draft  # not for a resumed process
 
-            refuse_unfit(ref, draft)
+            refuse_unfit_draft(ref, draft)
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:

@@ -109,8 +109,7 @@ class ModelOption(LoadOption):
 
 #: Value that disables the catalogue's adapters or its draft model.
 NO_ADAPTERS = NO_DRAFT = "none"
-#: Largest difference in size between the vocabularies of a model and its draft model: files are padded.
-MAX_DRAFT_PADDING = 512
+UNFIT_DRAFT_HINT = "use a smaller model of the same family, or --draft none"
 
 
 def _adapter(entry: str) -> tuple[str, float]:

@@ -11,8 +11,12 @@ from typing import Literal
 import msgspec
 
 from edgeinfer.config.config_file import load_config
+from edgeinfer.config.load_options import NO_DRAFT, UNFIT_DRAFT_HINT
+from edgeinfer.errors import CatalogError, ModelLoadError
+from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.disk import CacheTable, size_or_zero
 from edgeinfer.platform.machine import (
@@ -28,7 +32,7 @@ from edgeinfer.platform.machine import (
 from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
-from edgeinfer.runtime.model_shape import Shape, make_shape
+from edgeinfer.runtime.model_shape import Shape, draft_problem, make_shape
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_bytes, format_duration
 
@@ -290,3 +294,22 @@ def header_plan(
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
     draft_shape = header_shape(draft) if draft else None
     return make_exact_plan(header_shape(headers), options, machine, lambda: sizes, draft_shape)
+
+
+def refuse_unfit_draft(model: ModelRef, draft: str) -> None:
+    """Raise for a draft model that is not pulled, or that cannot draft for `model` by their headers.
+
+    Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
+    """
+    try:
+        files = resolve(draft).files(draft=NO_DRAFT)
+    except CatalogError as error:
+        reason = error.message.replace(f"no model is called {draft!r}", "no model is called that")
+        hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
+        raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
+    if not model.parts or not model.parts[0].is_file():
+        return  # resolving the model itself gives a better error
+    paths = (files.paths[0], model.parts[0])
+    problem = draft_problem(*(header_shape([gguf.check(path, vocabulary=False)]) for path in paths))
+    if problem:
+        raise ModelLoadError(f"{draft} cannot draft for {model.name}: {problem}", hint=UNFIT_DRAFT_HINT)

@@ -21,6 +21,8 @@ _FINER = 1.5
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
 #: Elements per block of a quantized KV type.
 _KV_BLOCK = 32
+#: Largest difference in size between the vocabularies of a model and its draft model: files are padded.
+_MAX_DRAFT_PADDING = 512
 #: llama.cpp pads a context to a multiple of this many cells.
 CELL_STEP = 256
 #: Architectures with sliding windows whose files may omit the pattern, which is in llama.cpp's code.
@@ -89,6 +91,15 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
         return int(self.kv_elements * _KV_BYTES[kv_type])
+
+
+def draft_problem(draft: Shape, large: Shape) -> str:
+    """Return why one model cannot draft for another, "" if their shapes allow it."""
+    if draft.is_recurrent:
+        return "its state cannot be truncated to an earlier token"
+    if abs(draft.n_vocab - large.n_vocab) > _MAX_DRAFT_PADDING:
+        return f"its vocabulary differs ({draft.n_vocab:,} tokens, not {large.n_vocab:,})"
+    return ""
 
 
 class Buffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,16 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
     monkeypatch.setattr("sys.stdin", None)
     other = local.with_name("other.gguf")
     other.write_bytes(gguf_bytes(model_entries(n_vocab=2000)))
+    recurrent = local.with_name("recurrent.gguf")
+    state_size = entry("llama.ssm.state_size", 4, struct.pack("<I", 16))
+    recurrent.write_bytes(gguf_bytes([*model_entries(), state_size]))
     run(capsys, "pull", str(local), "--name", "mine")
     prompt = ["hi"] if verb[0] == "run" else []
     for draft, problem, hint in (
         ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
         ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
-        (str(other), "its vocabulary differs", "--draft none"),
+        (str(other), "its vocabulary differs (2,000 tokens, not", "--draft none"),
+        (str(recurrent), "its state cannot be truncated to an earlier token", "--draft none"),
     ):
         code, out, err = run(capsys, verb[0], "mine", *prompt, *verb[1:], "--draft", draft)
         assert code

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.config.load_options import MAX_DRAFT_PADDING
+from edgeinfer.config.load_options import UNFIT_DRAFT_HINT
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
@@ -24,6 +24,7 @@ from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import free_model, open_model
 from edgeinfer.runtime.memory_plan import DRAFT_BATCH, DRAFT_SPARE_SEQUENCES
+from edgeinfer.runtime.model_shape import draft_problem
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
@@ -69,16 +70,14 @@ class DraftModel:
 
     def misfit(self, loaded: LlamaModel) -> str:
         """Return why it cannot draft for `loaded`, "" if it can."""
-        mine, others = self.vocab, loaded.vocab
-        n = min(mine.n_vocab, others.n_vocab)
         if not loaded.plan.has_draft:
             return "there is not enough memory for it"
-        if self.shape.is_recurrent:
-            return "its state cannot be truncated to an earlier token"
-        is_padded = max(mine.n_vocab, others.n_vocab) - n <= MAX_DRAFT_PADDING
-        if is_padded and all(mine.raw_text(token) == others.raw_text(token) for token in range(n)):
-            return ""
-        return f"its vocabulary differs (it has {mine.n_vocab:,} tokens, not {others.n_vocab:,})"
+        problem = draft_problem(self.shape, loaded.shape)
+        n_vocab = min(self.vocab.n_vocab, loaded.vocab.n_vocab)
+        spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(n_vocab))
+        if problem or all(own == expected for own, expected in spellings):
+            return problem
+        return "its vocabulary differs: its tokens are spelled differently"
 
     def open(self, loaded: LlamaModel, options: LoadOptions) -> None:
         """Make a context for drafts of `loaded`. Raises ModelLoadError, OutOfMemoryError."""
@@ -140,27 +139,25 @@ def attach(
     Raises ModelLoadError, OutOfMemoryError.
     """
     problem = draft.misfit(loaded) if draft is not None else files.no_draft or "no draft model is set"
-    if draft is not None and not problem:
-        try:
+    try:
+        if draft is not None and not problem:
             draft.open(loaded, options)
-        except (ModelLoadError, OutOfMemoryError) as error:
-            if options.draft:
-                raise
-            problem = str(error)
-    if draft is None or problem:
-        loaded.choices["draft"] = Chosen("none", problem)
-        if draft is not None:
-            draft.free()
-        if files.draft:
-            problem = f"{files.draft} cannot draft for {files.name}: {problem}"
-            if options.draft:
-                hint = "use a smaller model of the same family, or --draft none"
-                raise ModelLoadError(problem, hint=hint)
-            loaded.warnings += (problem,)
-        return None
-    source = "as asked" if options.draft else "set in models.toml"
-    loaded.choices["draft"] = Chosen(files.draft, source)
-    return draft
+            source = "as asked" if options.draft else "set in models.toml"
+            loaded.choices["draft"] = Chosen(files.draft, source)
+            return draft
+    except (ModelLoadError, OutOfMemoryError) as error:
+        if options.draft:
+            raise
+        problem = str(error)
+    loaded.choices["draft"] = Chosen("none", problem)
+    if draft is not None:
+        draft.free()
+    if files.draft:
+        problem = f"{files.draft} cannot draft for {files.name}: {problem}"
+        if options.draft:
+            raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
+        loaded.warnings += (problem,)
+    return None
 
 
 class RequestDrafter:
