@@ -6,6 +6,7 @@ texts without drafts cost nothing. Only the decode thread uses it.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
-from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, ModelDraft
+from edgeinfer.runtime.sampling.output import LogSum
+from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, Run, compare, join
 
 #: Acceptance is learned in groups by the draft model's own probability of a token: the bounds of the
 #: groups, and the acceptance first assumed for each.
@@ -39,6 +41,9 @@ _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: small, so that wrong drafts end soon.
 _MEAN_START = 0.7
 _MEAN_TOKENS = 3
+#: Acceptance assumed of the usual tokens of a text that must come next, and the least one with which
+#: they are drafted without the draft model: `"` may be sampled as the token `"/` of a path.
+_LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft, and each request, moves a learned acceptance towards the assumed one by
 #: this share of the difference, so that a draft model that was wrong is tried again. Failed trials cost
 #: under 1 % of the time.
@@ -51,7 +56,6 @@ _LEAST_ANSWER_TOKENS = 64
 _PREFILL_SHARE = 0.25
 #: Weight of one measurement in the mean cost of a draft token.
 _WEIGHT = 0.1
-_NOTHING = ModelDraft([], [], 0.0)
 
 
 class DraftModel:
@@ -66,7 +70,7 @@ class DraftModel:
         self.vocab = Vocab(self._model)
         self.shape = model_shape(self._model, read_meta(self._model))
         self.rates = [Acceptance(rate) for rate in _START]
-        self.mean = Acceptance(_MEAN_START)
+        self.mean, self.likely = Acceptance(_MEAN_START), Acceptance(_LIKELY_START)
 
     def misfit(self, loaded: LlamaModel) -> str:
         """Return why it cannot draft for `loaded`, "" if it can."""
@@ -175,47 +179,47 @@ class RequestDrafter:
         self._model, self._request = model, request
         self._sampler = sampler
         self._matcher, self._banned = matcher, banned
+        # a token that is drafted unsampled takes no random number: those after it would differ
+        is_greedy = request.sampling.temperature <= 0
+        self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
         model.mean.recover(_MEAN_START, _REQUEST_RECOVERY)
+        model.likely.recover(_LIKELY_START, _REQUEST_RECOVERY)
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
         self._cached: CachedSequence | None = None
         self._n_prompt = 0
-        self._drafted: list[int] = []
-        self._rates: list[Acceptance] = []
+        self._drafted: list[Run] = []
+        self._log_sum = LogSum()
 
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
-    ) -> ModelDraft:
-        """Draft up to `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
+    ) -> list[Run]:
+        """Draft some `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
         self._drafted = []
         self._n_prompt = self._n_prompt or len(tokens)
-        if not budget.row_s:
-            return _NOTHING
         model = self._model
-        n, rate = budget.best([self._mean.rate] * limit, draft_cost=model.cost)
+        n, rate = budget.best([Run((0,), self._mean)] * limit, draft_cost=model.cost)
         if not n or rate <= least_rate:
             self._mean.recover(_MEAN_START, _STEP_RECOVERY)
             model.cost += _STEP_RECOVERY * (model.least_cost - model.cost)
-            return _NOTHING
-        began = time.perf_counter()
+            return []
         n_done, n_most = len(tokens) - self._n_prompt, self._request.max_tokens
         n_left = max(_LEAST_ANSWER_TOKENS, n_done)
         n_left = n_left if n_most is None else min(n_left, n_most - n_done)
         pending = self._catch_up(tokens, n_left * (1.0 / budget.rate - 1.0 / rate))
-        chances = self._draft(pending, limit, budget) if pending else []
-        return ModelDraft(self._drafted, chances, time.perf_counter() - began)
+        if pending:
+            self._draft(pending, limit, budget)
+        return self._drafted
 
     def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
         """Prefill missing text if that takes at most `worth` steps of one row; return the last tokens,
         which are still to be computed, or none if it would take longer.
         """
         model, request = self._model, self._request
-        if self._cached is None:
-            if min(tokens) < 0:  # pictures are not drafted
-                return []
+        if self._cached is None and min(tokens) >= 0:  # pictures are not drafted
             salt, reuse = request.cache_salt, request.cache_prompt
             self._cached = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
-            if self._cached is None:
-                return []
+        if self._cached is None:
+            return []
         n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
         model.kv.truncate(self._cached, n)
         pending = list(tokens[n:])
@@ -227,16 +231,17 @@ class RequestDrafter:
         model.compute(self._cached, pending[:DRAFT_BATCH], outputs=0)
         return []
 
-    def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> list[float]:
-        """Draft after the text that ends with `pending`, and return the tokens' probabilities."""
-        model, chances = self._model, []
-        sampler = self._sampler.copy()
-        matcher = self._matcher.copy() if self._matcher is not None else None
-        self._rates = []
-        while True:
+    def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
+        """Draft some `limit` tokens after the text that ends with `pending`."""
+        assert self._cached is not None
+        model, runs = self._model, self._drafted
+        sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
+        likely = self._draft_likely(sampler, matcher)
+        is_end = False
+        while not is_end:
+            pending = [*pending, *likely]
             began = time.perf_counter()
-            assert self._cached is not None
-            if not model.compute(self._cached, pending, outputs=1):
+            if max(pending) >= model.n_vocab or not model.compute(self._cached, pending, outputs=1):
                 break
             try:
                 token, probability = self._pick(sampler, matcher)
@@ -246,16 +251,24 @@ class RequestDrafter:
                 model.note_cost((time.perf_counter() - began) / budget.row_s)
             if token >= model.n_vocab or (matcher is not None and not matcher.accept(token)):
                 break
-            self._drafted.append(token)
-            self._rates.append(model.rates[bisect_right(_PROBABILITIES, probability)])
-            chances.append(self._rates[-1].rate)
-            expected = [*chances, *[self._mean.rate] * (limit - len(chances))]
-            n, _ = budget.best(expected, draft_cost=model.cost, n_drafted=len(chances))
-            if n <= len(chances) or model.vocab.is_eos(token):
-                break
-            pending = [token]
-        sampler.close()
-        return chances
+            forced = matcher.accept_forced() if matcher is not None and self._drafts_forced else []
+            sampler.accept(forced)
+            pending = [token, *forced]
+            runs.append(Run(pending, model.rates[bisect_right(_PROBABILITIES, probability)]))
+            likely = self._draft_likely(sampler, matcher)
+            expected = [*runs, *[Run((0,), self._mean)] * (limit - len(join(runs)))]
+            n, _ = budget.best(expected, draft_cost=model.cost, n_drafted=len(runs))
+            is_done = matcher is not None and matcher.is_done
+            is_end = n <= len(runs) or is_done or model.vocab.is_eos(token)
+
+    def _draft_likely(self, sampler: Sampler, matcher: TokenMatcher | None) -> list[int]:
+        """Draft the text that must come next, without the draft model; return its tokens."""
+        if matcher is None or not self._drafts_likely or self._model.likely.rate < _LIKELY_LEAST:
+            return []
+        tokens = matcher.accept_likely()
+        sampler.accept(tokens)
+        self._drafted += [Run((token,), self._model.likely) for token in tokens]
+        return tokens
 
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample as the request will; return the token and its probability at temperature 1."""
@@ -266,17 +279,14 @@ class RequestDrafter:
         if matcher is not None:
             matcher.mask_into(logits)
         token = sampler.sample(model.context.pointer, -1, logits)
-        with np.errstate(over="ignore"):
-            return token, float(1.0 / np.exp(logits - logits[token]).sum())
+        return token, math.exp(float(logits[token]) - self._log_sum(logits))
 
     def record(self, sampled: Sequence[int]) -> None:
         """Compare the latest draft with the sampled tokens."""
-        drafts, self._drafted = self._drafted, []
-        for draft, token, rate in zip(drafts, sampled, self._rates, strict=False):
-            for learned in (rate, self._mean, self._model.mean):
-                learned.record(is_right=draft == token)
-            if draft != token:
-                return
+        for acceptance, is_right in compare(self._drafted, sampled):
+            for learned in (acceptance, self._mean, self._model.mean):
+                learned.record(is_right=is_right)
+        self._drafted = []
 
     def close(self) -> None:
         """Keep the request's text in the draft model for later requests. Idempotent."""

@@ -7,13 +7,14 @@ Control tokens match no text; internal grammars refer to them by number.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -24,15 +25,11 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
-from edgeinfer.runtime.sampling.json_schema import locate, normalise
+from edgeinfer.runtime.sampling.json_schema import locate, normalise, value_schemas
 from edgeinfer.runtime.sampling.number_limit import DigitTokens, NumberLimit
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
-from collections.abc import Iterator
-from functools import cache
-
-from edgeinfer.runtime.sampling.json_schema import value_schemas
 
 #: Most cached compiled constraints. One takes about 20 KiB.
 CACHE_SIZE = 128
@@ -57,6 +54,7 @@ _LIMITS = {
     "stack level exceeded": "its references are too deep next to other keywords",
     "circular references with sibling": "it refers to itself through `allOf`, or beside others",
 }
+_KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
 _STACK_BYTES = 64 * 1024 * 1024
 _stack_lock = threading.Lock()
 
@@ -86,11 +84,11 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 class TokenMatcher:
     """A request's position in its constraint. Only for the decode loop's thread."""
 
-    __slots__ = ("_bits", "_mask_words", "_matcher", "_n_bytes", "_n_vocab", "_numbers", "_pointer")
-
-    def __init__(self, matcher: Any, n_vocab: int, numbers: NumberLimit | None = None) -> None:
+    def __init__(
+        self, matcher: Any, tokenizer: Any, n_vocab: int, numbers: NumberLimit | None = None
+    ) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
-        self._numbers = numbers
+        self._tokenizer, self._numbers = tokenizer, numbers
         self._mask_words = np.empty((n_vocab + 31) // 32, np.uint32)
         self._bits = self._mask_words.view(np.uint8)
         self._pointer, self._n_bytes = self._mask_words.ctypes.data, self._mask_words.nbytes
@@ -118,8 +116,9 @@ class TokenMatcher:
         return is_accepted
 
     def copy(self) -> TokenMatcher:
-        """Return a matcher at the same position, without the digit limit; takes 3 µs."""
-        return TokenMatcher(self._matcher.deep_copy(), self._n_vocab)
+        """Return a matcher at the same position; 5 µs."""
+        numbers = copy.copy(self._numbers)
+        return TokenMatcher(self._matcher.deep_copy(), self._tokenizer, self._n_vocab, numbers)
 
     def valid(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens`, in this order, the constraint allows next."""
@@ -129,26 +128,33 @@ class TokenMatcher:
         """Return the tokens that must come next; empty if there is a choice."""
         return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]
 
+    def accept_forced(self) -> list[int]:
+        """Advance by the tokens that must come next, and return them."""
+        return [token for token in self.forced_tokens() if self.accept(token)]
+
+    def accept_likely(self) -> list[int]:
+        """Advance by the usual tokens of the text that must come next, if no token has more than it."""
+        text = self._matcher.compute_ff_bytes()
+        tokens: list[int] = self._tokenizer.tokenize_bytes(text) if text else []
+        return [token for token in tokens if self.accept(token)]
+
+    def runs(self, tokens: Sequence[int]) -> list[list[int]]:
+        """Split draft tokens into runs: a token with those that it forces.
+
+        They end before the first token that is forbidden. A run is whole even where `tokens` end or
+        differ; 25 µs each.
+        """
+        matcher, runs = self.copy(), list[list[int]]()
+        while tokens and matcher.accept(tokens[0]):
+            runs.append([tokens[0], *matcher.accept_forced()])
+            n = len(runs[-1])
+            tokens = tokens[n:] if list(tokens[:n]) == runs[-1] else ()
+        return runs
+
     @property
     def is_done(self) -> bool:
         """Return whether the output is complete, so that only the end may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
-
-
-@dataclass(slots=True, eq=False)
-class Compiled:
-    """A constraint compiled for one vocabulary. Usable on any thread."""
-
-    _matcher: Any
-    _n_vocab: int
-    _digits: DigitTokens | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def start(self) -> TokenMatcher:
-        """Return a matcher at the beginning; takes 3 µs."""
-        with self._lock:
-            numbers = None if self._digits is None else NumberLimit(self._digits)
-            return TokenMatcher(self._matcher.deep_copy(), self._n_vocab, numbers)
 
 
 class Constraints:
@@ -156,14 +162,15 @@ class Constraints:
 
     def __init__(self, cache_size: int = CACHE_SIZE) -> None:
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, bytes], Compiled] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, bytes], TokenMatcher] = OrderedDict()
         self._cache_size = cache_size
         self._vocab: Vocab | None = None
         self._tokenizer: Any = None
-        self._digits: DigitTokens | None = None
+        self._digits: DigitTokens
 
-    def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> Compiled:
-        """Compile, or use the cache of this `salt`, so that timing reveals nothing to other clients.
+    def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> TokenMatcher:
+        """Return a matcher to copy: compile, or use the cache of this `salt`, so that timing reveals
+        nothing to other clients.
 
         Raises UnsupportedConstraintError; `param` is the place in the schema or grammar.
         """
@@ -183,9 +190,10 @@ class Constraints:
             raise UnsupportedConstraintError(
                 f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
             )
-        matcher = self._build(constraint, self.prepare(vocab))
-        digits = self._digits if isinstance(constraint, JsonSchema) else None
-        compiled = Compiled(matcher, vocab.n_vocab, digits)
+        tokenizer = self.prepare(vocab)
+        matcher = self._build(constraint, tokenizer)
+        numbers = NumberLimit(self._digits) if isinstance(constraint, JsonSchema) else None
+        compiled = TokenMatcher(matcher, tokenizer, vocab.n_vocab, numbers)
         with self._lock:
             self._cache[key] = compiled
             while len(self._cache) > self._cache_size:
@@ -214,7 +222,8 @@ class Constraints:
         wrong = _complaint(matcher)
         if wrong:
             raise UnsupportedConstraintError(
-                f"the {_kind(constraint)} cannot be enforced: {wrong}", param=field_name
+                f"the {_KINDS.get(type(constraint), 'constraint')} cannot be enforced: {wrong}",
+                param=field_name,
             )
         return matcher
 
@@ -306,12 +315,6 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kind(constraint: Constraint | Lark) -> str:
-    return {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}.get(
-        type(constraint), "constraint"
-    )
-
-
 def _complaint(matcher: Any) -> str:
     """Return a grammar's error in one line; "" if it allows any output."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
@@ -363,13 +366,12 @@ def to_lark(gbnf: str) -> str:
     try:
         text = str(any_to_lark(_ESCAPE.sub(_resolve, gbnf)))
         text.encode()  # half a surrogate pair is not a character
-    except GbnfToLarkError as error:
-        line = error.pos.text.count("\n", 0, error.pos.pos) + 1
-        raise UnsupportedConstraintError(
-            f"the grammar is invalid: {error}", param=f"gbnf line {line}"
-        ) from error
     except Exception as error:
-        raise UnsupportedConstraintError(f"the grammar is invalid: {error}", param="gbnf") from error
+        param = "gbnf"
+        if isinstance(error, GbnfToLarkError):
+            line = error.pos.text.count("\n", 0, error.pos.pos) + 1
+            param = f"gbnf line {line}"
+        raise UnsupportedConstraintError(f"the grammar is invalid: {error}", param=param) from error
     return text
 
 

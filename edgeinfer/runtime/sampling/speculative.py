@@ -3,7 +3,7 @@
 A draft token is kept only if the sampler picks the same token from the model's logits. So the text is
 the same with and without drafts; only the time differs.
 
-Drafts come from the text itself, from past answers, and from a draft model.
+Drafts come from the text itself, from past answers, and from a draft model. A draft is a list of runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, takewhile
-from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,7 +127,7 @@ class DraftBudget:
     """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
-        self._row_cost, self._rows = curve.cost, rows
+        self._row_cost, self._rows = curve.cost, float(rows)
         self._cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         step_s = curve.seconds(n_sequences, rows)
         #: Time (s) of a step with one row; 0 before the first measurement.
@@ -141,36 +140,43 @@ class DraftBudget:
         return self._expected / self._cost
 
     def best(
-        self, chances: Sequence[float], *, draft_cost: float = 0.0, n_drafted: int = 0
+        self, runs: Sequence[Run], *, draft_cost: float = 0.0, n_drafted: int = 0
     ) -> tuple[int, float]:
-        """Return the number of draft tokens of one sequence with the highest `rate`, and that rate.
+        """Return how many `runs` of one sequence give the highest `rate`, and that rate.
 
-        `chances` are the tokens' probabilities to be right if the earlier ones are. All but the first
-        `n_drafted` are still to be drafted, for `draft_cost` steps of one row each.
+        All but the first `n_drafted` are still to be drafted, for `draft_cost` steps of one row each.
         """
         best, best_rate = 0, self.rate
-        gain, chance = 0.0, 1.0
-        before = self._row_cost(self._rows)
-        for n, rate in enumerate(chances, 1):
-            chance *= rate
-            gain += chance
-            cost = self._row_cost(self._rows + n) - before + max(0, n - n_drafted) * draft_cost
+        for n, (gain, cost, _) in enumerate(self._totals(runs), 1):
+            cost += max(0, n - n_drafted) * draft_cost
             total = (self._expected + gain) / (self._cost + cost)
             if total > best_rate and gain * self._cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
         return best, best_rate
 
-    def take(self, chances: Sequence[float], spent_s: float = 0.0) -> int:
-        """Add the `best` number of draft tokens, which took `spent_s` to draft, and return it."""
-        n, _ = self.best(chances)
+    def _totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
+        """Yield what the first run, the first two … are expected to gain (sampled tokens) and cost, and
+        the step's rows with them. Forced tokens after a right one are computed in any case.
+        """
+        gain, chance = 0.0, 1.0
+        rows, cost_before = self._rows, self._row_cost(self._rows)
+        for run in runs:
+            chance *= run.acceptance.rate
+            gain += chance
+            rows += 1 + (len(run.tokens) - 1) * (1.0 - chance)
+            yield gain, self._row_cost(rows) - cost_before, rows
+
+    def take(self, runs: Sequence[Run], spent_s: float = 0.0) -> list[int]:
+        """Add the `best` runs, which took `spent_s` to draft, and return their tokens."""
+        n, _ = self.best(runs)
+        if n:
+            gain, cost, self._rows = list(self._totals(runs[:n]))[-1]
+            self._cost += cost
+            self._expected += gain
+            self._least_chance = None
         if spent_s:
             self._cost += spent_s / self.row_s
-        if n:
-            self._cost += self._row_cost(self._rows + n) - self._row_cost(self._rows)
-            self._rows += n
-            self._expected += sum(accumulate(chances[:n], mul))
-            self._least_chance = None
-        return n
+        return join(runs[:n])
 
     def least_chance(self, n: int) -> float:
         """Return the probability from which a first draft token pays if up to `n - 1` further ones are
@@ -207,6 +213,27 @@ class Acceptance:
     def recover(self, start: float, share: float) -> None:
         """Move the rate by `share` of the difference towards the assumed one."""
         self.rate += share * (start - self.rate)
+
+
+class Run(NamedTuple):
+    """A draft token and those that the request's constraint forces after it."""
+
+    tokens: Sequence[int]
+    acceptance: Acceptance
+
+
+def join(runs: Sequence[Run]) -> list[int]:
+    return [token for run in runs for token in run.tokens]
+
+
+def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
+    """Yield the acceptance of each run and whether the run is right, up to the first wrong one."""
+    for run in runs:
+        if not sampled:
+            return
+        is_right = run.tokens[0] == sampled[0]
+        yield run.acceptance, is_right
+        sampled = sampled[len(run.tokens) :] if is_right else ()
 
 
 class SuffixDrafter:
@@ -313,27 +340,24 @@ class SuffixDrafter:
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 
 
-class ModelDraft(NamedTuple):
-    """Tokens of a draft model, the probability of each to be right, and the time (s) they took."""
-
-    tokens: list[int]
-    chances: list[float]
-    seconds: float
-
-
 class ModelDrafter(Protocol):
-    """One sequence's use of a draft model."""
+    """One sequence's use of a draft model: `draft_model.RequestDrafter`."""
 
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
-    ) -> ModelDraft:
-        """Draft up to `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
+    ) -> list[Run]: ...
 
-    def record(self, sampled: Sequence[int]) -> None:
-        """Compare the latest draft with the sampled tokens."""
+    def record(self, sampled: Sequence[int]) -> None: ...
 
-    def close(self) -> None:
-        """Free the sequence's cells in the draft model. Idempotent."""
+    def close(self) -> None: ...
+
+
+#: Splits draft tokens into those that are sampled, each with the tokens that it forces.
+Split = Callable[[Sequence[int]], list[list[int]]]
+
+
+def single_tokens(tokens: Sequence[int]) -> list[list[int]]:
+    return [[token] for token in tokens]
 
 
 class Drafting:
@@ -344,7 +368,7 @@ class Drafting:
         self._is_forced = is_forced
         #: The draft model's drafter; None if there is none.
         self.model: ModelDrafter | None = None
-        self._predicted: list[int] = []
+        self._predicted: list[Run] = []
         self._predicted_from = 0
         self.drafted = self.accepted = 0
         #: Time (s) that a draft model took for the planned step.
@@ -362,15 +386,9 @@ class Drafting:
             self.model.close()
 
     def propose(
-        self,
-        tokens: Sequence[int],
-        room: int,
-        budget: DraftBudget,
-        valid: Callable[[Sequence[int]], int] = len,
+        self, tokens: Sequence[int], room: int, budget: DraftBudget, split: Split = single_tokens
     ) -> list[int]:
-        """Return the draft tokens of this step, at most `room`; `valid` returns how many of them the
-        constraint allows.
-        """
+        """Return the draft tokens of this step, at most `room`."""
         self._predicted, self._predicted_from = [], len(tokens)
         self.model_s = 0.0
         drafter, limit = self._drafter, min(self._limit, room)
@@ -379,20 +397,19 @@ class Drafting:
         least_chance = 0.0 if self._is_forced else budget.least_chance(self._limit)
         if least_chance > 1.0:
             return []
-        predicted = drafter.draft(tokens, limit, least_chance)
-        self._predicted = predicted[: valid(predicted)]
+        parts = split(drafter.draft(tokens, limit, least_chance))
+        starts = accumulate(map(len, parts), initial=0)
+        runs = [Run(part, drafter.acceptance(i)) for part, i in zip(parts, starts, strict=False)]
+        self._predicted = runs
         if self._is_forced:
-            return self._predicted[:limit]
-        chances = [drafter.acceptance(i).rate for i in range(len(self._predicted))]
-        if self.model is None:
-            return self._predicted[: budget.take(chances)]
-        _, rate = budget.best(chances)
-        draft = self.model.draft(tokens, limit, budget, rate)
-        self.model_s = draft.seconds
-        model_chances = draft.chances[: valid(draft.tokens)]
-        if budget.best(model_chances)[1] > rate:
-            return draft.tokens[: budget.take(model_chances, draft.seconds)]
-        return self._predicted[: budget.take(chances, draft.seconds)]
+            return join(runs)[:limit]
+        if self.model is not None:
+            _, rate = budget.best(runs)
+            began = time.perf_counter()
+            drafted = self.model.draft(tokens, limit, budget, rate)
+            self.model_s = time.perf_counter() - began
+            runs = drafted if budget.best(drafted)[1] > rate else runs
+        return budget.take(runs, self.model_s)[:limit]
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Compare the drafts with the sampled `tokens`, and count the drafted rows."""
@@ -401,11 +418,8 @@ class Drafting:
         sampled = tokens[self._predicted_from :]
         if self.model is not None:
             self.model.record(sampled)
-        for i, (predicted, token) in enumerate(zip(self._predicted, sampled, strict=False)):
-            assert self._drafter is not None
-            self._drafter.acceptance(i).record(is_right=predicted == token)
-            if predicted != token:
-                break
+        for acceptance, is_right in compare(self._predicted, sampled):
+            acceptance.record(is_right=is_right)
 
 
 class ReplayDrafting(Drafting):
@@ -416,11 +430,7 @@ class ReplayDrafting(Drafting):
         self._answer, self._n_prompt = answer, n_prompt
 
     def propose(
-        self,
-        tokens: Sequence[int],
-        room: int,
-        budget: DraftBudget,
-        valid: Callable[[Sequence[int]], int] = len,
+        self, tokens: Sequence[int], room: int, budget: DraftBudget, split: Split = single_tokens
     ) -> list[int]:
         n = len(tokens) - self._n_prompt
         return list(self._answer[n : min(n + room, len(self._answer) - 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.recurrent_checkpoints import tokens_to_next_checkpoint
-from edgeinfer.runtime.sampling.speculative import DraftBudget
+from edgeinfer.runtime.sampling.speculative import DraftBudget, single_tokens
 from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudget
@@ -173,8 +173,8 @@ class BatchPlanner:
             return []
         n_answer_left = seq.max_tokens - seq.n_generated - 1
         max_drafts = min(max_drafts, n_answer_left, self.n_ctx - len(seq.tokens) - 1)
-        valid = len if seq.matcher is None else seq.matcher.valid
-        return seq.drafting.propose(seq.tokens, max_drafts, draft_budget, valid)
+        split = single_tokens if seq.matcher is None else seq.matcher.runs
+        return seq.drafting.propose(seq.tokens, max_drafts, draft_budget, split)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
         """Add short and long prompts in turn, short ones first; prefill-only ones last."""

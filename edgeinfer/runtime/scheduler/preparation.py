@@ -197,7 +197,7 @@ class Preparer:
             constraint = prepared.constraint
         if constraint is None:
             return None
-        return self.constraints.compile(constraint, self.vocab, request.cache_salt).start()
+        return self.constraints.compile(constraint, self.vocab, request.cache_salt).copy()
 
     def _reasoning_budget(
         self, request: GenerateRequest, prepared: Prepared | None, output: Output

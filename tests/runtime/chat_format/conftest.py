@@ -46,7 +46,7 @@ def draw_text(
 ) -> str | None:
     """A text drawn at random from what the masks allow; None when it takes more than `limit` steps."""
     rng = np.random.default_rng(seed)
-    matcher = constraints.compile(constraint, vocab).start()
+    matcher = constraints.compile(constraint, vocab).copy()
     text = b""
     for _ in range(limit):
         forced = list(matcher.forced_tokens())

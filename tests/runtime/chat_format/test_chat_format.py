@@ -189,7 +189,7 @@ def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints,
         odd = msgspec.structs.replace(WEATHER, parameters={"type": kind})
         request = request_of(tools=(odd,), tool_choice=_choice("required"))
         assert unenforced_fields(request) == ["tools[0].parameters#/type"]
-        matcher = constraints.compile(load("qwen25", vocab).prepare(request).constraint, vocab).start()
+        matcher = constraints.compile(load("qwen25", vocab).prepare(request).constraint, vocab).copy()
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
         assert all(map(matcher.accept, vocab.tokenize(call)))
 
@@ -204,7 +204,7 @@ def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mod
     compiled = constraints.compile(prepared.constraint, vocab)
     call = '<tool_call>\n{"name": "%s", "arguments": {"a": [1, 1], "city": 2}}\n</tool_call>'
     for name, is_allowed in (("odd", mode != "named"), ("get_weather", False)):
-        matcher = compiled.start()
+        matcher = compiled.copy()
         assert all(map(matcher.accept, vocab.tokenize(call % name))) is is_allowed
 
 
@@ -393,7 +393,7 @@ def test_required_calls_wait_for_reasoning(constraints, vocab, name):
     prepared = load(name, vocab).prepare(
         request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
     )
-    matcher = constraints.compile(prepared.constraint, vocab).start()
+    matcher = constraints.compile(prepared.constraint, vocab).copy()
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
     for token in vocab.tokenize(thought):
         assert matcher.accept(token)
@@ -452,7 +452,7 @@ def test_xml_call_may_show_a_call(constraints, vocab):
     prepared = load("qwen_xml", vocab).prepare(request_of(tools=(MIXED,)))
     shown = "see:\n<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n."
     call = write_call(FAMILIES["qwen-xml"], "mixed", json.dumps({"text": shown, "unit": "C"}))
-    matcher = constraints.compile(prepared.constraint, vocab).start()
+    matcher = constraints.compile(prepared.constraint, vocab).copy()
     assert all(map(matcher.accept, vocab.tokenize("I will.\n" + call)))
     assert matcher.accept(vocab.eos_tokens[0])
 
@@ -460,7 +460,7 @@ def test_xml_call_may_show_a_call(constraints, vocab):
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
 def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
     prepared = load(name, vocab).prepare(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(prepared.constraint, vocab).start()
+    matcher = constraints.compile(prepared.constraint, vocab).copy()
     marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
     for token in vocab.tokenize("Let me see. " + marker):
         assert matcher.accept(token)
@@ -470,7 +470,7 @@ def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
 
 def test_free_calls_allow_plain_text(constraints, vocab):
     prepared = load("qwen25", vocab).prepare(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(prepared.constraint, vocab).start()
+    matcher = constraints.compile(prepared.constraint, vocab).copy()
     for token in vocab.tokenize('Just words, a < b, {"json": 1} and <tool.'):
         assert matcher.accept(token)
     assert matcher.accept(vocab.eos_tokens[0])
@@ -483,7 +483,7 @@ def test_constraints_allow_reasoning_before_them(constraints, vocab, constraint)
     prepared = load("qwen3", vocab).prepare(request_of(constraint=constraint))
     compiled = constraints.compile(prepared.constraint, vocab)
     for thought in ("", "<think>\nhm\n</think>\n\n"):
-        matcher = compiled.start()
+        matcher = compiled.copy()
         assert all(matcher.accept(token) for token in vocab.tokenize(thought))
 
 

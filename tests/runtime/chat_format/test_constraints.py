@@ -119,7 +119,7 @@ def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab,
     for document, allowed in ((good, True), (bad, False)):
         if document is None:
             continue
-        matcher = compiled.start()
+        matcher = compiled.copy()
         is_accepted = all(matcher.accept(token) for token in vocab.tokenize(json.dumps(document)))
         assert (is_accepted and (matcher.is_done or matcher.accept(vocab.eos_tokens[0]))) is allowed
     validator = (
@@ -184,7 +184,7 @@ def test_verdict_on_a_one_of_does_not_depend_on_others():
 def test_grammar_engine_limit_has_a_plain_error(constraints, vocab, constraint):
 
     def follow() -> None:
-        matcher = constraints.compile(constraint, vocab).start()
+        matcher = constraints.compile(constraint, vocab).copy()
         for token in vocab.tokenize('"' + "x" * 300):
             matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
             matcher.accept(token)
@@ -221,7 +221,7 @@ def test_invalid_constraints_are_refused_before_decoding(constraints, vocab, con
 
 
 def test_dead_end_raises_instead_of_masking_everything(constraints, vocab):
-    matcher = constraints.compile(Choice(("yes",)), vocab).start()
+    matcher = constraints.compile(Choice(("yes",)), vocab).copy()
     matcher._matcher.consume_token(vocab.tokenize("no")[0])  # an error that llguidance never leaves
     with pytest.raises(UnsupportedConstraintError):
         matcher.mask_into(np.zeros(vocab.n_vocab, np.float32))
@@ -229,7 +229,7 @@ def test_dead_end_raises_instead_of_masking_everything(constraints, vocab):
 
 def test_ambiguous_grammar_ends_its_own_request(constraints, vocab):
     rule = " ".join(["root"] * 8)  # a token of it adds eight ways: the limit is near
-    matcher = constraints.compile(Grammar(f'root ::= {rule} | "a" | ""'), vocab).start()
+    matcher = constraints.compile(Grammar(f'root ::= {rule} | "a" | ""'), vocab).copy()
     (a,) = vocab.tokenize("a")
 
     def go_on() -> None:
@@ -269,6 +269,54 @@ def test_random_walks_validate(constraints, vocab, seed):
     schema = generated(seed)
     text = draw_text(constraints, vocab, JsonSchema(schema), seed)
     valid(schema, text)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drafts_are_split_as_the_engine_takes_their_tokens(constraints, vocab, seed):
+    """A token is sampled and those that it forces are taken, wherever a draft is cut or leaves them."""
+    rng = random.Random(seed)
+    schema = JsonSchema(generated(seed))
+    matcher, runs = constraints.compile(schema, vocab).copy(), []
+    matcher.accept_forced()
+    start = matcher.copy()
+    while not matcher.is_done and len(runs) < 40:
+        logits = np.zeros(vocab.n_vocab, np.float32)
+        matcher.mask_into(logits)
+        token = int(rng.choice(np.flatnonzero(logits == 0)))
+        if not matcher.accept(token):
+            break  # a digit beyond the limit of numbers
+        runs.append([token, *matcher.forced_tokens()])
+        assert matcher.accept_forced() == runs[-1][1:]
+    tokens = [token for run in runs for token in run]
+    ends = np.cumsum([len(run) for run in runs])
+    for n in range(len(tokens) + 1):
+        n_begun = int(np.searchsorted(ends, n)) + 1 if n else 0
+        assert start.runs(tokens[:n]) == runs[:n_begun]
+        if n and n not in ends:
+            assert start.runs([*tokens[:n], tokens[n] + 1, *tokens[n + 1 :]]) == runs[:n_begun]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_likely_tokens_spell_the_text_that_must_come_next(constraints, vocab, seed):
+    """Every token that is allowed instead begins with this text, or is the beginning of it."""
+    rng, n_likely = random.Random(seed), 0
+    matcher = constraints.compile(JsonSchema(generated(seed)), vocab).copy()
+    for _ in range(60):
+        matcher.accept_forced()
+        if matcher.is_done:
+            break
+        logits = np.zeros(vocab.n_vocab, np.float32)
+        matcher.mask_into(logits)
+        allowed = np.flatnonzero(logits == 0)
+        likely = matcher.copy().accept_likely()
+        text = b"".join(vocab.piece(token) for token in likely)
+        pieces = [vocab.piece(int(token), special=True) for token in allowed]
+        assert all(piece.startswith(text) or text.startswith(piece) for piece in pieces)
+        assert not likely or matcher.valid(likely) == len(likely)
+        n_likely += len(likely)
+        if not matcher.accept(likely[0] if likely else int(rng.choice(allowed))):
+            break  # a digit beyond the limit of numbers
+    assert n_likely or seed
 
 
 def test_wild_schemas_are_refused_or_validate(constraints, vocab):
@@ -345,7 +393,7 @@ def test_schema_of_one_document_draws_its_text(constraints, vocab, schema, text)
 
 def _longest_draw(constraints, vocab, schema: dict[str, Any], *, favoured: bytes) -> str:
     """A text that goes on with a `favoured` character where it may."""
-    matcher = constraints.compile(JsonSchema(schema), vocab).start()
+    matcher = constraints.compile(JsonSchema(schema), vocab).copy()
     text = b""
     for _ in range(200):
         logits = np.zeros(vocab.n_vocab, np.float32)
@@ -379,7 +427,7 @@ def test_digits_of_texts_and_of_needed_numbers_go_on(constraints, vocab):
 
 
 def test_refused_token_changes_nothing(constraints, vocab):
-    matcher = constraints.compile(Choice(("yes", "no")), vocab).start()
+    matcher = constraints.compile(Choice(("yes", "no")), vocab).copy()
     (no,) = vocab.tokenize("no")
     (yes,) = vocab.tokenize("yes")
     assert matcher.accept(no)
@@ -388,7 +436,7 @@ def test_refused_token_changes_nothing(constraints, vocab):
 
 
 def test_end_token_is_allowed_once_the_output_may_end(constraints, vocab):
-    matcher = constraints.compile(Choice(("yes", "yes please")), vocab).start()
+    matcher = constraints.compile(Choice(("yes", "yes please")), vocab).copy()
     assert matcher.accept(*vocab.tokenize("yes"))
     logits = np.zeros(vocab.n_vocab, np.float32)
     matcher.mask_into(logits)
@@ -397,7 +445,7 @@ def test_end_token_is_allowed_once_the_output_may_end(constraints, vocab):
 
 
 def test_control_tokens_match_no_constraint(constraints, vocab):
-    matcher = constraints.compile(Regex("(?s:.*)"), vocab).start()
+    matcher = constraints.compile(Regex("(?s:.*)"), vocab).copy()
     logits = np.zeros(vocab.n_vocab, np.float32)
     matcher.mask_into(logits)
     assert not any(

@@ -88,11 +88,40 @@ def test_text_is_the_same_and_the_model_agrees_with_itself(
     assert accepted > 0.8 * drafted
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.8, seed=5)])
-def test_text_under_a_schema_is_the_same(engine: LlamaEngine, sampling: Sampling) -> None:
-    asked = ask("Two people as JSON: ", constraint=SCHEMA, max_tokens=120, sampling=sampling)
-    drafted, accepted = draft_tokens(engine, replace(asked, ignore_eos=False))
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0),
+        Sampling(temperature=0.8, seed=5),
+        Sampling(temperature=0.8, seed=5, repeat_penalty=1.3, repeat_last_n=64),
+    ],
+)
+def test_text_under_a_schema_is_the_same(
+    engine: LlamaEngine, sampling: Sampling, logprobs: int | None
+) -> None:
+    for max_tokens in (7, 23, 120):
+        limits = {"max_tokens": max_tokens, "logprobs": logprobs, "ignore_eos": False}
+        asked = ask("Two people as JSON: ", constraint=SCHEMA, sampling=sampling, **limits)
+        drafted, accepted = draft_tokens(engine, asked)
     assert accepted > 0.6 * drafted > 0
+
+
+def test_tokens_that_a_schema_forces_are_drafted_without_the_draft_model(engine: LlamaEngine) -> None:
+    """And the drafts go on after them, so that most steps verify several values."""
+    names = ("name of the person", "colour of the person's house", "reasons for the colour")
+    parts = {name: {"enum": ["yes, of course", "no, never", "it depends"]} for name in names}
+    schema = JsonSchema({"type": "object", "properties": parts, "required": [*parts]})
+    asked = ask("As JSON: ", constraint=schema, max_tokens=100, ignore_eos=False, cache_prompt=False)
+    answer(engine, asked)  # acceptance is learned
+    n_computed, counters = count_computed(engine), engine._scheduler.counters
+    n_before = counters.steps_total
+    expected = answer(engine, replace(asked, speculative="off"))
+    n_sampled = counters.steps_total - n_before
+    drafted, _ = draft_tokens(engine, asked)
+    assert n_sampled < 0.5 * expected.finish.usage.completion_tokens
+    assert len(n_computed) <= n_sampled
+    assert drafted > 2 * len(n_computed) > 0
 
 
 def test_text_that_ends_at_a_stop_string_is_the_same(engine: LlamaEngine) -> None:
@@ -218,7 +247,7 @@ def test_a_draft_model_that_is_too_slow_drafts_nothing(smollm2: Path) -> None:
 
 def test_another_vocabulary_is_refused_in_words(smollm2: Path, gemma3: Path) -> None:
     with pytest.raises(
-        ModelLoadError, match=r"small cannot draft for m: its vocabulary .* 262,144"
+        ModelLoadError, match=r"small cannot draft for m: its vocabulary differs .*262,144"
     ) as info:
         load(smollm2, gemma3)
     assert "--draft none" in (info.value.hint or "")

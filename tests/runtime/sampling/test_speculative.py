@@ -18,8 +18,10 @@ from edgeinfer.runtime.sampling.speculative import (
     Acceptance,
     DraftBudget,
     Drafting,
+    Run,
     StepCurve,
     SuffixDrafter,
+    single_tokens,
 )
 
 from ..conftest import answer, ask
@@ -51,6 +53,15 @@ class Always(SuffixDrafter):
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
         return [1] * limit
+
+
+def make_runs(chances: Sequence[float], n_forced: int = 0) -> list[Run]:
+    return [Run([1] * (1 + n_forced), Acceptance(chance)) for chance in chances]
+
+
+def take(budget: DraftBudget, chances: Sequence[float]) -> int:
+    """Take drafts of single tokens; how many."""
+    return len(budget.take(make_runs(chances)))
 
 
 def decode(drafting: Drafting, answer: Sequence[int], costs: StepCurve) -> list[int]:
@@ -254,23 +265,40 @@ def test_steps_say_how_many_of_their_rows_are_forced(
 def test_all_sequences_of_a_step_share_its_rows() -> None:
     """Eight rows are as cheap as one, and more cost as much as they gain."""
     budget = DraftBudget(curve(lambda rows: 0.010 * max(1.0, rows / 8)), 2, 2)
-    counts = [budget.take([0.9] * 6) for _ in range(2)]
-    assert counts[0] == 6
-    assert counts[1] == 0
+    assert take(budget, [0.9] * 6) == 6
+    assert take(budget, [0.9] * 6) == 0
 
 
 def test_forced_tokens_are_no_reason_to_draft() -> None:
     """Eight sequences of which one has 24 more tokens to compute: those come without drafts too."""
     for rows in (8, 32):
-        assert DraftBudget(CHEAP, 8, rows).take([0.8] * 6) == 0
-        assert DraftBudget(CHEAP, 8, rows).take([1.0] * 6) == 6
+        assert take(DraftBudget(CHEAP, 8, rows), [0.8] * 6) == 0
+        assert take(DraftBudget(CHEAP, 8, rows), [1.0] * 6) == 6
+
+
+@pytest.mark.parametrize("n_forced", [1, 5, 14])
+@pytest.mark.parametrize("costs", [FREE, CHEAP, FULL])
+def test_tokens_that_a_draft_forces_cost_only_where_it_is_wrong(
+    costs: StepCurve, n_forced: int
+) -> None:
+    """They are computed with and without drafts, and a wrong draft computes them in vain."""
+    budget = DraftBudget(costs, 1, 1)
+    right, doubtful = make_runs([1.0] * 3, n_forced), make_runs([0.6] * 3, n_forced)
+    assert budget.best(right) == budget.best(make_runs([1.0] * 3))
+    assert budget.best(doubtful)[1] <= budget.best(make_runs([0.6] * 3))[1]
+    assert DraftBudget(costs, 1, 1).take(right) in ([], [1] * 3 * (1 + n_forced))
+
+
+def test_forced_tokens_make_a_doubtful_draft_worse() -> None:
+    assert take(DraftBudget(CHEAP, 1, 1), [0.4]) == 1
+    assert DraftBudget(CHEAP, 1, 1).take(make_runs([0.4], n_forced=11)) == []
 
 
 def test_chance_below_the_least_never_pays() -> None:
     budget = DraftBudget(CHEAP, 8, 8)
     least = budget.least_chance(15)
-    assert budget.take([least - 0.01] + [1.0] * 14) == 0
-    assert budget.take([least + 0.01] + [1.0] * 14) == 15
+    assert take(budget, [least - 0.01] + [1.0] * 14) == 0
+    assert take(budget, [least + 0.01] + [1.0] * 14) == 15
     assert budget.least_chance(15) != least
 
 
@@ -286,7 +314,19 @@ def test_short_matches_that_cannot_pay_are_not_looked_for() -> None:
 
 def test_draft_ends_where_a_constraint_forbids_it() -> None:
     budget = DraftBudget(FREE, 1, 1)
-    assert Drafting(Always(), limit=4).propose([0], 8, budget, lambda tokens: 2) == [1, 1]
+    split = lambda tokens: single_tokens(tokens[:2])  # noqa: E731
+    assert Drafting(Always(), limit=4).propose([0], 8, budget, split) == [1, 1]
+
+
+def test_forced_tokens_that_the_text_lacks_are_drafted_and_teach_it_nothing() -> None:
+    drafter = Always()
+    drafting = Drafting(drafter, limit=4)
+    drafts = drafting.propose([0], 8, DraftBudget(FREE, 1, 1), lambda tokens: [[1, 7, 8, 9, 10]])
+    assert drafts == [1, 7, 8, 9]  # as many as there is room for
+    drafting.record_acceptance([0, 1, 7, 8, 9, 10, 2], 4, 4)
+    once = Acceptance(0.5)
+    once.record(is_right=True)
+    assert drafter.acceptance(0).rate == once.rate
 
 
 def test_cost_of_more_rows_than_are_measured_goes_on_as_before_them() -> None:
