@@ -321,7 +321,7 @@ def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     assert files.sampling.temperature == 0.5
     assert main(["show", "ollama/tiny:1b"]) == 0
     out = capsys.readouterr().out
-    assert "not used: template: Go templates are not read" in out
+    assert "not used: template: Go templates are not supported" in out
     assert "not used: num_ctx 4096" in out
     assert "not used: top_k -3" in out
     assert "not used: messages" in out
