@@ -225,7 +225,7 @@ def test_logprobs_come_with_their_tokens(real):
         ("/api/generate", {"images": ["aGk="]}, "it is not a JPEG, PNG, WebP or GIF file"),
         ("/api/generate", {"context": [1, 2]}, "send the conversation to /api/chat"),
         ("/api/generate", {"template": "{{ .System }} {{ .Prompt }}"}, "template: "),
-        ("/api/generate", {"raw": True, "system": "x"}, "system: a raw prompt"),
+        ("/api/generate", {"raw": True, "system": "x"}, "system: cannot be combined with `raw`"),
         (
             "/api/chat",
             {"messages": [{"role": "user", "images": ["aGk="]}]},
