@@ -58,7 +58,7 @@ def test_conversations_blocks_go(capsys) -> None:
 def test_a_conversation_without_prefixes_does_not_keep_the_others(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "nosuch", "--conversation", "talk"]) == 2
-    assert "conversation 'nosuch' has no cached" in capsys.readouterr().err
+    assert "conversation 'nosuch' has no separate cached" in capsys.readouterr().err
     assert list_blocks(paths.blocks_dir()) == []
 
 

@@ -150,7 +150,7 @@ def test_a_given_name_is_enough_everywhere(root):
     publish(root, "other,work", model="other")
     with pytest.raises(SnapshotMissingError, match="work is the name of several") as caught:
         registry.find("work")
-    assert caught.value.hint == "name one: m,work, other,work"
+    assert caught.value.hint == "name one of: m,work, other,work"
     assert selection.find_named("work", "m", {})[1].name == "m,work"
     with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
         selection.find_named("work", "third", {})

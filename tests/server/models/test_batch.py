@@ -114,7 +114,7 @@ def test_a_second_run_does_only_what_is_missing(files):
         ({"custom_id": "x", "url": "/v1/files", "body": {}}, "url"),
         ({"custom_id": "x", "url": "/v1/completions"}, "body"),
         ({"custom_id": "x", "url": "/v1/completions", "body": {}, "priority": 1}, "priority"),
-        ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "also on line 1"),
+        ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "already used on line 1"),
         (_chat("x", stream=True), "stream"),
         ({"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}, "method"),
     ],
