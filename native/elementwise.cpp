@@ -22,12 +22,20 @@ INLINE void store_some(float *p, Floats x, int n) {
     if (n >= kLanes) return store(p, x);
     if (n > 0) memcpy(p, &x, n * sizeof(float));
 }
-INLINE float tree(const Floats (&sums)[kParts]) {
-    typedef float Quarter __attribute__((vector_size(16)));
-    Quarter x[4];
+typedef float Four __attribute__((vector_size(16)));
+INLINE Four four_of(const Floats (&sums)[kParts]) {
+    Four x[4];
     memcpy(x, sums, sizeof x);
-    const Quarter four = (x[0] + x[2]) + (x[1] + x[3]);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+INLINE float tree(const Floats (&sums)[kParts]) {
+    const Four four = four_of(sums);
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+INLINE Four four_trees(const Four &a, const Four &b, const Four &c, const Four &d) {
+    const auto halves = [](Four x, Four y) { return __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7); };
+    const Four ab = halves(a, b), cd = halves(c, d);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 // Calls f(index of the partial sum, first element, count) for each vector of n elements from `from` on
 template <class F> INLINE void each_vector(int from, int n, F f) {
@@ -38,18 +46,17 @@ template <class F> INLINE void each_vector(int from, int n, F f) {
         UNROLL for (int p = 0; p < kParts; p++) f(p, i + p * kLanes, n - i - p * kLanes);
 }
 #define EACH_VECTOR [&](int p, int i, int n) __attribute__((always_inline))
-template <bool kSquares> double sum_of(const float *x, int n_all) {
+// Sums n elements; add(sum, i, n) returns the partial sum with the vector at i
+template <class F> INLINE double sum_of(int n_all, F add) {
     double total = 0;
     for (int from = 0; from < n_all; from += kBlock) {
         Floats sums[kParts]{};
-        each_vector(from, std::min(n_all, from + kBlock), EACH_VECTOR {
-            const Floats v = load_some(x + i, n);
-            sums[p] = kSquares ? fma(v, v, sums[p]) : sums[p] + v;
-        });
+        each_vector(from, std::min(n_all, from + kBlock), EACH_VECTOR { sums[p] = add(sums[p], i, n); });
         total += tree(sums);
     }
     return total;
 }
+#define ADDS_VECTOR [&](Floats sum, int i, int n) __attribute__((always_inline))
 
 INLINE char *row_of(const ggml_tensor *t, int64_t row) {
     if (t->nb[2] == t->ne[1] * t->nb[1] && t->nb[3] == t->ne[2] * t->nb[2]) return (char *)t->data + row * t->nb[1];
@@ -138,9 +145,9 @@ void compute_norm(const ggml_compute_params *params, const ggml_tensor *op) {
     for (int64_t row = share.first; row < share.end; row++) {
         const float *x = (const float *)row_of(op->src[0], row);
         float *y = (float *)row_of(op, row);
-        const float mean = sum_of<false>(x, n) / n;
+        const float mean = sum_of(n, ADDS_VECTOR { return sum + load_some(x + i, n); }) / n;
         for (int i = 0; i < n; i++) y[i] = x[i] - mean;
-        const float variance = sum_of<true>(y, n) / n;
+        const float variance = sum_of(n, ADDS_VECTOR { const Floats v = load_some(y + i, n); return fma(v, v, sum); }) / n;
         scale_row(y, n, 1.0f / std::sqrt(variance + parameter(op, 0)));
     }
 }
@@ -151,13 +158,19 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     const int n_all = op->ne[0];
     const Share share(params, ggml_nrows(op));
     for (int64_t row = share.first; row < share.end; row++) {
-        const int64_t i1 = row % op->ne[1], head = row / op->ne[1] % op->ne[2], i3 = row / op->ne[1] / op->ne[2];
+        int64_t head = 0;
+        const char *added = nullptr;
+        if (mask || sinks) {  // a router's gate has neither, and its rows are short
+            const int64_t i1 = row % op->ne[1], i3 = row / op->ne[1] / op->ne[2];
+            head = row / op->ne[1] % op->ne[2];
+            if (mask) added = (const char *)mask->data + i1 * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + i3 % mask->ne[3] * mask->nb[3];
+        }
         const float slope = slope_of(parameter(op, 1), head, op->ne[2]);
-        const char *added = !mask ? nullptr : (const char *)mask->data + i1 * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + i3 % mask->ne[3] * mask->nb[3];
         const bool is_half = mask && mask->type == GGML_TYPE_F16;
         const float *x = (const float *)row_of(op->src[0], row);
         float *y = (float *)row_of(op, row), most = sinks ? sinks[head] : -INFINITY;
-        Floats largest = all(most);
+        Floats largest[kParts];
+        for (Floats &part : largest) part = all(most);
         each_vector(0, n_all, EACH_VECTOR {
             Floats v = load_some(x + i, n) * scale;
             if (is_half) {
@@ -168,12 +181,17 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
                 v = fma(load_some((const float *)added + i, n), all(slope), v);
             }
             store_some(y + i, v, n);
-            if (n >= kLanes) largest = larger(largest, v);
+            if (n >= kLanes) largest[p] = larger(largest[p], v);
             else for (int j = i; j < i + n; j++) most = std::max(most, y[j]);
         });
-        for (int i = 0; i < kLanes; i++) most = std::max(most, largest[i]);
-        each_vector(0, n_all, EACH_VECTOR { store_some(y + i, exp_of(load_some(y + i, n) - most), n); });
-        scale_row(y, n_all, 1.0 / (sum_of<false>(y, n_all) + (sinks ? exp_of(sinks[head] - most) : 0)));
+        for (const Floats &part : largest)
+            for (int i = 0; i < kLanes; i++) most = std::max(most, part[i]);
+        const double sum = sum_of(n_all, ADDS_VECTOR {
+            const Floats power = exp_of(load_some(y + i, n) - most);
+            store_some(y + i, power, n);
+            return sum + (n >= kLanes ? power : load_some(y + i, n));  // zeros after the row's end
+        });
+        scale_row(y, n_all, 1.0 / (sum + (sinks ? exp_of(sinks[head] - most) : 0)));
     }
 }
 
@@ -242,6 +260,8 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
 // ---- MUL_MAT and MUL_MAT_ID that matmul.cpp declines: few rows, odd widths, several matrices. Weights become floats.
 
 constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows of weights and columns at a time: sums stay in registers
+constexpr int kRows = 8;    // rows that a column is multiplied with while it is in the nearest cache
+constexpr int kNear = 512;  // elements of kTall rows and kWide columns that stay there until the next pass
 
 INLINE Floats load_weights(const float *p, int n) { return load_some(p, n); }
 INLINE Floats load_weights(const uint16_t *p, int n) {
@@ -251,43 +271,54 @@ INLINE Floats load_weights(const uint16_t *p, int n) {
     return from_halves(some);
 }
 template <int kR, int kC, class W> void dots(const W *w, size_t stride, const float *const *x, float *const *out, int k) {
-    constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts);  // parts
+    constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts), kPasses = kParts / kOnce;  // parts at a time
     Floats sums[kR][kC][kParts]{};
-    UNROLL for (int pass = 0; pass < kParts / kOnce; pass++) each_vector(0, k, EACH_VECTOR {
-        if (p / kOnce != pass) return;
-        Floats v[kC];
-        UNROLL for (int c = 0; c < kC; c++) v[c] = load_some(x[c] + i, n);
-        UNROLL for (int r = 0; r < kR; r++) {
-            const Floats weights = load_weights(w + r * stride + i, n);
-            UNROLL for (int c = 0; c < kC; c++) sums[r][c][p] = fma(weights, v[c], sums[r][c][p]);
-        }
-    });
-    UNROLL for (int r = 0; r < kR; r++)
-        UNROLL for (int c = 0; c < kC; c++) out[c][r] = tree(sums[r][c]);
+    for (int from = 0, n_near = kPasses > 1 ? kNear : k; from < k; from += n_near)
+        UNROLL for (int pass = 0; pass < kPasses; pass++) each_vector(from, std::min(k, from + n_near), EACH_VECTOR {
+            if (p / kOnce != pass) return;
+            Floats v[kC];
+            UNROLL for (int c = 0; c < kC; c++) v[c] = load_some(x[c] + i, n);
+            UNROLL for (int r = 0; r < kR; r++) {
+                const Floats weights = load_weights(w + r * stride + i, n);
+                UNROLL for (int c = 0; c < kC; c++) sums[r][c][p] = fma(weights, v[c], sums[r][c][p]);
+            }
+        });
+    UNROLL for (int c = 0; c < kC; c++) {
+        if constexpr (kR == 4) store(out[c], four_trees(four_of(sums[0][c]), four_of(sums[1][c]), four_of(sums[2][c]), four_of(sums[3][c])));
+        else *out[c] = tree(sums[0][c]);
+    }
 }
 
-size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kTall + kSums) * sizeof(float); }  // of a thread
+size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kRows + kSums) * sizeof(float); }  // of a thread
 // Multiplies n rows of weights with columns that lie `pitch` bytes apart
 template <class W> void products(const W *w, size_t stride, int n, const char *x, size_t x_pitch, char *to, size_t pitch, int64_t columns, int k) {
-    for (int64_t column = 0, some; column < columns; column += some) {
-        some = n == kTall && columns - column >= kWide ? kWide : 1;
+    for (int64_t column = 0, wide; column < columns; column += wide) {
+        wide = columns - column >= kWide ? kWide : 1;
         const float *in[kWide];
         float *out[kWide];
-        for (int c = 0; c < some; c++) in[c] = (const float *)(x + (column + c) * x_pitch), out[c] = (float *)(to + (column + c) * pitch);
-        if (some > 1) dots<kTall, kWide>(w, stride, in, out, k);
-        else if (n == kTall) dots<kTall, 1>(w, stride, in, out, k);
-        else for (int r = 0; r < n; r++, out[0]++) dots<1, 1>(w + r * stride, stride, in, out, k);
+        for (int c = 0; c < wide; c++) in[c] = (const float *)(x + (column + c) * x_pitch), out[c] = (float *)(to + (column + c) * pitch);
+        for (int r = 0, tall; r < n; r += tall) {
+            tall = n - r >= kTall ? kTall : 1;
+            auto multiply = dots<1, 1, W>;
+            if (tall > 1) multiply = wide > 1 ? dots<kTall, kWide, W> : dots<kTall, 1, W>;
+            else if (wide > 1) multiply = dots<1, kWide, W>;
+            multiply(w + r * stride, stride, in, out, k);
+            for (int c = 0; c < wide; c++) out[c] += tall;
+        }
     }
 }
 void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
     const ggml_tensor *w = op->src[0], *x = op->src[1], *ids = op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr;
-    const int64_t k = w->ne[0], tiles = (w->ne[1] + kTall - 1) / kTall, groups = op->ne[2] * (ids ? op->ne[1] : op->ne[3]), columns = ids ? 1 : x->ne[1];
+    const int64_t k = w->ne[0], groups = op->ne[2] * (ids ? op->ne[1] : op->ne[3]), n_columns = ids ? 1 : x->ne[1];
+    // a router has few rows: threads share its columns, or the rows of a single column
+    const int64_t tall = n_columns < kWide ? kTall : kRows, tiles = (w->ne[1] + tall - 1) / tall, pieces = std::clamp<int64_t>(n_columns / 32, 1, params->nth);
     float *rows = (float *)((char *)params->wdata + params->ith * dots_size(op));
-    const Share share(params, groups * tiles);
+    const Share share(params, groups * tiles * pieces);
     for (int64_t i = share.first; i < share.end; i++) {
-        const int64_t group = i / tiles, first = i % tiles * kTall, n = std::min<int64_t>(kTall, w->ne[1] - first);
-        const char *weights = (const char *)w->data + first * w->nb[1], *from = (const char *)x->data;
-        char *to = (char *)op->data + first * sizeof(float);
+        const int64_t group = i / pieces / tiles, first = i / pieces % tiles * tall, n = std::min<int64_t>(tall, w->ne[1] - first);
+        const int64_t column = n_columns * (i % pieces) / pieces, columns = n_columns * (i % pieces + 1) / pieces - column;
+        const char *weights = (const char *)w->data + first * w->nb[1], *from = (const char *)x->data + column * x->nb[1];
+        char *to = (char *)op->data + first * sizeof(float) + column * op->nb[1];
         const int64_t major = group / op->ne[ids ? 1 : 2], minor = group % op->ne[ids ? 1 : 2];
         if (ids) {  // MUL_MAT_ID: a slot of a token
             weights += load<int32_t>((const char *)ids->data + minor * ids->nb[0] + major * ids->nb[1]) * w->nb[2];
