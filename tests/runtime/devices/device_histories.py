@@ -68,7 +68,7 @@ class DeviceHistories(Histories):
             batch.clear()
             batch.add(seq.tokens[start:], start, seq.seq_id, outputs=1)
             assert batch.decode(context) == 0
-            rows.append(np.array(context.rows(1, self.n_vocab)[0]))
+            rows.append(np.array(context.all_logits(1, self.n_vocab)[0]))
         self.differences.append(float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[0]).max()))
 
     def check(self) -> None:

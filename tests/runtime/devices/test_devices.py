@@ -252,7 +252,6 @@ def test_pictures_are_encoded_on_the_device_until_it_fails(
     with_projector = environment | {"PROJECTOR": str(projector)}
     found = answers(start(model, with_projector, tmp_path, "pictures"))["pictures"]
     assert found["moved"] == [False, True, False]
-    assert found["texts"][0] == found["texts"][1]
     assert 0 < found["difference"] < 0.02
     assert found["is_equal"] == [False, True], "the CPU has encoded the last one"
     (line,) = found["said"]
