@@ -79,7 +79,7 @@ class DraftModel:
         problem = draft_problem(self.shape, loaded.shape)
         n_vocab = min(self.vocab.n_vocab, loaded.vocab.n_vocab)
         spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(n_vocab))
-        if problem or all(own == expected for own, expected in spellings):
+        if problem or all(draft == large for draft, large in spellings):
             return problem
         return "its vocabulary differs: its tokens are spelled differently"
 

@@ -399,7 +399,7 @@ class Drafting:
             return []
         parts = split(drafter.draft(tokens, limit, least_chance))
         starts = accumulate(map(len, parts), initial=0)
-        runs = [Run(part, drafter.acceptance(i)) for part, i in zip(parts, starts, strict=False)]
+        runs = [Run(p, drafter.acceptance(i)) for p, i in zip(parts, starts, strict=False)]
         self._predicted = runs
         if self._is_forced:
             return join(runs)[:limit]

@@ -117,11 +117,11 @@ def test_tokens_that_a_schema_forces_are_drafted_without_the_draft_model(engine:
     n_computed, counters = count_computed(engine), engine._scheduler.counters
     n_before = counters.steps_total
     expected = answer(engine, replace(asked, speculative="off"))
-    n_sampled = counters.steps_total - n_before
+    n_sampled, n_tokens = counters.steps_total - n_before, expected.finish.usage.completion_tokens
     drafted, _ = draft_tokens(engine, asked)
-    assert n_sampled < 0.5 * expected.finish.usage.completion_tokens
-    assert len(n_computed) <= n_sampled
-    assert drafted > 2 * len(n_computed) > 0
+    assert n_sampled < 0.5 * n_tokens
+    assert 0 < len(n_computed) < 0.6 * n_tokens
+    assert drafted > 0.5 * n_tokens
 
 
 def test_text_that_ends_at_a_stop_string_is_the_same(engine: LlamaEngine) -> None:
