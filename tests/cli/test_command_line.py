@@ -43,7 +43,7 @@ def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
 
 def test_kinds_of_results_are_those_that_scripts_know():
     kinds = """
-        agents batch bench chat completion config doctor drift eval forget launch licenses list
+        agents backend batch bench chat completion config doctor drift eval forget launch licenses list
         ps ps-usage pull pull-adapter quantize quantize-compare rm run self-check serve show
         snapshot snapshots snapshots-export snapshots-import snapshots-removed snapshots-take
         snapshots-trust snapshots-verify stop tools update verify version warm web
