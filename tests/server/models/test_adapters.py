@@ -85,4 +85,4 @@ def test_a_file_where_clients_may_name_files(serve, tmp_path):
     assert change(live_server, "load", lora_path=str(path), scale=0.5).status_code == 200
     assert [(a.name, a.scale) for a in engine.info.lora] == [("red", 0.5)]
     missing = change(live_server, "load", lora_path=str(tmp_path / "none.gguf"))
-    assert (missing.status_code, "no adapter" in missing.json()["error"]["message"]) == (400, True)
+    assert (missing.status_code, "is not pulled" in missing.json()["error"]["message"]) == (400, True)
