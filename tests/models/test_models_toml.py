@@ -95,7 +95,7 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, promp
         (f'{MINIMAL}name = "x"\n', [OF_MINE, '"name"']),
         (f'{MINIMAL}parameters = "many"\n', [OF_MINE, "parameters"]),
         ('[models.mine]\ntitle = "x"\n', [OF_MINE, "sources"]),
-        ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', [OF_MINE, "no source"]),
+        ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', [OF_MINE, "not a valid source"]),
         ('[models."../x"]\ntitle = "x"\nsources = ["a/b:Q8_0"]\n', ["'../x' is not a model name"]),
         ("[model.mine]\n", ['unknown key "model"']),
         ("[models\n", ["not valid TOML"]),
