@@ -157,7 +157,7 @@ def test_bad_importance_matrix_is_refused(gemma: str, gemma3: Path, tmp_path: Pa
     with pytest.raises(InvalidGgufError, match="not an importance matrix"):
         quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=str(gemma3)))
     wrong = importance(gemma3, tmp_path / "imatrix.gguf", wrong=True)
-    with pytest.raises(InvalidGgufError, match="do not fit"):
+    with pytest.raises(InvalidGgufError, match="do not match"):
         quantize(gemma, "IQ2_XXS", options=QuantizeOptions(imatrix=wrong))
 
 
