@@ -218,7 +218,7 @@ def test_server_that_falls_silent(server, url, body, options) -> None:
     notes: list[str] = []
     pull(url, lambda now: notes.append(now.note), options=options)
     assert is_right(body)
-    assert any("silent" in note for note in notes)
+    assert any("stopped sending" in note for note in notes)
 
 
 @pytest.mark.parametrize(("status", "error"), [(404, SourceNotFoundError), (403, AuthenticationError)])
