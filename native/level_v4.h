@@ -4,12 +4,12 @@
 namespace {
 
 // Columns (rows of a batch) of the kernel that unpacks weights in registers: in all, and at a time; of the other one, at a time.
-constexpr int kFew = 16, kColumns = 8, kTile = 6;
+constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
 constexpr bool kGathers = false;      // whether each row's half is read separately from what follows it
 constexpr bool kDotsOfRows = true;    // whether one column is multiplied with weights in Order::kRows
-constexpr int kSpansAhead = 6144;     // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
+constexpr int kSpansAhead = 10240;    // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }

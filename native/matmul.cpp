@@ -22,6 +22,7 @@ namespace {
 constexpr int kRows = 2 * kLanes;  // rows of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 constexpr bool kTakesSpans = kSpansAhead > 0;
+constexpr int kClaim = 4;          // units that a thread takes together, while it has many
 
 // Transposes of_rows() of rows 0, 1, 2 and 3 to one dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
@@ -632,6 +633,26 @@ size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
 struct Place { int32_t slot, token; };  // token and expert slot of a MUL_MAT_ID column
 
+// A thread's units, of which it takes some at the front: memory is read fastest in order, and no two threads prefetch the same. A
+// thread that has no more takes one at the end of another's.
+struct Range { int32_t first, end; };
+typedef std::atomic<Range> Units;
+Range take(Units &units, bool is_front, int most) {
+    Range all = units.load(std::memory_order_relaxed), taken, left;
+    do {
+        if (all.first == all.end) return all;
+        const int n = std::clamp((all.end - all.first) / 4, 1, most);
+        taken = left = all;
+        if (is_front) taken.end = left.first = all.first + n;
+        else taken.first = left.end = all.end - n;
+    } while (!units.compare_exchange_weak(all, left, std::memory_order_relaxed));
+    return taken;
+}
+
+// What a thread read first in the last product, and by that, in the product after it: it is prefetched at the end of the first one
+struct { const uint8_t *last, *after[512]; } thread_local t_starts;
+const uint8_t *&next_start() { return t_starts.after[(uintptr_t)t_starts.last / 64 * 0x9e3779b97f4a7c15u >> 55]; }
+
 // A MUL_MAT, or one expert of a MUL_MAT_ID: its weights, and the columns they are multiplied with
 struct Product {
     const uint8_t *weights;
@@ -641,6 +662,8 @@ struct Product {
     int8_t *bytes;
     Extra *extras;
 
+    int step() const { return layout.is_few ? kLanes : kRows; }  // rows of a unit
+    int units() const { return layout.n ? (op->src[0]->ne[1] + step() - 1) / step() : 0; }
     template <class T, int kC> SpanPosition<T, kC> spans() const {
         const float *scales = (const float *)extras;
         return {(const int32_t *)bytes, scales, scales + kSpan / T::kSub * kC * layout.pitch, layout.pitch};
@@ -677,25 +700,22 @@ template <class T> struct Operation {
     static size_t slab_size() { return sizeof(Unpacked<typename T::Kernels>) * 2 * (kChunk / T::kSub); }
     size_t places_size() const { return ids ? round_up(n * sizeof(Place)) + round_up((experts + 1) * 4) : 0; }
     size_t bytes_size() const { return round_up(n * column_bytes()); }
-    size_t shared_size() const { return 64 + places_size() + bytes_size() + round_up(n * column_extras() * sizeof(Extra)); }
+    size_t shared_size() const { return places_size() + bytes_size() + round_up(n * column_extras() * sizeof(Extra)); }
     size_t thread_size() const {
         const size_t products = pitch ? round_up(2 * sizeof(float) * kLanes * (k / kSpan)) : 0;
-        return std::max(products, slab_size() + round_up((size_t)n * kRows * sizeof(float)));
+        return 64 + std::max(products, slab_size() + round_up((size_t)n * kRows * sizeof(float)));
     }
     size_t work_size(int n_threads) const { return 64 + shared_size() + n_threads * thread_size(); }
 
     void compute(ggml_compute_params *params, const Additions &added) const {
         uint8_t *work = (uint8_t *)round_up((uintptr_t)params->wdata);
-        auto &next = *(std::atomic<int> *)work;
-        Place *places = (Place *)(work + 64);
-        int32_t *firsts = (int32_t *)((uint8_t *)places + round_up(n * sizeof(Place)));
-        int8_t *bytes = (int8_t *)work + 64 + places_size();
+        Place *places = (Place *)work;
+        int32_t *firsts = (int32_t *)(work + round_up(n * sizeof(Place)));
+        int8_t *bytes = (int8_t *)work + places_size();
         Extra *extras = (Extra *)(bytes + bytes_size());
-        uint8_t *own = work + shared_size() + params->ith * thread_size();
-        // threads claim several units together, while there are enough: less waiting for the counter and for each other's cache lines
-        const int claim = n > kFew ? 1 : std::clamp(rows / (16 * kLanes * params->nth), 1, 64 / kLanes);
+        auto units_of = [&](int thread) -> Units & { return *(Units *)(work + shared_size() + thread * thread_size()); };
+        uint8_t *own = (uint8_t *)&units_of(params->ith) + 64;
         if (params->ith == 0) {
-            next.store(params->nth * claim, std::memory_order_relaxed);
             if (ids) sort_by_expert(places, firsts);
             if (g_stream) stream_begin(op, firsts, params->nth);
         }
@@ -706,33 +726,48 @@ template <class T> struct Operation {
             return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
                            Layout(count, k / T::kActs, rows, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
-        int at = 0;  // counts the activation blocks of all products
+        int at = 0, units = 0;  // activation blocks and units of all products
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
                   end = (int64_t)all * (params->ith + 1) / params->nth;
-        for (int expert = 0; expert < experts; at += product(expert).layout.n * (k / T::kActs), expert++)
-            quantize(product(expert), std::max(begin - at, 0), end - at);
+        for (int expert = 0; expert < experts; expert++) {
+            const Product p = product(expert);
+            quantize(p, std::max(begin - at, 0), end - at);
+            at += p.layout.n * (k / T::kActs), units += p.units();
+        }
+        const bool is_in_order = ids && g_stream;  // experts arrive in order: all threads take from the first one's units
+        auto bound = [&](int thread) -> int32_t { return is_in_order && thread ? units : (int64_t)units * thread / params->nth; };
+        units_of(params->ith).store({bound(params->ith), bound(params->ith + 1)}, std::memory_order_relaxed);
         g_barrier(params->threadpool);
         if (g_stream) weights = stream_weight(op);
 
-        int unit = params->ith * claim, before = 0;  // units are claimed one early: the next one's weights are prefetched
-        for (int expert = 0; expert < experts; expert++) {
-            Product p = product(expert);
-            if (!p.layout.n) continue;
-            const int step = p.layout.is_few ? kLanes : kRows, units = (rows + step - 1) / step;
-            if (ids && g_stream && unit - before < units) p.weights = stream_expert(op, params->ith, expert);
-            while (unit - before < units) {
-                const int after = (unit + 1) % claim ? unit + 1 : next.fetch_add(claim, std::memory_order_relaxed);
-                const int row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
-                const int soon = std::min((after - before) * step, rows - step);
-                const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
-                added.prefetch(soon, step);
-                if (p.layout.is_by_span) compute_by_span(p, row, skipped, from, ahead, own);
-                else if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
-                else compute_many(p, row, skipped, from, ahead, own);
-                added.add(row + skipped, step - skipped);
-                unit = after;
+        Range taken{};
+        auto next_unit = [&] {
+            if (taken.first == taken.end) taken = take(units_of(is_in_order ? 0 : params->ith), true, kClaim);
+            for (int i = 1; taken.first == taken.end && i < params->nth && !is_in_order; i++)
+                taken = take(units_of((params->ith + i) % params->nth), false, 1);
+            return taken.first < taken.end ? taken.first++ : -1;
+        };
+        int expert = 0, reached = -1, before = 0;  // before: units of the experts before this one
+        bool is_start = true;
+        Product p = product(0);
+        for (int unit = next_unit(), after; unit >= 0; unit = after) {  // taken one early: the next one's weights are prefetched
+            after = next_unit();
+            if (unit < before) before = 0, p = product(expert = 0);
+            while (unit >= before + p.units()) before += p.units(), p = product(++expert);
+            if (is_in_order && reached < expert) p.weights = stream_expert(op, params->ith, reached = expert);
+            const int step = p.step(), row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
+            const int soon = after < 0 ? row : std::clamp((after - before) * step, 0, rows - step);
+            const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
+            if (is_start) {
+                if (!ids) next_start() = from;
+                t_starts.last = from, is_start = false;
             }
-            before += units;
+            if (after < 0 && next_start()) ahead = next_start();
+            added.prefetch(soon, step);
+            if (p.layout.is_by_span) compute_by_span(p, row, skipped, from, ahead, own);
+            else if (p.layout.is_few) compute_few(p, row, skipped, from, ahead);
+            else compute_many(p, row, skipped, from, ahead, own);
+            added.add(row + skipped, step - skipped);
         }
         if (ids && g_stream) stream_expert(op, params->ith, experts);
     }
