@@ -30,7 +30,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.runtime.sampling.output import LogSum
+from edgeinfer.runtime.sampling.log_sum import LogSum
 from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")

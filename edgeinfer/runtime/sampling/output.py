@@ -22,22 +22,6 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.llama.vocab import Vocab
 
 
-class LogSum:
-    """Computes logarithms of sums of exponentials in the same memory: new memory for each row of
-    logits, which is mapped and zeroed, takes up to 4 % of a 135M's step.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(0, np.float32)
-
-    def __call__(self, logits: npt.NDArray[np.float32]) -> float:
-        if len(self._buffer) != len(logits):
-            self._buffer = np.empty_like(logits)
-        peak = logits.max()
-        np.exp(np.subtract(logits, peak, out=self._buffer), out=self._buffer)
-        return float(peak + np.log(self._buffer.sum()))
-
-
 def token_logprobs(
     logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of an answer."""
+"""Logarithms of sums of exponentials."""
 
 import math
 import tracemalloc
@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling.output import LogSum
+from edgeinfer.runtime.sampling.log_sum import LogSum
 
 
 def test_log_sums_are_exact_and_take_no_new_memory() -> None:
