@@ -155,7 +155,7 @@ class Host:
         from edgeinfer.runtime.engine import load_engine  # 170 ms
 
         engine = load_engine(files, options, progress)
-        self.keep_blocks(engine)
+        self.open_prefix_cache(engine)
         self.record_drift(engine, files, options)
         self.attach_devices(engine, options)
         self._reached("ready")
@@ -169,7 +169,7 @@ class Host:
             OffloadRequest(layers=options.gpu_layers, devices=self.config.gpu.devices)
         )
 
-    def keep_blocks(self, engine: LlamaEngine) -> None:
+    def open_prefix_cache(self, engine: LlamaEngine) -> None:
         """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
 
         If it cannot be opened, only a warning is written: the engine then prefills instead.

@@ -39,9 +39,9 @@ def is_checkpoint_position(n_past: int, n_tokens: int) -> bool:
 class CheckpointStates(Protocol):
     """Saves and restores the recurrent state of a sequence in llama.cpp, as bytes."""
 
-    def read_checkpoint(self, seq_id: int) -> memoryview | None: ...
+    def save_checkpoint(self, seq_id: int) -> memoryview | None: ...
 
-    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool: ...
+    def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class Checkpoints:
         """Save a checkpoint of `seq_id` at `n_tokens`, unless there is one."""
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
-        state = self._states.read_checkpoint(seq_id)
+        state = self._states.save_checkpoint(seq_id)
         if state is not None:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
@@ -92,4 +92,4 @@ class Checkpoints:
         return max(within, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 
     def restore(self, seq_id: int, checkpoint: Checkpoint) -> bool:
-        return self._states.write_checkpoint(seq_id, checkpoint.state)
+        return self._states.restore_checkpoint(seq_id, checkpoint.state)

@@ -232,7 +232,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         clock[0] = 500_000_000
         host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
         monkeypatch.setattr(host, "files", lambda model, *_, **__: ModelFiles(name=model, paths=()))
-        monkeypatch.setattr(host, "keep_blocks", lambda _engine: None)
+        monkeypatch.setattr(host, "open_prefix_cache", lambda _engine: None)
         monkeypatch.setattr(host, "record_drift", lambda *_: None)
         monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)
         assert main(["run", "tiny", "x", *more], host) == 0

@@ -33,7 +33,7 @@ _WORTH_MAPPING = 32 << 10
 class SequenceStates:
     """Saves and restores states. No request uses the id `scratch`. For one thread.
 
-    Reading and writing raise DecodeError if a device fails.
+    Saving and restoring raise DecodeError if a device fails.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SequenceStates:
         self._scratch = scratch
         self._supports_truncation = supports_truncation
 
-    def read(
+    def save(
         self,
         seq_id: int,
         start: int,
@@ -67,7 +67,7 @@ class SequenceStates:
         self._clear()
         return state
 
-    def write(self, seq_id: int, state: State) -> bool:
+    def restore(self, seq_id: int, state: State) -> bool:
         """Append a saved range to the sequence `seq_id`; return False if there is not enough room."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
@@ -76,11 +76,11 @@ class SequenceStates:
         self._clear()
         return done
 
-    def read_checkpoint(self, seq_id: int) -> memoryview | None:
+    def save_checkpoint(self, seq_id: int) -> memoryview | None:
         """Save the recurrent state of `seq_id`."""
         return self._get(seq_id, _PARTIAL_ONLY)
 
-    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+    def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
         """Restore the recurrent state of `seq_id`, after which later positions can be removed."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 

@@ -160,14 +160,14 @@ class PrefixCache:
         loaded = block.tokens
         n = loaded.cut(min(common_prefix(loaded, tokens[n_before:]), load.stop - n_before))
         fits = n > 0 and self.kv.make_room(len(loaded))
-        if not fits or not self.states.write(cached_seq.seq_id, block.states[0]):
+        if not fits or not self.states.restore(cached_seq.seq_id, block.states[0]):
             return False
         self.kv.record_computed(cached_seq, loaded)
         if self.kv.checkpoints is None:
             return self.kv.truncate(cached_seq, n_before + n) and n == len(loaded)
         if not load.is_done:
             return True
-        is_restored = n == len(loaded) and self.states.write_checkpoint(
+        is_restored = n == len(loaded) and self.states.restore_checkpoint(
             cached_seq.seq_id, block.states[1].join_pieces()
         )
         self.kv.save_checkpoint(cached_seq)

@@ -78,12 +78,12 @@ class RoundtripCheck:
             checkpoints.append(probe.checkpoint())
             n, size = self.n_tokens, self._block_tokens
             starts = range(0, n, size)
-            blocks = [probe.states.read(_SEQ_ID, start, min(n, start + size)) for start in starts]
+            blocks = [probe.states.save(_SEQ_ID, start, min(n, start + size)) for start in starts]
             expected = self._next_logits(probe, checkpoints)
             yield None
             context.clear(zeros=True)
             if None in blocks or not all(
-                probe.states.write(_SEQ_ID, b) for b in blocks if b is not None
+                probe.states.restore(_SEQ_ID, b) for b in blocks if b is not None
             ):
                 yield "llama.cpp cannot save or restore parts of this model's state"
                 return
@@ -131,12 +131,12 @@ class _Probe:
         return self._context.logits(len(tokens) - 1, self._n_vocab).copy()
 
     def checkpoint(self) -> memoryview | None:
-        return None if self._supports_truncation else self.states.read_checkpoint(_SEQ_ID)
+        return None if self._supports_truncation else self.states.save_checkpoint(_SEQ_ID)
 
     def restore(self, checkpoint: memoryview | None, n: int) -> None:
         """Truncate to the first `n` positions, and restore the checkpoint saved at that position."""
         if checkpoint is not None:
-            self.states.write_checkpoint(_SEQ_ID, checkpoint)
+            self.states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
 
 

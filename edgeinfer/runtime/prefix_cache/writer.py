@@ -149,7 +149,7 @@ class BlockWriter:
         """Save a block's state and its checkpoint; None if llama.cpp lacks a part."""
         stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
-        state = self.states.read(cached_seq.seq_id, start, stop, shift, position)
+        state = self.states.save(cached_seq.seq_id, start, stop, shift, position)
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)

@@ -74,16 +74,16 @@ class IdleCells:
         assert self._states is not None
         states = []
         for cached_seq in pinned:
-            state = self._states.read(cached_seq.seq_id, 0, len(cached_seq.tokens))
+            state = self._states.save(cached_seq.seq_id, 0, len(cached_seq.tokens))
             is_recurrent = not self._kv.supports_truncation
-            checkpoint = self._states.read_checkpoint(cached_seq.seq_id) if is_recurrent else None
+            checkpoint = self._states.save_checkpoint(cached_seq.seq_id) if is_recurrent else None
             states.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:
             self._kv.clear_cells(cached_seq)
         self._context.cells.give_back()
         for cached_seq, state, checkpoint in states:
-            is_restored = state is not None and self._states.write(cached_seq.seq_id, state)
+            is_restored = state is not None and self._states.restore(cached_seq.seq_id, state)
             if is_restored and checkpoint is not None:
-                is_restored = self._states.write_checkpoint(cached_seq.seq_id, checkpoint)
+                is_restored = self._states.restore_checkpoint(cached_seq.seq_id, checkpoint)
             if not is_restored:
                 self._kv.drop(cached_seq)

@@ -114,7 +114,7 @@ class AppHost(Host):
         if self._loaded.serves(text, options, named=self._named):
             engine = self._loaded.take(options)
             self._describe(self._loaded.engine, self._loaded.description)
-            self.keep_blocks(self._loaded.engine)
+            self.open_prefix_cache(self._loaded.engine)
             self.record_drift(self._loaded.engine, self._loaded.description.files, options)
             self.attach_devices(self._loaded.engine, options)
         elif self._named:

@@ -191,11 +191,11 @@ def lost_in_blocks() -> dict[str, object]:
         before = place(opened)
         states = make_states(opened._gpu.loaded, opened._context)
         (cached_seq,) = opened._scheduler.kv.cached_sequences
-        state = opened.between_steps(lambda: states.read(cached_seq.seq_id, 0, 4))
+        state = opened.between_steps(lambda: states.save(cached_seq.seq_id, 0, 4))
         fail("submit 0")
         for work in (
-            lambda: states.read(cached_seq.seq_id, 0, 4),
-            lambda: states.write(cached_seq.seq_id, state),
+            lambda: states.save(cached_seq.seq_id, 0, 4),
+            lambda: states.restore(cached_seq.seq_id, state),
         ):
             try:
                 opened.between_steps(work)

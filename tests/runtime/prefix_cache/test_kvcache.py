@@ -20,10 +20,10 @@ from .conftest import ask, heard, load, text
 class NoStates:
     """A recurrent model whose state cannot be read."""
 
-    def read_checkpoint(self, seq_id: int) -> None:
+    def save_checkpoint(self, seq_id: int) -> None:
         return None
 
-    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+    def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
         return False
 
 
@@ -216,10 +216,10 @@ def test_running_conversation_shares_its_checkpoints(engine: LlamaEngine) -> Non
 
 
 class _States:
-    def read_checkpoint(self, seq_id: int) -> memoryview:
+    def save_checkpoint(self, seq_id: int) -> memoryview:
         return memoryview(bytes(10))
 
-    def write_checkpoint(self, seq_id: int, state: memoryview) -> bool:
+    def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
         return True
 
 

@@ -219,7 +219,7 @@ def test_state_moves_between_mapping_and_copying_contexts(
     heard(engine_copy, ask(tokens))
     states = engine_copy._scheduler._idle_cells._states
     cached_seq = engine_copy._scheduler.kv.cached_sequences[0]
-    state = states.read(cached_seq.seq_id, 0, 256)
+    state = states.save(cached_seq.seq_id, 0, 256)
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(
         engine_copy._loaded.cells.rows
@@ -227,8 +227,8 @@ def test_state_moves_between_mapping_and_copying_contexts(
     monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
     states = other._scheduler._idle_cells._states
-    assert states.write(0, state)
-    again = states.read(0, 0, 256)
+    assert states.restore(0, state)
+    again = states.save(0, 0, 256)
     assert bytes(again.join_pieces()) == bytes(state.join_pieces())
     assert len(again.pieces) == 1
     other.close()
