@@ -241,7 +241,9 @@ class RequestDrafter:
         while not is_end:
             pending = [*pending, *likely]
             began = time.perf_counter()
-            if max(pending) >= model.n_vocab or not model.compute(self._cached, pending, outputs=1):
+            if len(pending) > DRAFT_BATCH or max(pending) >= model.n_vocab:
+                break
+            if not model.compute(self._cached, pending, outputs=1):
                 break
             try:
                 token, probability = self._pick(sampler, matcher)

@@ -82,7 +82,7 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class TokenMatcher:
-    """A request's position in its constraint. Only for the decode loop's thread."""
+    """A request's position in its constraint. Each is for one thread; `copy` makes another."""
 
     def __init__(
         self, matcher: Any, tokenizer: Any, n_vocab: int, numbers: NumberLimit | None = None
@@ -99,14 +99,16 @@ class TokenMatcher:
         np.invert(self._mask_words, out=self._mask_words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # a parser after an error allows the end token: an incomplete output would seem complete
-        if self._matcher.is_error() or forbidden.all():
+        if self._matcher.is_error() or forbidden[: len(logits)].all():
             raise UnsupportedConstraintError(
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
                 param="constraint",
             )
         if self._numbers is not None:
             self._numbers.forbid_into(forbidden)
-        np.copyto(logits, -np.inf, where=forbidden)
+        n = min(len(logits), len(forbidden))  # padded vocabularies of a model and its draft model differ
+        np.copyto(logits[:n], -np.inf, where=forbidden[:n])
+        logits[n:] = -np.inf
 
     def accept(self, token: int) -> bool:
         """Advance by `token`; return False, without a change, if the constraint forbids it."""

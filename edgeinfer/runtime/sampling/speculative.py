@@ -420,6 +420,7 @@ class Drafting:
             self.model.record(sampled)
         for acceptance, is_right in compare(self._predicted, sampled):
             acceptance.record(is_right=is_right)
+        self._predicted = []
 
 
 class ReplayDrafting(Drafting):

@@ -271,6 +271,19 @@ def test_random_walks_validate(constraints, vocab, seed):
     valid(schema, text)
 
 
+@pytest.mark.parametrize("padding", [-300, 0, 300])
+def test_draft_model_with_fewer_or_more_tokens_gets_the_same_mask(constraints, vocab, padding):
+    matcher = constraints.compile(JsonSchema({"enum": ["yes", "no"]}), vocab).copy()
+    logits, expected = (np.zeros(vocab.n_vocab + n, np.float32) for n in (padding, 0))
+    matcher.copy().mask_into(expected)
+    matcher.mask_into(logits)
+    n = min(len(logits), len(expected))
+    assert (logits[:n] == expected[:n]).all()
+    assert (logits[n:] == -np.inf).all()
+    with pytest.raises(UnsupportedConstraintError):
+        matcher.mask_into(np.zeros(1, np.float32))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_drafts_are_split_as_the_engine_takes_their_tokens(constraints, vocab, seed):
     """A token is sampled and those that it forces are taken, wherever a draft is cut or leaves them."""

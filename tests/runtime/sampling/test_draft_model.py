@@ -124,6 +124,18 @@ def test_tokens_that_a_schema_forces_are_drafted_without_the_draft_model(engine:
     assert drafted > 0.5 * n_tokens
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_forced_text_longer_than_a_batch_of_the_draft_model_ends_the_draft(
+    engine: LlamaEngine, logprobs: int | None
+) -> None:
+    schema = JsonSchema({"const": " ".join(map(str, range(3 * DRAFT_BATCH)))})
+    limits = {"max_tokens": 2 * DRAFT_BATCH, "logprobs": logprobs, "ignore_eos": False}
+    for n_missing in range(DRAFT_BATCH - 3, DRAFT_BATCH + 3):
+        asked = ask(STORY + " and" * n_missing, constraint=schema, cache_prompt=False, **limits)
+        draft_tokens(engine, replace(asked, max_tokens=12))
+    draft_tokens(engine, asked)
+
+
 def test_text_that_ends_at_a_stop_string_is_the_same(engine: LlamaEngine) -> None:
     whole = answer(engine, ask(STORY, max_tokens=60, speculative="off")).text
     for start in (20, 50, 90):
