@@ -62,7 +62,8 @@ def source_of(name: str) -> str:
         if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
             return plain
     names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
-    raise InvalidRequestError(f"model must be {names_taken}", param="model")
+    message = f"model must be {names_taken}; `edgeinfer pull` on the server pulls from other sources"
+    raise InvalidRequestError(message, param="model")
 
 
 def _refuse_sizes(name: str) -> None:

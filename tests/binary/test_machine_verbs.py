@@ -28,7 +28,7 @@ def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
-    with pytest.raises(EdgeInferError, match="only the shipped file"):
+    with pytest.raises(EdgeInferError, match="not the shipped file"):
         doctor.run(options(verify=True), Host())
 
 

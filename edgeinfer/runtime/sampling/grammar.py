@@ -106,7 +106,7 @@ class TokenMatcher:
             )
         if self._numbers is not None:
             self._numbers.forbid_into(forbidden)
-        n = min(len(logits), len(forbidden))  # padded vocabularies of a model and its draft model differ
+        n = min(len(logits), len(forbidden))  # a draft model may be padded otherwise
         np.copyto(logits[:n], -np.inf, where=forbidden[:n])
         logits[n:] = -np.inf
 
