@@ -102,7 +102,7 @@ def test_split_local_files_and_a_part_under_another_parts_name(tmp_path: Path) -
     assert record.name == "x"
     assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
     (tmp_path / "x-00002-of-00002.gguf").write_bytes(part(0))
-    with pytest.raises(InvalidGgufError, match="part 1 of 2 by its header, 2 of 2 by its name"):
+    with pytest.raises(InvalidGgufError, match="part 1 of 2 by its header, but 2 of 2 by its name"):
         pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(again=True))
     alone = tmp_path / "alone.gguf"
     alone.write_bytes(part(0))

@@ -118,7 +118,7 @@ def test_each_redirect_is_checked(pages):
     [
         ((404, {"Content-Type": "text/plain"}, b""), "answers 404"),
         ((200, {"Content-Type": "image/png"}, b""), "sends image/png"),
-        ((200, {}, b"x"), "sends something"),
+        ((200, {}, b"x"), "sends an unknown type"),
         ((200, {"Content-Type": "text/plain"}, b"x" * (3 << 20)), "more than 2 MiB"),
         ((200, {"Content-Type": "text/plain", "Content-Encoding": "gzip"}, b""), "not requested"),
         ((200, {"Content-Type": "text/plain; charset=hex"}, b"ok"), "ok"),

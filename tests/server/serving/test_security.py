@@ -250,7 +250,7 @@ def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
         assert again.keys.name(key)
         assert path.read_text().strip() == key
         gate.check_host({"host": "192.168.1.7:8080"})
-        with pytest.raises(Exception, match="not one of"):
+        with pytest.raises(Exception, match="not a name of this endpoint"):
             gate.check_host({"host": "evil.example"})
 
 
