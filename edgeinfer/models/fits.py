@@ -172,7 +172,7 @@ def fit(
         group = "embedding" if group == "embedding" else "too big"
         room = int(memory.total_bytes * _MEMORY_SHARE)
         speed = _pace_from_disk(size_bytes, active_share, room, speed)
-        why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: runs from the disk"
+        why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
     elif needed > memory.available_bytes:
         shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
     return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
