@@ -291,7 +291,7 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
             if file.added and not answer.absent:
                 _log.warning("an added library is not used: %s: %s", answer.name, answer.reason)
     if len(reasons) == len(files):
-        raise OffloadRefused("; ".join(reasons) or f"no backend library was found: {backends.adding()}")
+        raise OffloadRefused("; ".join(reasons) or "no GPU library was found: see `edgeinfer doctor`")
 
 
 class PrefixCacheSwitch:

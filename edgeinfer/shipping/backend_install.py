@@ -18,7 +18,8 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
     """Install the library of the backend `name`; return what was done, in words.
 
     Raises ShippingError without a driver or a library for this llama.cpp, and DownloadError,
-    ChecksumError, ReleaseUntrustedError, DiskFullError. An installed library is unchanged then.
+    ChecksumError, ReleaseUntrustedError, DiskFullError. An installed library is unchanged then, but if
+    its JSON file cannot be written, the new library is in place and not opened until the next try.
     """
     if problem := backend_loading.driver_problem():
         raise ShippingError(f"nothing was installed: {problem}", hint=backend_loading.DRIVER_FIX)
@@ -28,7 +29,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
         fitting = [b for b in release.backends if b.facts.name == name and b.facts.build.fits(build)]
         if not fitting:
             message = f"the release {release.version} has no {name} library for {build}"
-            raise ShippingError(message, hint="`edgeinfer update` first; in a checkout `make cuda`")
+            raise ShippingError(message, hint="`edgeinfer update` first; on arm64 use Vulkan")
         facts = fitting[0].facts
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_new = not library.is_file() or disk.sha256_of(library) != facts.sha256
@@ -45,8 +46,10 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
 
 def remove(name: str) -> None:
     """Remove the added library of the backend `name`, and what was fetched of it. Raises UsageError."""
+    library = backends.added_dir() / backends.file_name(name)
     with update.locked():
-        files = sorted(backends.added_dir().glob(f"libggml-{name}*"))
+        paths = [library, backends.facts_path(library), *library.parent.glob(f"{library.stem}*.part*")]
+        files = [path for path in paths if path.is_file() or path.is_symlink()]
         if not files:
             raise UsageError(f"no {name} library was added", hint="`edgeinfer backend` lists them")
         for file in files:

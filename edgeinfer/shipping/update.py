@@ -88,12 +88,12 @@ def refuse_unless_ours(program: Path, app: str) -> None:
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Hold the lock of updates; yield their folder. Raises ShippingError if another update holds it."""
+    """Hold the lock of updates and backend installations; yield its folder. Raises ShippingError."""
     folder = paths.data_dir() / "update"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def busy() -> None:
-        raise ShippingError("another update is running", hint="wait for it to end")
+        raise ShippingError("another update or backend installation is running", hint="wait for it")
 
     with disk.locked(folder / ".lock", busy):
         yield folder

@@ -46,4 +46,6 @@ def run(options: argparse.Namespace, _host: Host) -> BackendResult:
             stoppable(f"stopped; {FETCHED_IS_KEPT}", "run the same command again"),
         ):
             message = backend_install.install(options.name, channel(), Job(report))
+        if isinstance(backends.ask(options.name), MissingBackend):
+            message += f", but does not work here: `edgeinfer backend remove {options.name}`"
     return BackendResult(message=message, libraries=backends.survey())

@@ -151,17 +151,16 @@ def _llama() -> Finding:
 def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
     from edgeinfer.runtime.llama import backend_loading, backends
-    from edgeinfer.runtime.llama.backends import survey
 
-    cards, answers = read_gpus(), survey()
+    cards, answers = read_gpus(), backends.survey()
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
     if backends.find("cuda") is None and not backend_loading.driver_problem():
         text = "cuda: NVIDIA's driver can run it, and its library is not installed"
-        checks.append(Finding("ok", text, "edgeinfer backend install cuda"))
+        checks.append(Finding("ok", text, backends.adding("cuda")))
     if not answers and cards:
         text = f"{' and '.join(cards)} found, but no library for it"
-        return [Finding("warn", text, backends.adding())]
+        return [Finding("warn", text, checks[0].fix if checks else backends.adding("vulkan"))]
     return checks or [Finding("ok", "no GPU found, and no GPU library installed")]
 
 

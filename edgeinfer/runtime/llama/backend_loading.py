@@ -99,15 +99,14 @@ def load(name: str) -> LoadedBackend | MissingBackend:
         file = backends.find(name, build)
         if file is None:
             reason = "its library is not installed"
-            return MissingBackend(name=name, reason=reason, fix=backends.adding(), absent=True)
-        misfit = backends.misfit(file, build)
-        if misfit:
-            fix = backends.adding() if file.added else ""
+            return MissingBackend(name=name, reason=reason, fix=backends.adding(name), absent=True)
+        if misfit := backends.misfit(file, build):
+            fix = backends.adding(name) if file.added else ""
             return MissingBackend(name=name, reason=misfit, fix=fix)
         described = file.facts.sha256 if file.facts and file.added else ""
         if described and described != sha256_of(Path(file.path)):
             reason = f"its SHA-256 is not the one that {backends.facts_path(Path(file.path)).name} has"
-            return MissingBackend(name=name, reason=reason, fix=backends.adding())
+            return MissingBackend(name=name, reason=reason, fix=backends.adding(name))
         try:
             return _load(file)
         except DecodeError as error:

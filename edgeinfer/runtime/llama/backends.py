@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.resources import files as resource_files
 from pathlib import Path
 from typing import Literal
 
@@ -96,9 +97,18 @@ def added_dir() -> Path:
     return paths.data_dir() / "backends"
 
 
-def adding() -> str:
-    """Describe how to add a library."""
-    return f"edgeinfer backend install cuda, or put libggml-NAME.so and .json into {added_dir()}"
+def adding(name: str) -> str:
+    """Describe how to add the library of a backend to this build on this machine."""
+    if name == "cuda" and this_machine() == "linux-x86_64" and has_release_key():
+        return "edgeinfer backend install cuda"
+    by_hand = f"put libggml-{name}.so and .json into {added_dir()}"
+    return f"in a checkout `make gpu`, otherwise {by_hand}" if name == "vulkan" else by_hand
+
+
+def has_release_key() -> bool:
+    """Return whether this build can verify what a release offers; a checkout cannot."""
+    channel = resource_files("edgeinfer").joinpath("data/release.toml").read_bytes()
+    return bool(msgspec.toml.decode(channel)["keys"])
 
 
 def available() -> tuple[BackendFile, ...]:
@@ -106,8 +116,7 @@ def available() -> tuple[BackendFile, ...]:
 
     For each backend a usable library is preferred, and the user's own to the program's.
     """
-    files = (find(name) for name in NAMES)
-    return tuple(file for file in files if file)
+    return tuple(filter(None, map(find, NAMES)))
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:

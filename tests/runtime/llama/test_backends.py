@@ -81,6 +81,23 @@ def test_library_that_another_user_may_write_to_is_not_opened(shipped_folder: Pa
     assert "does not say which llama.cpp" in backends.misfit(backends.find("vulkan"), BUILD)
 
 
+@pytest.mark.parametrize("name", backends.NAMES)
+@pytest.mark.parametrize("machine", ["linux-x86_64", "linux-aarch64"])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_the_verb_is_named_where_it_can_install(
+    monkeypatch: pytest.MonkeyPatch, name: str, machine: str, has_key: bool
+) -> None:
+    monkeypatch.setattr(backends, "this_machine", lambda: machine)
+    monkeypatch.setattr(backends, "has_release_key", lambda: has_key)
+    can_install = name == "cuda" and machine == "linux-x86_64" and has_key
+    assert ("backend install" in backends.adding(name)) is can_install
+    assert ("make gpu" in backends.adding(name)) is (name == "vulkan")
+
+
+def test_a_checkout_has_no_release_key() -> None:
+    assert not backends.has_release_key()
+
+
 def test_a_name_that_no_backend_has(shipped_folder: Path) -> None:
     with pytest.raises(UsageError, match="cuda, vulkan"):
         backends.find("metal")
