@@ -162,18 +162,29 @@ class GpuOffload:
 
     def _move_encoder(self, vision: Vision, on: DeviceContext, request: OffloadRequest) -> None:
         """Encode pictures on the first device with layers, if the projector fits next to them."""
+        if self._is_closing or self._device_context is not on:
+            return
         answer, path = backend_loading.load(on.backend), self.files.projector
         devices = answer.devices if isinstance(answer, LoadedBackend) else ()
         device = next((device for device in devices if device.name == on.offload.devices[0]), None)
-        needed = os.path.getsize(path) + _ENCODER_BYTES
-        if device is None or request.usable_memory(device).free_bytes < needed:
-            return
         try:
+            needed = os.path.getsize(path) + _ENCODER_BYTES
+            if device is None or request.usable_memory(device).free_bytes < needed:
+                return
             projector = Projector(path, self.cpu.model, self.cpu.n_threads, device.pointer)
             projector.encode(Picture(64, 64, bytes(3 * 64 * 64)))  # compiles the kernels
-            vision.on_device = projector
-        except EngineError as error:
-            _log.warning("%s cannot encode pictures, the CPU does: %s", device.name, error.message)
+        except (EngineError, OSError) as error:
+            _log.warning("%s cannot encode pictures, the CPU does: %s", on.offload.devices[0], error)
+            return
+
+        def use() -> None:
+            if self._device_context is on:  # a failed step may have left it meanwhile
+                vision.on_device = projector
+
+        try:
+            self.call(use)
+        except EngineClosedError:
+            use()  # no step follows, and closing frees it
 
     def _load(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
@@ -207,15 +218,13 @@ class GpuOffload:
         """
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
-        loaded = device_context.loaded
+        loaded, context = device_context.loaded, device_context.context
         if not self.scheduler.evict_to_fit(loaded.n_ctx, loaded.n_cells):
             return False
-        has_copy = self.context.copy_state_to(device_context.context)
-        self.lora.attach(loaded.model, device_context.context.adapters)
+        has_copy = self.context.copy_state_to(context)
+        self.lora.attach(loaded.model, context.adapters)
         self.prefix_cache_switch.detach()
-        self.scheduler.switch_context(
-            device_context.context, loaded.n_ctx, has_copy=has_copy, on_device=True
-        )
+        self.scheduler.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
         for cached_seq in self.scheduler.kv.cached_sequences:
             # do not store it: another context computed it, with different rounding
             cached_seq.is_storable = False
@@ -356,11 +365,9 @@ class DeviceContext:
     backend: str
 
     def warm_up(self, n_tokens: int) -> None:
-        """Compile the devices' kernels for a prompt of `n_tokens` and for one token. Raises
-        DecodeError.
+        """Compile the kernels for a prompt of `n_tokens` and for one token. Raises DecodeError.
 
-        Kernels depend on the rows: after 64 tokens, a first prompt of 512 took 5 s on an H200 with
-        Vulkan.
+        Kernels depend on the rows: after 64 tokens, a prompt of 512 took 5 s on an H200 with Vulkan.
         """
         batch = Batch.of(self.context, max_outputs=1)
         for n in (min(n_tokens, self.loaded.n_batch), 1):

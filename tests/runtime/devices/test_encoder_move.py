@@ -1,0 +1,84 @@
+"""What happens to the encoder of pictures if the device is lost, or the engine closed, while it is opened."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgeinfer.errors import EngineClosedError
+from edgeinfer.runtime import gpu_offload
+from edgeinfer.runtime.gpu_offload import GpuOffload
+from edgeinfer.runtime.llama import backend_loading
+from edgeinfer.runtime.llama.backends import BackendFile, Device, LoadedBackend, OffloadRequest
+
+DEVICE = Device(name="CUDA0", description="a card", kind="gpu", backend="cuda", free_bytes=1 << 40)
+ANSWER = LoadedBackend(file=BackendFile(name="cuda", path="", added=True), devices=(DEVICE,))
+
+
+class Moves:
+    """An offload to a device, at the moment when pictures move; `opened` counts projectors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, projector: str) -> None:
+        self.opened = 0
+        self.on_encode = lambda: None
+        monkeypatch.setattr(backend_loading, "load", lambda _name: ANSWER)
+        monkeypatch.setattr(gpu_offload, "Projector", self.open)
+        offload: Any = GpuOffload.__new__(GpuOffload)
+        self.offload = offload
+        offload.files = SimpleNamespace(projector=projector)
+        offload.cpu = SimpleNamespace(model=None, n_threads=1)
+        offload.call = lambda work: work()
+        offload._is_closing = False
+        self.on = SimpleNamespace(backend="cuda", offload=SimpleNamespace(devices=("CUDA0",)))
+        offload._device_context = self.on
+        self.vision = SimpleNamespace(on_device=None)
+
+    def open(self, *_: object) -> SimpleNamespace:
+        self.opened += 1
+        return SimpleNamespace(encode=lambda _picture: self.on_encode())
+
+    def lose(self) -> None:
+        self.offload._device_context = None
+
+    def move(self) -> bool:
+        self.offload._move_encoder(self.vision, self.on, OffloadRequest())
+        return self.vision.on_device is not None
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
+    return Moves(monkeypatch, __file__)
+
+
+def test_pictures_move(moves: Moves) -> None:
+    assert moves.move()
+
+
+def test_nothing_is_opened_on_a_lost_device_or_while_closing(moves: Moves) -> None:
+    moves.offload._is_closing = True
+    assert not moves.move()
+    moves.offload._is_closing = False
+    moves.lose()
+    assert not moves.move()
+    assert moves.opened == 0
+
+
+def test_device_that_is_lost_meanwhile_gets_no_pictures(moves: Moves) -> None:
+    moves.on_encode = moves.lose
+    assert not moves.move()
+    assert moves.opened == 1
+
+
+def test_an_engine_that_is_closed_meanwhile_can_free_the_projector(moves: Moves) -> None:
+    def refuse(_work: object) -> None:
+        raise EngineClosedError("the engine is closed")
+
+    moves.offload.call = refuse
+    assert moves.move()
+
+
+def test_projector_that_was_removed_leaves_pictures_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not Moves(monkeypatch, "/nowhere/projector.gguf").move()
+    assert "CUDA0 cannot encode pictures, the CPU does" in caplog.text
