@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -323,7 +324,8 @@ class Commander:
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
         text = msgspec.json.encode(receipt).decode()
         written = formats.write(path, text)
-        self.front.show_text(f"Receipt written to {written}. Check it: `edgeinfer verify {written}`")
+        command = f"edgeinfer verify {shlex.quote(str(written))}"
+        self.front.show_text(f"Receipt written to {written}. Check it: `{command}`")
 
     # answers and branches
 

@@ -87,24 +87,31 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
     """Yield where each reply of a file begins, and its JSON documents: a stream has several.
 
-    The file is one document, or lines of JSON or of server-sent events. A line that is not JSON is
-    yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
+    The file is one document, or lines of JSON or of server-sent events; a list is a
+    stream, or replies. A line that is not JSON is yielded as an error. Raises OSError, and ReceiptError
+    if the file is one document and not JSON.
     """
     documents, source = list[Any](), ""
+    n_lines = 0
     for number, line in enumerate(_lines(file), 1):
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
-        if not content or line.startswith((b"event:", b":")):
+        n_lines += bool(content)
+        if not content or line.startswith((b"event:", b"id:", b"retry:", b":")):
             continue
         is_last = content == b"[DONE]"
         if not is_last:
-            source = source or f"{name}:{number}"
             try:
                 document = parse_json(content)
             except ReceiptError as error:
-                if number > 1 or is_event or name.endswith(".jsonl"):
+                if n_lines > 1 or is_event or name.endswith(".jsonl"):
                     yield f"{name}:{number}", error
                     continue
                 document = parse_json(line + file.read(MAX_BYTES))
+            if isinstance(document, list) and not is_event and not _is_one_reply(document):
+                for position, reply in enumerate(document):
+                    yield f"{name}:{number}[{position}]", [_without_index(reply)]
+                continue
+            source = source or f"{name}:{number}"
             documents += document if isinstance(document, list) else [document]
             is_last = _is_last(document, is_event=is_event)
         if is_last and documents:
@@ -128,6 +135,27 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     if is_event:
         return document.get("type") in _LAST_EVENTS or document.get("stop") is True
     return document.get("done") is not False  # Ollama's API streams lines
+
+
+def _is_one_reply(documents: list[Any]) -> bool:
+    """Return whether a list is a stream, or answers of which the last one has all `receipts`."""
+    if not (replies := _dicts(documents)):
+        return False
+    first, last = replies[0], replies[-1]
+    if any(reply.keys() & {"receipt", "receipts", "content_sha256"} for reply in replies[:-1]):
+        return False
+    is_event = str(first.get("type")).startswith(("response.", "message_", "content_block_"))
+    is_piece = first.get("done") is False or first.get("stop") is False
+    choices = _dicts(first.get("choices"))
+    is_choice = any(c.get("finish_reason", "") is None or "delta" in c for c in choices)
+    return "receipts" in last or is_event or is_piece or is_choice
+
+
+def _without_index(reply: Any) -> Any:
+    """Return a reply of a list without its place in the list, which numbers no answer of its own."""
+    if not isinstance(reply, dict) or "content_sha256" in reply:
+        return reply
+    return {key: value for key, value in reply.items() if key != "index"}
 
 
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
@@ -161,7 +189,7 @@ def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry],
         for index, receipt in enumerate(receipts)
         if isinstance(receipt, dict) and "content_sha256" in receipt
     ]
-    return entries, len(receipts) or 1
+    return entries, max(len(receipts), len(quotes), 1)
 
 
 def quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:

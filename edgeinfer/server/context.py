@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,12 @@ from edgeinfer.server.tracing import Span, generation_spans
 from edgeinfer.server.wire_types import ModelFields, Slot
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+#: Most names, and characters of each, in the header of ignored fields: servers and proxies limit it.
+_MAX_IGNORED = 32
+_MAX_NAME = 96
+#: Characters that stand in no header, and the comma, which separates its names.
+_UNSAFE = re.compile(r"[^ -+\--~]")
 
 
 @dataclass(eq=False)
@@ -87,7 +94,8 @@ class RequestContext:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Tell the client and the log which parts of the request are ignored."""
-        self.ignored += names
+        cleaned = [_UNSAFE.sub("?", name[:_MAX_NAME]) for name in names]
+        self.ignored = [*self.ignored, *cleaned][:_MAX_IGNORED]
         if self.ignored:
             self.reply_headers["x-edgeinfer-ignored"] = ", ".join(self.ignored)
 

@@ -42,7 +42,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     def depends_on(self) -> str:
         """Digest of program, machine, files and options (64 hex). Raises OSError without a file."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
-        inputs = (self.files, snapshot_options(self.options), self.system, adapters)
+        inputs = (self.files, snapshot_options(self.options), self.system, _without_digests(adapters))
         stamps = fingerprint.own_files()
         stamps |= {path: fingerprint.stamp(path) for path in read_files(self.files, self.options)}
         parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(inputs), *stamps.items())
@@ -75,7 +75,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
         """Return the description with other adapters, whose files were read just now."""
         from_catalogue = LoadOptions().adapters(self.files)
-        lora = "" if adapters == from_catalogue else adapters_text(adapters)
+        lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
         paths = [adapter.path for adapter in self.adapters or ()]
         stamps = {path: stamp for path, stamp in self.stamps.items() if path not in paths}
@@ -109,6 +109,11 @@ def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
         return options
     chosen = {name: info.choices[name].value for name in _CHOICES if name in info.choices}
     return msgspec.structs.replace(options, n_ctx=info.n_ctx, n_parallel=info.n_parallel, **chosen)
+
+
+def _without_digests(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
+    """Return the adapters as options name them, before they are loaded."""
+    return tuple(msgspec.structs.replace(adapter, sha256="") for adapter in adapters)
 
 
 def adapters_text(adapters: Sequence[Adapter]) -> str:

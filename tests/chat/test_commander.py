@@ -192,10 +192,11 @@ def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path
             commander.run("/receipt --private")
         commander.run("/receipt")
         commander.run("/regen")
-        commander.run("/receipt again.json")
+        commander.run("/receipt my again.json")
+        assert front.said.endswith("`edgeinfer verify 'my again.json'`")
         verdicts = [
             verify(receipts.parse((tmp_path / name).read_bytes()), engine)
-            for name in ("name-a-ship.receipt.json", "again.json")
+            for name in ("name-a-ship.receipt.json", "my again.json")
         ]
     assert [result.verdict for result in verdicts] == ["verified"] * 2
 

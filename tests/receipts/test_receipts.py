@@ -25,7 +25,7 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageErr
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
-from edgeinfer.receipts.replies import find_receipts
+from edgeinfer.receipts.replies import Entry, find_receipts, read_replies
 from edgeinfer.receipts.verify import Verification, verify, with_content
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
@@ -531,7 +531,7 @@ def test_a_log_without_a_receipt_has_its_own_exit_status(tmp_path: Path) -> None
     assert (result.exit_code, "log is empty" in result.human()) == (10, True)
     (tmp_path / "a.jsonl").write_text('{"data": {"answers": [{"text": "b"}]}}\n')
     result = _run("--log", tmp_path)
-    assert (result.exit_code, "1 answers have no receipt" in result.human()) == (10, True)
+    assert (result.exit_code, "1 answer has no receipt" in result.human()) == (10, True)
     with pytest.raises(UsageError, match="not a folder"):
         _run("--log", tmp_path / "none")
 
@@ -545,6 +545,46 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
     assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "10", "9"]
     assert {check.verdict for check in result.checks} == {"not checked"}
     assert result.exit_code == 5
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_each_reply_of_a_list_is_checked(indent: int | None) -> None:
+    replies = [{"index": n, "content": text, "receipt": _EXAMPLE} for n, text in enumerate("xy")]
+    found = _find(json.dumps(replies, indent=indent))
+    assert [(n, [q.text for e in entries for q in e.quotes]) for entries, n in found] == [
+        (1, ["x"]),
+        (1, ["y"]),
+    ]
+    alone = _find(json.dumps([_EXAMPLE, _EXAMPLE | {"index": 1}], indent=indent))
+    assert [entry.document.get("index", 0) for [entry], _ in alone] == [0, 1]
+    hidden = _find(json.dumps([{"done": False}, _EXAMPLE, _EXAMPLE]))
+    assert [len(entries) for entries, _ in hidden] == [0, 1, 1]
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in "xy"]
+    [([entry], n_answers)] = _find(json.dumps([*chunks, {"choices": [], "receipt": _EXAMPLE}]))
+    assert ([quote.text for quote in entry.quotes], n_answers) == (["xy"], 1)
+    answers = [{"index": n, "content": text, "stop": True} for n, text in enumerate("xy")]
+    answers[-1]["receipts"] = [_EXAMPLE, _EXAMPLE]
+    [(entries, n_answers)] = _find(json.dumps(answers))  # as `/completion` answers several prompts
+    assert ([entry.quotes[0].text for entry in entries], n_answers) == (["x", "y"], 2)
+
+
+def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:
+    choices = [{"index": n, "message": {"content": "x"}} for n in range(2)]
+    [(entries, n_answers)] = _find(json.dumps({"choices": choices, "receipt": _EXAMPLE}))
+    assert (len(entries), n_answers) == (1, 2)
+
+
+def test_blank_lines_and_fields_of_events_are_skipped() -> None:
+    reply = {"content": "x", "receipt": _EXAMPLE}
+    [([entry], _)] = _find("\n \n" + json.dumps(reply, indent=1))
+    assert entry.quotes[0].text == "x"
+    [([entry], _)] = _find(f"retry: 10\nid: 7\nevent: a\ndata: {json.dumps(reply)}\n\n")
+    assert entry.source == "reply:4"
+
+
+def _find(text: str) -> list[tuple[list[Entry], int]]:
+    replies = read_replies(io.BytesIO(text.encode()), "reply")
+    return [find_receipts(documents, source) for source, documents in replies]  # type: ignore[arg-type]
 
 
 def test_a_receipt_has_the_adapters_that_the_engine_loaded() -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 from made_models import make_llama
@@ -265,6 +266,17 @@ def test_a_default_option_accepts_any_snapshot_and_another_does_not():
     assert not mine.serves("other", LoadOptions())
     engine.close()
     assert not mine.serves("fake", LoadOptions())
+
+
+def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    files = ModelFiles(name="fake", paths=(), lora=str(tmp_path / "a.gguf"))
+    inputs = SnapshotInputs(model="fake", files=files, options=LoadOptions())
+    (adapter,) = LoadOptions().adapters(files)
+    loaded = (msgspec.structs.replace(adapter, sha256="ab" * 32),)
+    running = describe(FakeEngine(), inputs).with_adapters(loaded)
+    assert (running.options.lora, running.name) == ("", inputs.name)
+    assert running.depends_on == inputs.depends_on
 
 
 # --- stamps

@@ -78,11 +78,10 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
     def human(self) -> str:
         if not self.checks:
-            n = self.without_receipt
-            return f"nothing was checked: {f'{n} answers have no receipt' if n else 'the log is empty'}"
+            return f"nothing was checked: {self._without() or 'the log is empty'}"
         if len(self.checks) == self.n_receipts == 1 and self.checks[0].verification:
             note = f"\n{_NO_TEXT}" if self.checks[0].lacks_text else ""
-            return describe(self.checks[0].verification) + note + self._without()
+            return describe(self.checks[0].verification) + note + self._without("\n", "more ")
         kinds = ("verified", "within tolerance", "differs", "not checked")
         verdicts = [check.verdict for check in self.checks]
         counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts]
@@ -94,10 +93,12 @@ class VerifyResult(Result, frozen=True, kw_only=True):
             lines.append(f"{n_texts} of them: {_NO_TEXT}")
         n_checked = sum(check.verification is not None for check in self.checks)
         lines.append(f"checked {n_checked} of {self.n_receipts} receipts: {', '.join(counts)}")
-        return "\n".join(map(escape_hidden, lines)) + self._without()
+        return "\n".join(map(escape_hidden, lines)) + self._without("\n", "more ")
 
-    def _without(self) -> str:
-        return f"\n{self.without_receipt} more answers have no receipt" if self.without_receipt else ""
+    def _without(self, start: str = "", more: str = "") -> str:
+        noun = "answer has" if self.without_receipt == 1 else "answers have"
+        n = self.without_receipt
+        return f"{start}{n} {more}{noun} no receipt" if n else ""
 
 
 _NO_TEXT = "only the tokens in the receipt were compared, not the text"

@@ -195,7 +195,7 @@ class Conversion:
         )
         if n_tokens != rows:
             problem = f"config.json says {n_tokens} tokens, but the embedding has {rows} rows"
-            hint = "the model was resized (`resize_token_embeddings`)without its config.json"
+            hint = "the model was resized (`resize_token_embeddings`) without its config.json"
             raise ConversionError(problem, hint=hint)
         return n_tokens
 

@@ -87,6 +87,14 @@ def test_an_unknown_field_is_ignored_and_named(live_server):
     assert _ignored_fields(live_server.client.post(CHAT, json=sent)) == ["mood", "zesty??x:?y"]
 
 
+def test_names_in_the_header_are_safe_and_few(live_server):
+    for include in (["a\r\nb, ü"], ["x" * 1024] * 64):
+        names = _ignored_fields(
+            live_server.client.post(RESPONSES, json=STREAMING[RESPONSES] | {"include": include})
+        )
+        assert names == ["include=a??b? ?"] or names == [f"include={'x' * 88}"] * 32
+
+
 def test_a_large_body_is_read_alike(live_server, engine):
     turns = [{"role": "user", "content": "word " * 40_000, "name": "x"}]
     assert _ignored_fields(live_server.client.post(CHAT, json={"messages": turns, "user": "u"})) == [
