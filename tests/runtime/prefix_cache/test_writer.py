@@ -23,7 +23,7 @@ LONG_S = 1.0
 
 
 class _States:
-    def read(self, seq_id: int, start: int, stop: int, shift: int, position: object) -> State:
+    def save(self, seq_id: int, start: int, stop: int, shift: int, position: object) -> State:
         assert shift == 0
         return as_state(memoryview(bytes(stop - start)))
 
