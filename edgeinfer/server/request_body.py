@@ -14,6 +14,7 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
+from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.server import problems
 from edgeinfer.server.context import RequestContext, context_of
 from edgeinfer.server.problems import Problem
@@ -168,6 +169,10 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 _UNBOUNDED = 1 << 62
 #: Most ignored fields that a reply names; a request may have any number.
 _MAX_IGNORED = 32
+#: Fields whose zero switches something off or leaves it to the endpoint; elsewhere zero has a meaning
+#: (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: none).
+_ZERO_IS_OFF = {"min_tokens", "dynatemp_range", "xtc_probability", "width", "height", "steps"}
+_ZERO_IS_OFF |= {name for o in LOAD_OPTIONS if o.default == 0 for name in (o.field, o.key)}
 _INDEX = re.compile(r"\[\d+\]")
 _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 
@@ -264,7 +269,8 @@ class LenientDecoder:
         return values
 
     def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, path: str) -> None:
-        if not value:  # null, false, zero or empty: the client does not use the field
+        is_zero = value == 0 and value is not False
+        if not value and (not is_zero or name in _ZERO_IS_OFF):  # the client does not use the field
             return
         if name in facts.refused:
             self._problems.append(problems.unsupported(path, facts.refused[name]))

@@ -28,6 +28,8 @@ CHAT = [
     ({"regex": "a+"}, "regex", "unsupported_parameter"),
     ({"ebnf": "root ::= x"}, "ebnf", "unsupported_parameter"),
     ({"n_ctx": 512}, "n_ctx", "unknown_parameter"),
+    ({"gpu_layers": 0}, "gpu_layers", "unknown_parameter"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
     ({"temperature": 2.1}, "temperature", "decimal_above_max_value"),
     ({"temperature": -0.1}, "temperature", "decimal_below_min_value"),
     ({"temperature": "hot"}, "temperature", "invalid_type"),
