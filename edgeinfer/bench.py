@@ -163,7 +163,8 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
     if status != 200:
         said = b" ".join(line for _, line in lines).decode(errors="replace")
         text = without_controls(said)[:_CHARACTERS_OF_ERROR]
-        raise ServeError(f"{target.url}{path} answered {status}: {text}")
+        hint = "check the address, its model (`URL#MODEL`) and the API key"
+        raise ServeError(f"{target.url}{path} answered {status}: {text}", hint=hint)
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     try:
@@ -184,7 +185,8 @@ async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
             cached_tokens=None if cached is None else int(cached),
         )
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ServeError(f"{target.url}{path} streams no text, or no token counts (`usage`)") from error
+        problem = f"{target.url}{path} streams no text, or no token counts (`usage`)"
+        raise ServeError(problem, hint="measure a server that streams both") from error
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""The host of a verb: how the process started, its engine, its launcher.
+"""Give a command (verb) its engine, wherever that runs, and its connection to the launcher.
 
-A verb requests its engine from the host. The host loads the model, returns the snapshot's engine, or
-uses a worker process; for the verb there is no difference.
+The host loads the model in this process, returns the engine of the resumed snapshot, or starts a worker
+process; the command sees no difference. It also knows how this process started.
 """
 
 from __future__ import annotations
@@ -131,21 +131,21 @@ class Host:
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         if draft and draft != NO_DRAFT:
-            from edgeinfer.models.fits import refuse_unfit_draft  # not for a resumed process
+            from edgeinfer.models.fits import refuse_unfit_draft  # lazy: a resumed process skips it
 
             refuse_unfit_draft(ref, draft)
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:
         """Return the model `text`; None if it is something else, e.g. a prompt. Raises CatalogError."""
-        from edgeinfer.models.reference import find  # not for a resumed process
+        from edgeinfer.models.reference import find  # lazy: a resumed process skips it
 
         return find(text)
 
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` in this process. Raises as `files`, ModelLoadError, OutOfMemoryError."""
+        """Load `model` here. Raises what `files` raises, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -220,7 +220,7 @@ class Host:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker if a launcher can start one, otherwise here. Raises as `engine`."""
+        """Load `model` in a worker if a launcher can start one, otherwise here, and raise the same."""
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
@@ -255,6 +255,5 @@ class Host:
     ) -> None:
         """Build a snapshot now. Raises InterruptedByUser, and what building raises."""
         reason = f": {self.start.reason}" if self.start.reason else ""
-        raise SnapshotsUnavailableError(
-            f"this process cannot build snapshots{reason}", hint=f"run `edgeinfer warm {model}`"
-        )
+        problem = f"this process cannot build snapshots{reason}"
+        raise SnapshotsUnavailableError(problem, hint=f"run `edgeinfer warm {model}`")

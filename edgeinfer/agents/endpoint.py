@@ -31,7 +31,7 @@ _LOG_NAME = "launch-serve.log"
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A running endpoint. `key` is its API key, "" for none; `model` its default model."""
+    """Calls a running endpoint. `key` is its API key ("" for none), `model` its default model."""
 
     url: str
     model: str

@@ -30,7 +30,7 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """`pattern` matches text of system turns that moves to `to`; None for rules about whole turns."""
+    """Moves text of system turns that matches `pattern` to `to`; without a pattern, whole turns."""
 
     name: PromptRule
     description: str

@@ -20,7 +20,7 @@ from edgeinfer.tools.uses import ToolUse, uses_of
 
 
 class Answer:
-    """A turn that grows with a generation: `turn` is its first stored state, `done` the final one."""
+    """Writes a generation into a turn: `turn` is its first stored state, `done` the final one."""
 
     def __init__(
         self,

@@ -160,9 +160,8 @@ class Commander:
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:
-            raise UsageError(
-                f"there is no preset {argument!r}", hint=f"presets: {', '.join(self.presets)}"
-            )
+            problem = f"there is no preset {argument!r}"
+            raise UsageError(problem, hint=f"presets: {', '.join(self.presets)}")
         if argument:
             self.session.set(sampling=dict(self.presets[argument]))
         chosen = presets.matching(self.session.conversation.sampling, self.presets)
@@ -246,9 +245,8 @@ class Commander:
             if tools is not None:
                 self._use_tools(tools, refresh=argument == "check")
         elif argument:
-            raise UsageError(
-                f"/tools: no option {argument!r}", hint="/tools on, /tools off, /tools check"
-            )
+            problem = f"/tools: no option {argument!r}"
+            raise UsageError(problem, hint="/tools on, /tools off, /tools check")
         else:
             self.front.show_text(tools.text() if tools is not None else "No tools. `/tools on`")
 

@@ -1,4 +1,4 @@
-"""The options of one start of the chat, read before any screen is shown, and its engines."""
+"""Read the options of one start of the chat before any screen is shown, and load engines for it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe_start(start: Start) -> str:
 
 
 class Engines:
-    """At most one engine besides the resumed one. Calls block, so make them in a thread."""
+    """Loads and closes engines: at most one besides the resumed one. Its methods block."""
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host

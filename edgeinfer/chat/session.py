@@ -45,7 +45,7 @@ _DRAFTS = 1 << 40
 
 
 class ChatSession:
-    """One open conversation. `answer`: the latest; `unstored`: why `store` is only in memory."""
+    """Edits one open conversation. `answer`: the latest; `unstored`: why `store` is only in memory."""
 
     def __init__(
         self, open_store: Callable[[], ConversationStore], model: str = "", engine: Engine | None = None
@@ -254,7 +254,7 @@ class ChatSession:
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> Answer:
-        """Answer the end of the branch. Raises as `Engine.submit`, after storing the failed turn."""
+        """Answer the end of the branch. Raises what `Engine.submit` raises, after storing the turn."""
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
@@ -308,7 +308,7 @@ class ChatSession:
         return tools.start(turn.calls, front, past=past, conversation=self._approved_in)
 
     def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
-        """Run and store the calls of the last answer, in this thread; return as `note_calls`.
+        """Run and store the last answer's calls in this thread; return whether the model should go on.
 
         Keeps the conversation's lease meanwhile. Raises UsageError if another process has it.
         """

@@ -324,7 +324,8 @@ def _bind_ollama(
     options: argparse.Namespace, listeners: Sequence[socket.socket]
 ) -> list[socket.socket]:
     if options.tls_cert is not None:
-        raise UsageError("--ollama serves plain HTTP: it cannot be combined with --tls-cert")
+        problem = "--ollama serves plain HTTP: it cannot be combined with --tls-cert"
+        raise UsageError(problem, hint="leave out one of them")
     port = paths.ollama_port()
     if lifecycle.has_port(listeners, port):
         return []
@@ -368,7 +369,7 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
         raise UsageError("--tls-cert and --tls-key must be given together")
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not os.access(file, os.R_OK):
-            raise ServeError(f"{file} cannot be read")
+            raise ServeError(f"{file} cannot be read", hint="check --tls-cert and --tls-key")
     descriptors = max(lifecycle.raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
     return Limits(max_connections=min(Limits().max_connections, descriptors), max_queue=max_queue)
 

@@ -121,9 +121,8 @@ def _is_model(word: str, host: Host) -> bool:
 
 def _run(options: argparse.Namespace, host: Host) -> Result:
     if VERBS[options.verb].linux_only and sys.platform != "linux":
-        raise SnapshotsUnavailableError(
-            f"`{options.verb}` needs Linux; without it every launch is a cold start", hint=""
-        )
+        problem = f"`{options.verb}` needs Linux; without it every launch is a cold start"
+        raise SnapshotsUnavailableError(problem, hint="")
     start_s = time.monotonic()
     result: Result = module_of(options.verb).run(options, host)
     if isinstance(result, TimedResult):

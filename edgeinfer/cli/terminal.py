@@ -26,9 +26,8 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
     if sys.stdin is None or not sys.stdin.isatty():
         if not needs_yes:
             return
-        raise UsageError(
-            f"cannot ask “{question}”: stdin is not a terminal", hint="add --yes to confirm"
-        )
+        problem = f"cannot ask “{question}”: stdin is not a terminal"
+        raise UsageError(problem, hint="add --yes to confirm")
     sys.stderr.write(f"{without_controls(question)} [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -54,13 +54,12 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
     try:
         settings = msgspec.convert(table, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(
-            f"invalid arguments of the application: {error}", hint="see docs/guides/ray.md"
-        ) from error
+        problem = f"invalid arguments of the application: {error}"
+        raise UsageError(problem, hint="see docs/guides/ray.md") from error
     names = [model.model for model in settings.models]
     doubled = {name for name in names if names.count(name) > 1}
     if doubled:
-        raise UsageError(f"models named twice: {', '.join(sorted(doubled))}")
+        raise UsageError(f"models named twice: {', '.join(sorted(doubled))}", hint="name each once")
     return settings
 
 

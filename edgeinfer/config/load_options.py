@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class LoadOption:
-    """One option. Its values are `words`, and integers from `low` to `high` unless both are 0.
+    """One option. A value is one of `choices`, or an integer from `low` to `high` unless both are 0.
 
-    Its flag is `--name` if `is_typed`, its key `name`; it has neither if `name` is "". `of_snapshot`:
-    another value needs another snapshot.
+    Its flag is `--name` if `is_typed`, its key in config.toml is `name`; with `name` "" it has neither.
+    `of_snapshot`: another value needs another snapshot.
     """
 
     #: Whether repeated values are joined with commas.
     many = False
-    #: Whether only a launch that names this option uses a snapshot with it (adapters, draft).
+    #: Whether a snapshot with this option is only for launches that name it too (adapters, draft).
     exact = False
     #: Whether config.toml has a key for it.
     is_configured = True

@@ -1,4 +1,4 @@
-"""The apps of a launch, resumed or cold, each with its supervisor and its link.
+"""Start and poll the apps of a launch, resumed or cold; each has a supervisor and a link.
 
 Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LaunchedApp:
-    """A running app: supervisor, link, and the `fds` of its request, for a possible cold start."""
+    """A running app, its supervisor and link. `fds`, of its request, are for a later cold start."""
 
     def __init__(
         self, child: supervise.Child, link: _socket.socket, request: LaunchRequest, fds: list[int]
@@ -42,7 +42,7 @@ class LaunchedApp:
 class Apps:
     """Starts apps, polls them, and drops ended ones. `running` is in order of start.
 
-    `choice` is the verb's snapshot, `fds` are the descriptors of its request.
+    `choice` says which snapshot the command needs; `fds` are the descriptors of its request.
     """
 
     def __init__(self, argv: list[str], poll: select.poll, exec_ns: int, main_ns: int) -> None:
@@ -77,7 +77,7 @@ class Apps:
         return self.cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
-        """Start the app of the verb. Raises as `start`."""
+        """Start the app of the verb. Raises what `start` raises."""
         request = LaunchRequest(role="verb", argv=tuple(self._argv))
         return self.start(self.choice, request, self.fds)
 

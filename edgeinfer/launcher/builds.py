@@ -20,7 +20,7 @@ _LOG_BYTES = 256 << 10
 
 
 class Builds:
-    """The background builds of this launcher, which outlive it, and at most one `warm`, which does not.
+    """Starts background builds, which outlive this launcher, and one `warm`, which ends with it.
 
     `want` records a snapshot that would have helped, `start_wanted` builds it.
     """

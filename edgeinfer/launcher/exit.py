@@ -63,7 +63,7 @@ _SIGNALS = (
 
 
 class Terminal:
-    """The terminal of a launch, if there is one, and its modes before the app."""
+    """Restores the terminal's modes after the app; without a terminal it does nothing."""
 
     def __init__(self) -> None:
         self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)

@@ -40,7 +40,7 @@ class LaunchChoice:
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
 
     def find(self) -> tuple[str, format.Manifest]:
-        """Return folder and manifest of the snapshot. Raises as `find` and `find_named`."""
+        """Return the snapshot's folder and manifest. Raises what `find` and `find_named` raise."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)

@@ -57,7 +57,7 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
 
 
 def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
-    """Return the pages of a PDF as picture files. Raises as `text_of`."""
+    """Return the pages of a PDF as picture files. Raises what `text_of` raises."""
     output = _read(data, name, "pages", param)
     start, pages = 0, []
     while start < len(output):
@@ -83,7 +83,7 @@ def pictures_in(path: Path) -> list[bytes]:
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
     """Convert a file (base64, bare or as a `data:` URI) to parts of a message.
 
-    A PDF without text becomes pictures. Raises as `text_of`.
+    A PDF without text becomes pictures. Raises what `text_of` raises.
     """
     data = pictures.file_in(text, lambda reason: _refusal(name, reason, param))
     if pictures.is_picture(data):

@@ -97,7 +97,7 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Decode a picture file from base64, bare or as a `data:` URI. Raises as `check_file`."""
+    """Decode a picture file from base64, bare or as a `data:` URI. Raises what `check_file` raises."""
     return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
@@ -118,7 +118,7 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:
-    """Decode a file in a separate process, with limits: 0.1 s for a photo.
+    """Decode a file in a separate process under limits. A photo takes about 0.1 s.
 
     Raises InvalidRequestError, which names `param`, for a file of another format, broken or too large.
     """

@@ -81,7 +81,8 @@ def pull_adapter(
     options = options or PullOptions()
     base_files = resolve(base).files().paths
     if len(base_files) > 1:
-        raise ConversionError(f"{base} is split into {len(base_files)} files; a base must be one file")
+        problem = f"{base} is split into {len(base_files)} files; a base must be one file"
+        raise ConversionError(problem, hint="name another quantization of it: `--base MODEL:TYPE`")
     header = gguf.check(base_files[0])
     todo = plan_pull(text, load_catalog(), options.name)
     planned = todo.ref.name

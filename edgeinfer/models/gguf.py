@@ -246,7 +246,7 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:
-    """Parse the header in `view`, a whole file; no reference is kept. Raises as `read_header`."""
+    """Parse the header in `view`, a whole file; no reference is kept. Raises InvalidGgufError."""
     return _Walker(view, name, vocabulary).header()
 
 

@@ -11,6 +11,7 @@ from edgeinfer.models import gguf
 from edgeinfer.models.gguf import GgufHeader
 
 _ARCHITECTURE = "clip"
+_OTHER_PROJECTOR = "use the projector (mmproj-….gguf) that was made for this model"
 #: Limits of numbers in a projector's header from which llama.cpp computes sizes.
 _MOST = {
     "image_size": 4096,
@@ -50,9 +51,11 @@ def check(path: str | Path) -> GgufHeader:
     """Read and check a projector's header for llama.cpp. Raises InvalidGgufError."""
     header = gguf.check(path, vocabulary=False)
     if header.architecture != _ARCHITECTURE:
-        raise InvalidGgufError(f"{path} is not a projector: architecture {header.architecture!r}")
+        problem = f"{path} is not a projector: architecture {header.architecture!r}"
+        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
     if header.metadata.get("clip.has_vision_encoder") is not True:
-        raise InvalidGgufError(f"{path} is a projector without a picture encoder")
+        problem = f"{path} is a projector without a picture encoder"
+        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
     for key, most in _MOST.items():
         value = header.metadata.get(f"clip.vision.{key}", 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -75,7 +78,8 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
     width = check(path).number("clip.vision.projection_dim")
     if width != model.n_embd:
         makes = f"{Path(path).name} produces embeddings of {width} numbers"
-        raise InvalidGgufError(f"{makes}, but the model needs {model.n_embd}")
+        problem = f"{makes}, but the model needs {model.n_embd}"
+        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
 
 
 def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:

@@ -158,7 +158,8 @@ def _verify(
     """
     n_files = sum(not file.is_projector for file in fetched)
     if wanted_sha256 and (fetched[0].checkpoint or n_files > 1):
-        raise UsageError(f"--sha256 is for one file, but {source} has several")
+        problem = f"--sha256 is for one file, but {source} has several"
+        raise UsageError(problem, hint="leave out --sha256")
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
             continue

@@ -169,14 +169,15 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
                 process.kill()
                 raise
         if failure and event.get("event") == "error":
-            raise QuantizeError(f"{failure}: {event['message']}")
+            raise QuantizeError(f"{failure}: {event['message']}", hint="run `edgeinfer doctor`")
         if event.get("event") in ("done", "error"):
             return event
         complaints.seek(0)
         said = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
     code = process.returncode
     outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    raise QuantizeError(f"{module} {outcome}: {said or 'it printed nothing'}")
+    problem = f"{module} {outcome}: {said or 'it printed nothing'}"
+    raise QuantizeError(problem, hint="free some memory, then try again")
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -206,7 +207,8 @@ def imatrix_spans(path: Path) -> list[Span]:
 def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) -> Span:
     fits = counts is not None and counts.n_elements > 0 and sums.n_elements % counts.n_elements == 0
     if counts is None or not fits or (sums.type, counts.type) != ("F32", "F32"):
-        raise InvalidGgufError(f"{path}: the sums and counts of {name} do not match")
+        problem = f"{path}: the sums and counts of {name} do not match"
+        raise InvalidGgufError(problem, hint="use another importance matrix")
     return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
 
 

@@ -107,13 +107,14 @@ _MODES = {
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
 }
 _SETUID_OR_SETGID = 0o6000
-#: Number of setsockopt; SOL_SOCKET, and its options SO_SNDBUF SO_RCVBUF SO_SNDBUFFORCE SO_RCVBUFFORCE.
+#: Number of setsockopt, which is refused for these options of SOL_SOCKET: SO_SNDBUF SO_RCVBUF
+#: SO_SNDBUFFORCE SO_RCVBUFFORCE.
 _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
 #: Numbers of socket and socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-#: inet inet6 netlink, which are confined to a namespace. A unix socket reaches a program that listens
-#: in the folder, and vsock the host of a virtual machine.
+#: Allowed families: inet inet6 netlink, which a namespace confines. A unix socket would reach a program
+#: that listens in the folder, and vsock the host of a virtual machine.
 _FAMILIES = (2, 10, 16)
 #: Types allowed for socketpair: stream and seqpacket, whose ends can only send to each other.
 _PAIRS, _TYPE_BITS = (1, 5), 0xF

@@ -22,7 +22,7 @@ _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "re
 class Quote(msgspec.Struct, kw_only=True):
     """An answer as it stands next to its receipt.
 
-    `calls` are [name, arguments] by the number of the call. `has_calls` False: they stand elsewhere.
+    `calls` are [name, arguments] by the call's number. `has_calls` False: this copy leaves them out.
     """
 
     text: str = ""
@@ -31,7 +31,7 @@ class Quote(msgspec.Struct, kw_only=True):
     has_calls: bool = True
 
     def difference(self, answer: Collected, *, prompt: str = "", is_cut: bool = False) -> str:
-        """Say what is not that of the tokens, "" if all is.
+        """Say which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
         `prompt` may come first (`echo`). `is_cut`: the end of the text, or of a call, was kept back.
         """

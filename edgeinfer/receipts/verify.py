@@ -80,7 +80,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
     """Return a private receipt with the content from its complete form. Raises ReceiptError."""
     if whole.content is None or whole.content_sha256 != receipt.content_sha256:
-        raise ReceiptError("this content does not belong to the receipt")
+        hint = "give the complete form of the same receipt"
+        raise ReceiptError("this content does not belong to the receipt", hint=hint)
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
@@ -109,7 +110,7 @@ class ReceiptCheck:
             self._generation.cancel()
 
     def run(self) -> Verification:
-        """Run the check. Raises as `verify`."""
+        """Run the check. Raises what `verify` raises."""
         receipt = self._receipt
         began_s = time.perf_counter()
         alteration = receipt.alteration()
@@ -195,7 +196,8 @@ class ReceiptCheck:
         receipt, info = self._receipt, self._engine.info
         n_prompt, n_answer = len(content.prompt), len(content.answer)
         if max(*content.prompt, *content.answer) >= info.n_vocab:
-            raise ReceiptError(f"the receipt has a token beyond the vocabulary of {info.n_vocab}")
+            problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
+            raise ReceiptError(problem, hint="name the model that the receipt names")
         # a prompt of prompt and answer, for log-probabilities, needs room for one more token
         n_tokens = n_prompt + n_answer + (receipt.kernel_revision != KERNEL_REVISION)
         if n_tokens > info.n_ctx:
@@ -321,7 +323,8 @@ def _record(answer: Collected) -> TokenRecord:
     record = answer.finish.record
     assert record is not None
     if record.irreproducible:
-        raise ReceiptError(f"this engine cannot check receipts: {record.irreproducible}")
+        problem = f"this engine cannot check receipts: {record.irreproducible}"
+        raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
     return record
 
 

@@ -27,6 +27,7 @@ _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
 #: Most bytes of logits per batch, which llama.cpp computes for every token even when embedding.
 _LOGITS_BYTES = 256 << 20
+_CHOOSE = "choose {}: `edgeinfer list`"
 
 
 class Embedder:
@@ -55,7 +56,8 @@ class Embedder:
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return an L2-normalised vector per text. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_embed:
-            raise InvalidRequestError("this model is a reranker, not an embedding model", param="model")
+            problem = "this model is a reranker, not an embedding model"
+            raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("an embedding model"))
         inputs = [self._tokens(text, i) for i, text in enumerate(texts)]
         vectors = self._run(inputs, self._loaded.n_embd)
         return [_normalize(v) for v in vectors]
@@ -63,7 +65,8 @@ class Embedder:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score documents; a higher score is better. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
-            raise InvalidRequestError("this model has no reranking head", param="model")
+            problem = "this model has no reranking head"
+            raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))
         inputs = [
             self._check_length(self._pair(query, document), i, "documents")
             for i, document in enumerate(documents)
@@ -78,9 +81,8 @@ class Embedder:
         else:
             tokens = list(text)
             if any(not 0 <= t < vocab.n_vocab for t in tokens):
-                raise InvalidRequestError(
-                    f"input {index} has a token outside the vocabulary", param="input"
-                )
+                problem = f"input {index} has a token outside the vocabulary"
+                raise InvalidRequestError(problem, param="input")
         return self._check_length(tokens, index, "input")
 
     def _check_length(self, tokens: list[int], index: int, param: str) -> list[int]:
@@ -93,6 +95,7 @@ class Embedder:
                 param=param,
                 n_tokens=len(tokens),
                 n_ctx=self.max_tokens,
+                hint="split it into shorter texts",
             )
         return tokens
 

@@ -141,9 +141,9 @@ class LlamaEngine:
         """Validate and queue a request; see `Engine.submit`."""
         self._check_open()
         if not self._loaded.can_generate:
-            raise InvalidRequestError(
-                f"{self._info.model} is an embedding model; it cannot generate", param="model"
-            )
+            problem = f"{self._info.model} is an embedding model; it cannot generate"
+            hint = "choose a chat model: `edgeinfer list`"
+            raise InvalidRequestError(problem, param="model", hint=hint)
         seq = self._preparer.make_sequence(request)
         if seq.recorder is not None:
             seq.recorder.why_irreproducible = self._why_irreproducible
@@ -210,9 +210,8 @@ class LlamaEngine:
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         self._check_open()
         if not self._loaded.can_generate:
-            raise InvalidRequestError(
-                f"{self._info.model} is an embedding model; it takes no adapters", param="lora"
-            )
+            problem = f"{self._info.model} is an embedding model; it takes no adapters"
+            raise InvalidRequestError(problem, param="lora", hint="leave out the adapters")
         self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._unload_removed_adapters):
             continue  # the loop's next step runs the check again

@@ -51,10 +51,10 @@ _SWITCH_S = 0.5
 
 @dataclass(eq=False)
 class GpuOffload:
-    """The devices of one engine. `cpu` is the model as first loaded, `context` is what decodes.
+    """Moves the layers of one engine to devices, and back if a device fails.
 
-    `call` runs work between two steps, `prefix_cache_switch` is the engine's, and `loaded` the model in
-    use; `on_enter` is called between two steps with the model that will decode.
+    `cpu` is the model as first loaded, `loaded` the one in use, whose `context` decodes. `call` runs
+    work between two steps; `on_enter` is called between two steps with the model that decodes next.
     """
 
     files: ModelFiles

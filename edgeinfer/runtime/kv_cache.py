@@ -92,7 +92,7 @@ class CachedSequence:
 
 
 class KvCache:
-    """Accounting of a unified cache of `n_cells` cells and `n_seq_max` sequence ids. For one thread.
+    """Assigns the `n_cells` cells and `n_seq_max` sequence ids of a unified cache. For one thread.
 
     With `checkpoints` (recurrent, hybrid models) a sequence can be reused only whole, or up to a
     checkpoint. `window` is the number of positions that layers with a sliding window see, 0 without

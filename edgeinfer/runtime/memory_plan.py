@@ -110,9 +110,8 @@ def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         return Chosen(n_ctx, "as asked")
     fits = free_bytes // 2 // per_token
     if fits < CELL_STEP:
-        raise OutOfMemoryError(
-            f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
-        )
+        problem = f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
+        raise OutOfMemoryError(problem)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
         (fits, f"half of the {free_bytes // _MIB} MiB available for it"),

@@ -96,7 +96,7 @@ class Encoding:
 
 
 class Vision:
-    """The projector of a loaded model, with its encoder thread and the rows of recent pictures.
+    """Encodes pictures with a model's projector, in a thread, and caches the rows of recent ones.
 
     `key` identifies the projector's file. `max_rows` fit into one step.
     """

@@ -37,7 +37,7 @@ def read_lines(path: Path) -> list[BatchLine]:
     """Read a batch's requests, one per line. Raises UsageError naming the line, OSError."""
 
     def refuse(number: int, problem: str) -> UsageError:
-        return UsageError(f"{path}:{number}: {problem}")
+        return UsageError(f"{path}:{number}: {problem}", hint="correct that line of the file")
 
     decoder = msgspec.json.Decoder(BatchLine)
     first: dict[str, int] = {}

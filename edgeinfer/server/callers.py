@@ -40,7 +40,7 @@ OWN = Caller("", is_admin=True)
 
 
 class BodyBudget:
-    """Bytes of the running requests' bodies, counted by caller. Only for the event loop's thread."""
+    """Limits the bytes of all running requests' bodies. Only for the event loop's thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
@@ -157,7 +157,7 @@ _SHARED_FROM = 4
 
 
 class EngineSlots:
-    """Slots of one model's engine, given to waiting clients in turn. Belongs to one event loop.
+    """Gives the slots of one model's engine to waiting clients in turn. Belongs to one event loop.
 
     An engine answers in order of arrival, so only a few of a key's requests are submitted at a time.
     """

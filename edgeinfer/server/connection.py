@@ -127,6 +127,6 @@ class ShortCut:
             return True
 
     def close(self) -> None:
-        """Send tokens through the event loop again. Idempotent."""
+        """End the short cut: from now on tokens go through the event loop. Idempotent."""
         with self._lock:
             self._is_open = False

@@ -52,28 +52,29 @@ _OPEN_BODY_BYTES = 8 << 10
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A method of a path. `uses_model`: it counts against the limits and is refused while draining.
-
-    `is_admin`: only an administrator may call it. `web`: a route of the page, which is open or accepts
-    a cookie in place of the API key. `body` and `reply` are JSON types; `also` describes further
-    statuses for the OpenAPI document. `max_body_bytes` 0 means the endpoint's limit. The handler gets
-    body and query if `takes` names them.
-    """
+    """A method of a path."""
 
     path: str
     handler: Handler
     summary: str
     method: Method
+    #: JSON types of the answer, the request's body and its query.
     reply: Any = None
     body: Any = None
     query: Any = None
+    #: Which of "body" and "query" the handler takes.
     takes: tuple[str, ...] = ()
     streams: bool = False
+    #: Whether a request counts against the limits, and is refused while the endpoint drains.
     uses_model: bool = True
+    #: Whether only an administrator may call it.
     is_admin: bool = False
+    #: For routes of the page: "open" to all, or "cookie" in place of the API key.
     web: Literal["", "open", "cookie"] = ""
+    #: Longest body; 0 means the endpoint's limit.
     max_body_bytes: int = 0
     reply_type: str = "application/json"
+    #: Bodies of further statuses, for the OpenAPI document.
     also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property

@@ -28,6 +28,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
 _MOST_DESCRIPTORS = 65_536
+_OTHER_ADDRESS = "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"
 
 
 def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
@@ -36,7 +37,8 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         reason = error.strerror or error
-        raise ServeError(f"{host} is not an address of this machine: {reason}") from error
+        problem = f"{host} is not an address of this machine: {reason}"
+        raise ServeError(problem, hint=_OTHER_ADDRESS) from error
     listeners: list[socket.socket] = []
     for family, _, _, _, address in dict.fromkeys(addresses):
         if listeners and port == 0:
@@ -47,7 +49,8 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
             for listener in listeners:
                 listener.close()
             reason = os.strerror(error.errno) if error.errno else error
-            raise ServeError(f"cannot listen on {host}:{port}: {reason}") from error
+            problem = f"cannot listen on {host}:{port}: {reason}"
+            raise ServeError(problem, hint=_OTHER_ADDRESS) from error
     return listeners
 
 

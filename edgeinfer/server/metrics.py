@@ -65,7 +65,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Everything an endpoint counts."""
+    """Counts what an endpoint does, and exports the counters."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
         # a "_created" series for every series doubles a scrape, and no dashboard plots it

@@ -107,10 +107,10 @@ class ModelPool:
     # --- asking
 
     def resolve(self, name: str | None) -> str:
-        """Resolve `name` to a model, None to the default, never a path. Raises UnknownModelError.
+        """Return the model for `name`, or the default for None. Raises UnknownModelError.
 
         An exact alias precedes a model's own name, which precedes an alias pattern. A name may be
-        spelled as clients of Ollama spell it.
+        spelled as clients of Ollama spell it. A path is not accepted.
         """
         if name is None:
             return self.default

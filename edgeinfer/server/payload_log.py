@@ -49,7 +49,7 @@ _Exchange = tuple[dict[str, Any], bytes, _Answers]
 
 
 class PayloadLog:
-    """The log files of one endpoint. If writing fails, lines are lost but requests succeed."""
+    """Writes the log files of one endpoint. If that fails, lines are lost but requests succeed."""
 
     def __init__(self, folder: Path, endpoint: Endpoint) -> None:
         """Create the folder. Raises ServeError if that fails, or if other users own or may write it."""

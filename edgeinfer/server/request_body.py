@@ -282,7 +282,7 @@ class LenientDecoder:
 
 
 class _Plan(NamedTuple):
-    """How to decode a type: `objects` are its Structs by tag ("" without one), `item` is for lists."""
+    """A decoder's plan: `objects` are a type's Structs by tag ("" without one), `item` is for lists."""
 
     kind: Any
     objects: Mapping[str, type[Wire]] = {}

@@ -21,7 +21,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Responses by API key and id, limited in number, bytes and age."""
+    """Stores responses by API key and id, limited in number, bytes and age."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

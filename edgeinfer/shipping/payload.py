@@ -119,9 +119,8 @@ def open_shipped(path: Path) -> Shipped:
         trailer = file.read(TRAILER.size)
     magic, *places = TRAILER.unpack(trailer)
     if magic != TRAILER_MAGIC or any(position > file_size for position in places):
-        raise ShippingError(
-            f"{path} is not an edgeinfer binary, or it was damaged", hint="download the file again"
-        )
+        problem = f"{path} is not an edgeinfer binary, or it was damaged"
+        raise ShippingError(problem, hint="download the file again")
     payload, payload_length, bundle, bundle_length = places
     app, model = read_field(head, APP_FIELD), read_field(head, MODEL_FIELD)
     return Shipped(path, app, model, payload, payload_length, bundle, bundle_length, archive)

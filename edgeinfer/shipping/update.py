@@ -165,9 +165,8 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     machine = platform.machine()
     file = release.files.get(machine)
     if file is None:
-        raise ShippingError(
-            f"{release.version} has no file for {machine}", hint="build it: `make binary`"
-        )
+        problem = f"{release.version} has no file for {machine}"
+        raise ShippingError(problem, hint="build it: `make binary`")
     partial = fetch_verified(file, url, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
@@ -262,9 +261,8 @@ def back(program: Path, folder: Path) -> str:
         raise ShippingError("there is no previous version", hint="`edgeinfer update` keeps one")
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
-        raise ShippingError(
-            "the previous version is this one", hint="`edgeinfer update` gets the newest"
-        )
+        problem = "the previous version is this one"
+        raise ShippingError(problem, hint="`edgeinfer update` gets the newest")
     candidate = program.with_name(f".{program.name}-back")
     try:
         _place(previous, candidate)
@@ -359,9 +357,8 @@ def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Releas
     try:
         return msgspec.json.decode(raw, type=Release)
     except msgspec.MsgspecError as error:
-        raise ShippingError(
-            f"this program cannot read the release's manifest: {error}", hint="install it by hand"
-        ) from error
+        problem = f"this program cannot read the release's manifest: {error}"
+        raise ShippingError(problem, hint="install it by hand") from error
 
 
 def number(version: str) -> tuple[int, ...]:

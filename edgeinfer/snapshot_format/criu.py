@@ -48,7 +48,11 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Result of a probe of this machine: the tier or None, the reason, and the command that helps."""
+    """Whether CRIU works here.
+
+    `tier` names the privileges that it has, None if it does not work; `reason` says why, and `fix` is
+    the command that helps.
+    """
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -203,7 +207,8 @@ def work_dir() -> str:
             return path
         except (OSError, SnapshotUnsafeError) as error:
             refused.append(str(error))
-    raise SnapshotUnsafeError(f"CRIU can use no folder here: {'; '.join(refused)}")
+    problem = f"CRIU can use no folder here: {'; '.join(refused)}"
+    raise SnapshotUnsafeError(problem, hint="remove one of these folders")
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
@@ -239,8 +244,7 @@ def available() -> Probe:
     """Probe for CRIU. Raises SnapshotsUnavailableError (its hint is the fix), SnapshotUnsafeError."""
     probed = probe()
     if probed.tier is None:
-        raise SnapshotsUnavailableError(
-            f"snapshots do not work here: {probed.reason}", hint=probed.fix or None
-        )
+        problem = f"snapshots do not work here: {probed.reason}"
+        raise SnapshotsUnavailableError(problem, hint=probed.fix or None)
     work_dir()
     return probed

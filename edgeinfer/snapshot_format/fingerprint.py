@@ -113,13 +113,11 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
         try:
             now = stamp(path)
         except OSError as error:
-            raise SnapshotStaleError(
-                f"{path}, which the snapshot {manifest.name} needs, does not exist", key=path
-            ) from error
+            problem = f"{path}, which the snapshot {manifest.name} needs, does not exist"
+            raise SnapshotStaleError(problem, key=path) from error
         if now != before:
-            raise SnapshotStaleError(
-                f"{path} was changed after the snapshot {manifest.name} was made", key=path
-            )
+            problem = f"{path} was changed after the snapshot {manifest.name} was made"
+            raise SnapshotStaleError(problem, key=path)
     for name, size in manifest.images.items():
         info = refuse_unsafe(f"{folder}/{name}", directory=False)
         if info.st_size != size:

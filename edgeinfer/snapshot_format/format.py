@@ -132,15 +132,13 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
         raise SnapshotMissingError(f"{path} cannot be found: {error.strerror}") from error
     kind = info.st_mode & 0o170000
     if kind != (0o040000 if directory else 0o100000):
-        raise SnapshotUnsafeError(
-            f"{path} must be a {'directory' if directory else 'plain file'}, not a symlink"
-        )
+        problem = f"{path} must be a {'directory' if directory else 'plain file'}, not a symlink"
+        raise SnapshotUnsafeError(problem)
     if info.st_uid != os.getuid():
         raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
     if info.st_mode & 0o077:
-        raise SnapshotUnsafeError(
-            f"{path} must be only yours: mode {info.st_mode & 0o700:o}", hint=f"chmod go= {path}"
-        )
+        problem = f"{path} must be only yours: mode {info.st_mode & 0o700:o}"
+        raise SnapshotUnsafeError(problem, hint=f"chmod go= {path}")
     return info
 
 
@@ -151,9 +149,8 @@ def refuse_unsafe_ancestors(path: str) -> None:
         info = os.stat(path)
         others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
         if info.st_uid not in (0, os.getuid()) or others_write:
-            raise SnapshotUnsafeError(
-                f"other users can change {path}, above the snapshots", hint=f"chmod go-w {path}"
-            )
+            problem = f"other users can change {path}, above the snapshots"
+            raise SnapshotUnsafeError(problem, hint=f"chmod go-w {path}")
 
 
 def read_manifest(folder: str) -> Manifest:

@@ -200,7 +200,7 @@ def main() -> None:
         inputs = msgspec.json.decode(received[0].content, type=SnapshotInputs)
         loaded, parked = prepare(link, inputs)
     except (EdgeInferError, OSError) as error:
-        problem = error if isinstance(error, EdgeInferError) else DumpError(f"while it parked: {error}")
+        problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
     loaded.droppable = app_process.read_droppable_ranges()  # a restore loses these flags

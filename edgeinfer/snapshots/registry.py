@@ -112,7 +112,7 @@ def is_orphan(folder: Path) -> bool:
 
 
 def _program_places(folder: Path) -> list[str]:
-    """Return the paths of the builder's program and environment. Raises as `read_manifest`."""
+    """Return the paths of the builder's program and environment. Raises SnapshotError."""
     keys = format.read_manifest(str(folder)).keys
     return [path for path in (keys.get("program"), keys.get("environment")) if path]
 

@@ -228,7 +228,7 @@ def parse_decision(text: str) -> Decision:
 
 
 class Approvals:
-    """The configured rules, and what the user allowed, for all conversations or only for one key."""
+    """Judges calls by configured rules, and by what the user allowed, often only in a conversation."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]

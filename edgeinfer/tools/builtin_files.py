@@ -77,7 +77,7 @@ TOOLS = {
 
 
 class BuiltinFiles(Builtin):
-    """The enabled tools over `folder`. Any thread.
+    """Reads and edits files of `folder` for the model, with the enabled tools. Any thread.
 
     A path is opened name by name below the folder, without following links: a command in the sandbox
     may exchange a folder and a link meanwhile. `canonical` follows links before the call is judged.

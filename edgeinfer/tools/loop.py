@@ -118,7 +118,7 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFront(Protocol):
-    """What the loop needs of a front end. Called on the thread of the loop, or of a call."""
+    """A front end's methods for the loop, called on the thread of the loop or of a call."""
 
     def decide(self, card: Card) -> Decision:
         """Ask the user; wait for the decision."""

@@ -69,7 +69,7 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 
 
 class StdioTransport:
-    """A child with one message per line. Its reader thread starts it, which PDEATHSIG follows.
+    """Exchanges messages, one per line, with a child that ends with the reader thread, its parent.
 
     Without a `folder` the child starts in an empty private one.
     """

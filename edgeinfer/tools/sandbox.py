@@ -38,7 +38,7 @@ _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
-    """The enabled tools over `folder`; a command ends after `timeout_s`."""
+    """Runs the model's commands, which may change only `folder`; one ends after `timeout_s`."""
 
     server = "sandbox"
 

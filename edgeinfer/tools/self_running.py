@@ -25,7 +25,7 @@ _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """The present self-running files of `folder`, and its mode; `looks_below` False: only the top's."""
+    """Finds changes of `folder`'s self-running files, with `looks_below` False only at its top."""
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder

@@ -57,7 +57,7 @@ def records_path() -> Path:
 
 
 class Toolbox:
-    """The enabled servers. Any thread; `close` ends every child."""
+    """Starts the enabled tool servers, and calls their tools. Any thread; `close` ends every child."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config

@@ -1,12 +1,15 @@
 """Every error class has a stable code, a message and an exit code."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from edgeinfer import error_text, errors
+from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.result import SCHEMA, error_envelope
+from edgeinfer.server import lifecycle
 from edgeinfer.tools.mcp_transports import SessionEndedError
 
 
@@ -34,6 +37,17 @@ def test_every_error_has_a_message_and_an_exit_code(cls):
 def test_hint_of_an_error_replaces_the_tables():
     error = errors.ModelNotPulledError("no", hint="edgeinfer pull x")
     assert error_text.describe_error(error) == "error: no\n\nhint: edgeinfer pull x"
+
+
+def test_address_hints_fit_the_client_and_the_server():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.ServeError) as refused:
+            lifecycle.bind("127.0.0.1", port)
+    assert "--port 0" in error_text.hint(refused.value)
+    with pytest.raises(errors.ServeError) as silent:
+        RemoteEndpoint(url=f"http://127.0.0.1:{port}", model="m").request("GET", "/health")
+    assert error_text.hint(silent.value) == "check the address, and that the server runs there"
 
 
 def test_class_without_a_row_takes_its_parents():

@@ -48,8 +48,9 @@ def test_a_ranker_scores_each_document_by_itself(tmp_path: Path) -> None:
         assert len(set(scores)) == 3
         for document, score in zip(documents, scores, strict=True):
             assert engine.rerank("the cat", [document])[0] == pytest.approx(score, abs=2e-2)
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError) as refused:
             engine.embed(["cat"])
+        assert refused.value.hint == "choose an embedding model: `edgeinfer list`"
 
 
 def test_word_piece_has_one_separator_between_query_and_document(tmp_path: Path) -> None:

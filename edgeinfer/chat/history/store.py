@@ -95,7 +95,7 @@ def now_ms() -> int:
 
 
 class ConversationStore:
-    """A store, made by `open`. `name`: its path, "" in memory; `clock`: milliseconds since 1970."""
+    """Reads and writes the file `name` ("": in memory), see `open`. `clock` returns ms since 1970."""
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
         self.db = db
@@ -250,7 +250,7 @@ class ConversationStore:
             self._set("turn", turn_id, {"cut_summary": summary})
 
     def clean_up(self) -> int:
-        """Move the journals of killed answers into their turns; return how many."""
+        """Store unfinished answers of ended processes as interrupted; return how many there were."""
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(

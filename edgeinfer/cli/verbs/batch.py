@@ -118,7 +118,7 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append the answers that `path` lacks; `models` are GGUF files to load. Raises as `run`."""
+    """Append the answers that `path` lacks; `models` are GGUF files. Raises what `run` raises."""
     with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]

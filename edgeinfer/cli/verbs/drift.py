@@ -78,8 +78,7 @@ def run(options: argparse.Namespace, host: Host) -> DriftResult:
         name = options.model if options.model in models else host.resolve(options.model).name
         if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
-            raise UsageError(
-                f"no answers of {name} were recorded in these weeks{off}", hint="edgeinfer drift"
-            )
+            problem = f"no answers of {name} were recorded in these weeks{off}"
+            raise UsageError(problem, hint="edgeinfer drift")
         models = {name: models[name]}
     return DriftResult(until=f"{until}", against=f"{against}", models=models)

@@ -140,7 +140,8 @@ def read_set(typed: str) -> tuple[str, list[Item]]:
             except (ValueError, RecursionError) as error:
                 raise UsageError(f"{typed}:{number}: {error}", hint=_FORM) from error
             if items.setdefault(item.id, item) is not item:
-                raise UsageError(f"{typed}:{number}: the id {item.id!r} is also used on another line")
+                problem = f"{typed}:{number}: the id {item.id!r} is also used on another line"
+                raise UsageError(problem, hint="give each item its own id")
     if not items:
         raise UsageError(f"{typed} has no items", hint=_FORM)
     return path.stem.removeprefix("eval-"), list(items.values())

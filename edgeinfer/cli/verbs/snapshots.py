@@ -252,8 +252,8 @@ _FAULTY = (
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"
 )
 _NOT_RESUMED = (
-    "its files are as they were built; `edgeinfer doctor` tells whether snapshots work here; verify it "
-    "again when the machine has memory and time, and if it still fails, `edgeinfer warm` the model"
+    "its files are as they were built: run `edgeinfer doctor`, and verify it again when memory is "
+    "free; if that fails too, build it again: `edgeinfer warm MODEL`"
 )
 
 
@@ -376,10 +376,9 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     matches = [process for process in loaded if model is None or _names_model(process, model)]
     candidates = [process for process in matches if not process.is_worker] or matches
     if not candidates:
-        problem = f"has not loaded {model}" if model and loaded else "has loaded no model"
-        raise UsageError(
-            f"process {pid} {problem}", hint=f"{_PS}; a model is loaded at its first request"
-        )
+        outcome = f"has not loaded {model}" if model and loaded else "has loaded no model"
+        problem = f"process {pid} {outcome}"
+        raise UsageError(problem, hint=f"{_PS}; a model is loaded at its first request")
     if len({process.model for process in candidates}) > 1:
         names = ", ".join(sorted(process.model for process in candidates))
         raise UsageError(f"process {pid} has several models: {names}", hint="name one with --model")

@@ -1,4 +1,4 @@
-"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait for their end."""
+"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait until they have ended."""
 
 from __future__ import annotations
 

@@ -299,5 +299,5 @@ def check(family: Family, config: Values) -> None:
     for key, allowed in family.needs.items():
         value = config.get(key)
         if value is not None and value not in allowed:
-            expected = f"llama.cpp's {family.arch} has {allowed[0]!r}"
+            expected = f"for {family.arch}, llama.cpp supports only {' or '.join(map(repr, allowed))}"
             raise ConversionError(f"config.json: {key} is {value!r}; {expected}")

@@ -33,6 +33,8 @@ from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
 _NO_WAY = "merge it into its model (`merge_and_unload`), and convert the result"
+_OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
+_SAVE_AGAIN = "fetch it again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
 
 #: Tensor name in the base → module name in the adapter, and its matrices "A" and "B" (float32).
@@ -63,7 +65,7 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
                 b = b * np.float32(_scale(config, module, len(a)) * len(a))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 problem = f"the adapter's {name} contains NaN or infinity"
-                raise ConversionError(problem)
+                raise ConversionError(problem, hint=_SAVE_AGAIN)
             transform = transform_of(family, name)
             if transform is not None and transform is not plus_one:
                 b = transform(b, _heads(base))
@@ -77,15 +79,16 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
 
 def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
     if not config:
-        raise ConversionError(f"{folder} has no {ADAPTER_CONFIG}: it is not a PEFT adapter")
+        problem = f"{folder} has no {ADAPTER_CONFIG}: it is not a PEFT adapter"
+        raise ConversionError(problem, hint=_SAVE_AGAIN)
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        hint = "save it again with PEFT: `save_pretrained(FOLDER)`"
-        raise ConversionError(f"{folder} has no {ADAPTER_WEIGHTS}", hint=hint)
+        raise ConversionError(f"{folder} has no {ADAPTER_WEIGHTS}", hint=_SAVE_AGAIN)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConversionError(f"unsupported adapter type {kind}: only LoRA is supported", hint=_NO_WAY)
     if config.get("r", 1) == 0:
-        raise ConversionError("the adapter is of rank 0, which changes nothing")
+        problem = "the adapter is of rank 0, which changes nothing"
+        raise ConversionError(problem, hint="use the base model without it")
     if config.get("use_dora"):
         raise ConversionError("the adapter is a DoRA, which llama.cpp cannot apply", hint=_NO_WAY)
     if config.get("bias", "none") != "none":
@@ -101,7 +104,7 @@ def _family_of(base: GgufHeader) -> Family:
             return family
     supported = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
     problem = f"adapters of the architecture {base.architecture!r} are not converted"
-    raise ConversionError(f"{problem}; known: {supported}")
+    raise ConversionError(f"{problem}; supported: {supported}", hint="use an adapter in GGUF format")
 
 
 def _heads(base: GgufHeader) -> Heads:
@@ -120,28 +123,30 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
             raise ConversionError(f"{file.path.name} has {key}: not a plain LoRA", hint=_NO_WAY)
         name = table.get_name(plain_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
-            raise ConversionError(f"the base, a {family.arch}, has no module {match[1]}")
+            problem = f"the adapter changes {match[1]}, which the base ({family.arch}) does not have"
+            raise ConversionError(problem, hint=_OTHER_BASE)
         _, pair = pairs.setdefault(name, (match[1], {}))
         pair[match[2]] = to_float32(file.view(key), tensor.dtype)
     if not pairs:
-        raise ConversionError(f"{file.path} has no tensors")
+        raise ConversionError(f"{file.path} has no tensors", hint=_SAVE_AGAIN)
     return pairs
 
 
 def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
     if len(pair) < 2:
-        raise ConversionError(f"{name} has only one of lora_A and lora_B")
+        raise ConversionError(f"{name} has only one of lora_A and lora_B", hint=_SAVE_AGAIN)
     a, b = pair["A"], pair["B"]
     tensor = next((candidate for candidate in base.tensors if candidate.name == name), None)
     if tensor is None:
-        raise ConversionError(f"the base has no tensor {name}, which the adapter changes")
+        problem = f"the adapter changes {name}, which the base does not have"
+        raise ConversionError(problem, hint=_OTHER_BASE)
     shape = (tensor.shape[0], tensor.shape[1]) if len(tensor.shape) == 2 else ()
     adapter_shape = (a.shape[-1], b.shape[0])
     if adapter_shape != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
             f"{name} is {adapter_shape[1]} by {adapter_shape[0]} in the adapter, "
             f"{list(shape[::-1])} in the base",
-            hint="name the model that the adapter was trained on: `--base MODEL`",
+            hint=_OTHER_BASE,
         )
     return a, b
 
@@ -152,5 +157,6 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     alphas = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
     alpha = float(next(alphas, config.get("lora_alpha", 8)))
     if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
-        raise ConversionError(f"the adapter has an alpha of {alpha:g} for {module}: it is damaged")
+        problem = f"the adapter has an alpha of {alpha:g} for {module}: it is damaged"
+        raise ConversionError(problem, hint=_SAVE_AGAIN)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

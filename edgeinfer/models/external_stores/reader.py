@@ -138,7 +138,7 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def folders(folder: Path) -> list[Path]:
-    """List the visible folders in a folder. Raises as `entries`."""
+    """List the visible folders in a folder. Raises what `entries` raises."""
     return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
 
 

@@ -93,10 +93,12 @@ def _try_once(client: httpx2.Client, remote: Remote, partial_file: Path, job: Jo
             problem = http_client.describe_transport_error(error)
             raise DownloadError(f"{remote.origin}: {problem}", hint=hint) from error
         if isinstance(error, httpx2.ConnectError) and http_client.is_loopback(error.request.url.host):
-            raise DownloadError(f"{remote.origin}: the server refuses connections ({error})") from error
+            problem = f"{remote.origin}: the server refuses connections ({error})"
+            raise DownloadError(problem, hint="start that server, or correct the address") from error
         raise RetryableError(http_client.describe_transport_error(error)) from error
     except httpx2.TooManyRedirects as error:
-        raise DownloadError(f"{remote.origin}: too many redirects") from error
+        problem = f"{remote.origin}: too many redirects"
+        raise DownloadError(problem, hint=http_client.OTHER_SOURCE) from error
 
 
 def _state_path(partial_file: Path) -> Path:

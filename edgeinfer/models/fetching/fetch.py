@@ -39,7 +39,7 @@ def fetch(
     if len(parts) > 1 and len(wheels) != len(parts):
         raise UsageError("only wheel: sources can be concatenated")
     if in_place and not isinstance(first, sources.LocalFile):
-        raise UsageError("only a local file can be used in place")
+        raise UsageError("only a local file can be used in place", hint="leave out --in-place")
     if not isinstance(first, sources.LocalFile):
         refuse_offline(str(first))
     job.begin("resolving", str(first))

@@ -18,6 +18,8 @@ from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundE
 
 #: Largest manifest, token or error response (bytes), as in registries.
 SMALL_BYTES = 4 << 20
+#: Hint for servers that a retry cannot help with.
+OTHER_SOURCE = "check the address, or use another source"
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -44,7 +46,7 @@ def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
-    raise DownloadError(f"{origin}: the server redirects to {destination}")
+    raise DownloadError(f"{origin}: the server redirects to {destination}", hint=OTHER_SOURCE)
 
 
 def is_loopback(host: str) -> bool:
@@ -68,7 +70,7 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
         content += chunk
         if len(content) > SMALL_BYTES:
             problem = f"{response.url.host} answers with more than {SMALL_BYTES >> 20} MiB"
-            raise DownloadError(f"{origin}: {problem}; a few KiB are usual")
+            raise DownloadError(f"{origin}: {problem}; a few KiB are usual", hint=OTHER_SOURCE)
     return bytes(content)
 
 
@@ -88,7 +90,8 @@ def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     Raises DownloadError, RetryableError.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-        raise DownloadError(f"{response.url.host} sends the file in an encoding that was not requested")
+        problem = f"{response.url.host} sends the file in an encoding that was not requested"
+        raise DownloadError(problem, hint=OTHER_SOURCE)
     length = response.headers.get("Content-Length", "")
     if response.status_code == 200:
         return 0, int(length) if length.isdecimal() else None
@@ -128,7 +131,8 @@ def status_error(origin: str, who: str, status: int, login: str | None = None) -
     if status in (404, 410):
         problem = f"the {who} has no such file or revision ({status})"
         return SourceNotFoundError(f"{origin}: {problem}", hint="check the address")
-    return DownloadError(f"{origin}: the {who} answers {status}")
+    hint = "check the address; if it is correct, run the same command again later"
+    return DownloadError(f"{origin}: the {who} answers {status}", hint=hint)
 
 
 def hang_up(response: httpx2.Response) -> None:

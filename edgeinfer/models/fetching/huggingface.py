@@ -76,7 +76,8 @@ def _whole_split(path: str, paths: list[str], repo: str) -> list[str]:
     missing = [name for name in parts if name not in paths]
     if missing:
         n_here = len(parts) - len(missing)
-        raise SourceNotFoundError(f"{repo} has only {n_here} of the {len(parts)} parts of {path}")
+        problem = f"{repo} has only {n_here} of the {len(parts)} parts of {path}"
+        raise SourceNotFoundError(problem, hint="name another file, or another repository")
     return parts
 
 

@@ -82,7 +82,8 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
             return remotes
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise DownloadError(f"{source}: the registry's manifest is invalid: {error!r}") from error
+        problem = f"{source}: the registry's manifest is invalid: {error!r}"
+        raise DownloadError(problem, hint=http_client.OTHER_SOURCE) from error
 
 
 def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -240,7 +241,8 @@ class Registry:
         if kind.lower() != "bearer" or not realm.host:
             return ""
         if realm.scheme != "https" and not self._is_ours(realm):
-            raise DownloadError(f"{self._source}: the registry's token endpoint is not HTTPS: {realm}")
+            problem = f"{self._source}: the registry's token endpoint is not HTTPS: {realm}"
+            raise DownloadError(problem, hint=http_client.OTHER_SOURCE)
         query = {key: parameters[key] for key in ("service", "scope") if key in parameters}
         trusted = login and _same_owner(realm.host, self._url.host)
         headers = {"Authorization": f"Basic {login}"} if trusted else {}

@@ -139,4 +139,4 @@ def _error(source: WheelFile, output: str) -> Exception:
         return AuthenticationError(f"{source}: the index refuses access: {last}", hint=hint)
     if re.search(r"No matching distribution|404|HTTP error 410", output):
         return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=hint)
-    return DownloadError(f"{source}: pip failed: {last}")
+    return DownloadError(f"{source}: pip failed: {last}", hint=hint)

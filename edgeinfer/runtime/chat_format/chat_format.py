@@ -237,9 +237,8 @@ class ChatFormat:
     def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
         choice, tools = request.tool_choice, request.tools
         if choice.mode in ("required", "named") and not tools:
-            raise InvalidRequestError(
-                f"tool_choice is {choice.mode}, but the request has no tools", param="tool_choice"
-            )
+            problem = f"tool_choice is {choice.mode}, but the request has no tools"
+            raise InvalidRequestError(problem, param="tool_choice")
         if choice.mode == "none":
             return ()
         names = [tool.name for tool in tools]
@@ -478,9 +477,8 @@ class PicturePlaces:
             yield pictures[seen[-1]]
             text_start = mark.end()
         if sorted(seen) != list(range(len(pictures))):
-            raise InvalidRequestError(
-                f"the chat template renders {len(seen)} of {len(pictures)} pictures", param="messages"
-            )
+            problem = f"the chat template renders {len(seen)} of {len(pictures)} pictures"
+            raise InvalidRequestError(problem, param="messages")
         yield prompt[text_start:]
 
     def display_text(self, prompt: str) -> str:

@@ -97,9 +97,8 @@ class ChatTemplate:
             with limit_fuel(Fuel()):
                 compiled = TemplateEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelLoadError(
-                f"the model's chat template does not parse: line {error.lineno}: {error.message}"
-            ) from error
+            problem = f"the model's chat template does not parse: line {error.lineno}: {error.message}"
+            raise ModelLoadError(problem) from error
         except (*_TEMPLATE_FAILURES, SyntaxError) as error:
             raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
         bare = cls(source, bos, eos, traits or TemplateTraits(), compiled)
@@ -154,9 +153,8 @@ class ChatTemplate:
             except _TEMPLATE_FAILURES as error:
                 first_error = first_error or error
         assert first_error is not None
-        raise InvalidRequestError(
-            f"the model's chat template refuses these messages: {_words(first_error)}", param="messages"
-        ) from first_error
+        problem = f"the model's chat template refuses these messages: {_words(first_error)}"
+        raise InvalidRequestError(problem, param="messages") from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""

@@ -1,4 +1,4 @@
-"""Tool-call formats of the model families, as data for the parser and the grammar; their markers.
+"""The tool-call formats of model families with their markers, data for the parser and the grammar.
 
 A section begins with one of `begin` and ends with `end`. It holds calls: JSON objects with a name and
 arguments, single or in a list; or, with `named`, a bare name and the object of arguments. `skip` is
@@ -125,7 +125,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: Text in the template's source → family, searched in this order.
+#: Texts of a chat template, and the family of a template with all of them; the first row counts.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),

@@ -110,7 +110,7 @@ def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
     return before.replace("$name", written), after
 
 
-#: A value may itself show calls: each `<parameter=` in it takes one of the later closing tags.
+#: A parameter's text may quote a call: each `<parameter=` in it is paired with one `</parameter>`.
 _XML_VALUE = (
     "xvalue: xend | xopen xvalue xvalue",
     'xend[lazy]: /(?s:.*)/ "\\n</parameter>\\n"',

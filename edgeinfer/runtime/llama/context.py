@@ -19,10 +19,10 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class LlamaContext:
-    """A llama_context, and the sequences of its KV cache. For one thread.
+    """Calls a llama_context, and edits the sequences of its KV cache. For one thread.
 
-    `pointer` is llama.cpp's; `cells` is the memory of its KV cache; `adapters` maps file stamps
-    to the model's LoRA adapters.
+    `pointer` points to the llama_context, `cells` is the memory of its KV cache; `adapters` maps the
+    stamps of files to LoRA adapters of the model.
     """
 
     __slots__ = ("adapters", "cells", "memory", "pointer")

@@ -219,9 +219,8 @@ def _load_backends() -> ctypes.CDLL:
             ggml.ggml_backend_load_all_from_path(str(folder).encode())
     if not ggml.ggml_backend_reg_count():
         places = ", ".join(str(p) for p in variant_dirs())
-        raise EngineError(
-            f"llama.cpp has no CPU backend: no libggml-cpu*.so in {places} runs on this machine"
-        )
+        problem = f"llama.cpp has no CPU backend: no libggml-cpu*.so in {places} runs on this machine"
+        raise EngineError(problem)
     return ggml
 
 

@@ -196,7 +196,8 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     pointer = libllama.call(L.llama_adapter_lora_init, model, os.fsencode(adapter.path))
     if not pointer:
         reason = libllama.recent_reason()
-        raise ModelLoadError(f'LoRA adapter "{adapter.name}" does not fit this model: {reason}')
+        problem = f'LoRA adapter "{adapter.name}" does not fit this model: {reason}'
+        raise ModelLoadError(problem, hint="use an adapter that was trained on this model")
     alpha = _alpha(pointer)
     if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
         L.llama_adapter_lora_free(pointer)
@@ -206,7 +207,8 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
         )
     if not (sha256 := _digest(adapter, stamp)):
         L.llama_adapter_lora_free(pointer)
-        raise ModelLoadError(f'LoRA adapter "{adapter.name}": {adapter.path} was changed')
+        problem = f'LoRA adapter "{adapter.name}": {adapter.path} was changed while it was loaded'
+        raise ModelLoadError(problem, hint="try again")
     return LoadedAdapter(pointer, sha256)
 
 

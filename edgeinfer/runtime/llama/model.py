@@ -374,7 +374,8 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
     reason = libllama.recent_reason()
     if re.search(r"alloc|memory", reason):
         raise OutOfMemoryError(f"not enough memory for a context of {params.n_ctx} tokens: {reason}")
-    raise ModelLoadError(f"llama.cpp could not make a context: {reason}")
+    problem = f"llama.cpp could not make a context: {reason}"
+    raise ModelLoadError(problem, hint="leave out load options, such as `--ctx` and `--kv-type`")
 
 
 def _cells(

@@ -117,9 +117,8 @@ def _open_library() -> ctypes.CDLL:
             getattr(library, name).restype = result
             getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
-        raise ModelLoadError(
-            f"the library for pictures, which `make full` builds, cannot be opened: {error}"
-        ) from error
+        problem = f"the library for pictures cannot be opened: {error}"
+        raise ModelLoadError(problem, hint="build it: `make full`") from error
     library.mtmd_log_set(libllama.log_callback(), None)
     return library
 
@@ -160,9 +159,8 @@ class Projector:
         tried = self.chunks(_PROBE, _PROBE)
         # a token of -1 would end the process in the step that computes it
         if any(token < 0 for chunk in tried for token in chunk.tokens):
-            raise ModelLoadError(
-                f"{path} belongs to another model: its tokens are not in the vocabulary"
-            )
+            problem = f"{path} belongs to another model: its tokens are not in the vocabulary"
+            raise ModelLoadError(problem, hint="use the projector that was made for this model")
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
         """Return the chunks of a prompt for a picture of this size. Raises InvalidRequestError."""
@@ -208,9 +206,8 @@ class Projector:
             parts = (ctypes.POINTER(_Part) * 1)(ctypes.pointer(picture_part))
             code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if code:
-                raise InvalidRequestError(
-                    f"the model does not accept pictures of {width}x{height} pixels", param="messages"
-                )
+                problem = f"the model does not accept pictures of {width}x{height} pixels"
+                raise InvalidRequestError(problem, param="messages")
             n_chunks = library.mtmd_input_chunks_size(chunks)
             yield [library.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
         finally:

@@ -54,8 +54,8 @@ class SequenceStates:
     ) -> State | None:
         """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        The layout suits a restore at cells `shift` higher than the tokens' numbers; `position` maps a
-        number of tokens to the position after them.
+        The pieces are laid out for a restore into cells `shift` after the tokens' indices.
+        `position(n)` is the position that follows the first n tokens.
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)

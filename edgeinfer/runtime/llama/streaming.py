@@ -31,7 +31,7 @@ _STEP_BYTES = 16 << 20
 
 
 class Streaming:
-    """The streaming of one model's weights, until `stop`. Used between steps, on the decode thread."""
+    """Streams one model's weights from disk until `stop`. Used between steps, on the decode thread."""
 
     def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...], plan: StreamingPlan) -> None:
         self._kernels, self._paths = kernels, paths

@@ -63,7 +63,7 @@ class Traffic:
 
 
 class BlockStore:
-    """All blocks of one user, below `root`. `warn` is called once with a reason not to write.
+    """Opens the block folders of one user, below `root`. `warn` gets, once, the reason not to write.
 
     Raises SnapshotUnsafeError if the folder belongs to another user or is open to others, OSError.
     """
@@ -154,7 +154,7 @@ def model_folder(model: str) -> str:
 
 
 class BlockFolder:
-    """The blocks of one identity. Its threads read and write; any thread may call it."""
+    """Reads and writes, in threads, the blocks of one model with one set of settings. Any thread."""
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
@@ -307,7 +307,7 @@ class BlockFolder:
         self.path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all blocks of this identity, pending ones too."""
+        """Delete all blocks of this folder, also those not yet written."""
         self.writer_thread.flush(_CLEAR_TIMEOUT_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)

@@ -50,7 +50,7 @@ def model_key(sha256: str, files: Sequence[str]) -> str:
 
 
 class BlockNames:
-    """Names of one model's blocks of `block_tokens`; `identity` digests what decides their bits."""
+    """Names one model's blocks. `identity` is a digest of all settings that change a block's bytes."""
 
     def __init__(self, secret: bytes, identity: bytes, block_tokens: int) -> None:
         self._secret = secret

@@ -50,7 +50,7 @@ def block_tokens(window: int) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCache:
-    """Loads blocks into `context`. `check` is the round-trip check of this model, not yet started."""
+    """Loads blocks into `context`. `check`, not yet started, tests that this changes no bit."""
 
     folder: BlockFolder
     states: SequenceStates

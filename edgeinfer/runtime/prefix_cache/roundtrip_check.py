@@ -105,7 +105,7 @@ class RoundtripCheck:
 
 
 class _Probe:
-    """One sequence in the check's context."""
+    """Computes one sequence in the check's small context."""
 
     def __init__(self, context: LlamaContext, n_vocab: int, *, supports_truncation: bool) -> None:
         self._supports_truncation = supports_truncation
@@ -141,7 +141,7 @@ class _Probe:
 
 
 class RoundtripVerdict:
-    """The result of a model's check: "" while it runs, "exact", or the failure."""
+    """Runs a model's check once and stores its `outcome`: "" before, "exact", or the failure."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check

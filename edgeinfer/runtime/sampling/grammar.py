@@ -179,9 +179,8 @@ class Constraints:
         try:
             source = msgspec.json.encode(constraint)
         except (TypeError, ValueError, RecursionError) as error:
-            raise UnsupportedConstraintError(
-                f"the constraint is not JSON: {error}", param="constraint"
-            ) from error
+            problem = f"the constraint is not JSON: {error}"
+            raise UnsupportedConstraintError(problem, param="constraint") from error
         key = (salt, source)
         with self._lock:
             cached = self._cache.get(key) if vocab is self._vocab else None
@@ -189,9 +188,8 @@ class Constraints:
                 self._cache.move_to_end(key)
                 return cached
         if len(source) > MAX_SOURCE:
-            raise UnsupportedConstraintError(
-                f"the constraint is longer than {MAX_SOURCE} bytes", param="constraint"
-            )
+            problem = f"the constraint is longer than {MAX_SOURCE} bytes"
+            raise UnsupportedConstraintError(problem, param="constraint")
         tokenizer = self.prepare(vocab)
         matcher = self._build(constraint, tokenizer)
         numbers = NumberLimit(self._digits) if isinstance(constraint, JsonSchema) else None
@@ -246,9 +244,8 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
             pointer, message = "#", whole_message  # the parts of a circle fail only together
-        raise UnsupportedConstraintError(
-            f"the schema cannot be enforced at {pointer}: {message}", param=pointer
-        )
+        problem = f"the schema cannot be enforced at {pointer}: {message}"
+        raise UnsupportedConstraintError(problem, param=pointer)
     return normalised
 
 
@@ -288,9 +285,8 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         return str(grammar["grammars"][0]["lark_grammar"]), "pattern"
     if isinstance(constraint, Choice):
         if not constraint.options or not all(constraint.options):
-            raise UnsupportedConstraintError(
-                "a choice needs options, and none may be empty", param="options"
-            )
+            problem = "a choice needs options, and none may be empty"
+            raise UnsupportedConstraintError(problem, param="options")
         # one terminal: as alternatives of a rule, each option would be an item in the parser
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"

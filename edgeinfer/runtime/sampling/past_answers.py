@@ -74,7 +74,7 @@ def common_suffix(a: Tokens, b: Tokens) -> int:
 
 
 class AnswerFile:
-    """The answers of one salt; the last reference closes the file. Raises OSError."""
+    """Reads and appends the answers of one salt; the last reference closes the file. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -201,7 +201,7 @@ class AnswerFile:
 
 
 class PastAnswers:
-    """The answers of one model below `folder`; `secret` is the key of file names. Any thread."""
+    """Opens the answers of one model below `folder`; `secret` is the key of file names. Any thread."""
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder / FOLDER, secret

@@ -44,7 +44,7 @@ _MARGIN = 1.3
 
 
 class StepCurve:
-    """The cost of a decode-only step by its rows and sequences. All sequences share it.
+    """Learns the cost of a decode-only step by its rows and sequences. All sequences share it.
 
     The curve is relative to one row, because the depth of the cache and other programs change all of
     it. Logits take `logits_share` of a row's time, 0 to 1; rows of forced tokens have none. Before the
@@ -361,7 +361,7 @@ def single_tokens(tokens: Sequence[int]) -> list[list[int]]:
 
 
 class Drafting:
-    """One sequence's speculation. `is_forced`: drafts from the text at any cost, as requested."""
+    """Drafts tokens for one sequence. `is_forced`: drafts from the text at any cost, as requested."""
 
     def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
         self._drafter, self._limit = drafter, limit

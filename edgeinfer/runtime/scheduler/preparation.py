@@ -233,10 +233,9 @@ def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
     """
     fim = vocab.fim
     if fim is None:
-        raise InvalidRequestError(
-            "this model does not support fill-in-the-middle: its vocabulary has no tokens for it",
-            param="infill",
-        )
+        problem = "this model does not support fill-in-the-middle: its vocabulary has no tokens for it"
+        hint = "choose a model for code: `edgeinfer list`"
+        raise InvalidRequestError(problem, param="infill", hint=hint)
     start = [vocab.bos] if vocab.adds_bos and vocab.bos >= 0 else []
     n_left = max(0, max_tokens - len(start) - 3)
     prefix, suffix = vocab.tokenize(infill.prefix), vocab.tokenize(infill.suffix)

@@ -105,7 +105,8 @@ def read_keys(path: Path) -> list[str]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ServeError(f"{path}: {error.strerror}") from error
+        hint = "make the file of API keys readable for you, and only for you"
+        raise ServeError(f"{path}: {error.strerror}", hint=hint) from error
     with os.fdopen(descriptor, encoding="utf-8") as file:
         info = os.fstat(file.fileno())
         if not _is_private(info):
@@ -130,5 +131,5 @@ def _is_private(info: os.stat_result) -> bool:
 def _check(key: str, where: str) -> str:
     if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
         rule = f"{_MIN_LENGTH} or more printable ASCII characters without spaces"
-        raise ServeError(f"the key in {where} must be {rule}")
+        raise ServeError(f"the key in {where} must be {rule}", hint="make one: `openssl rand -hex 32`")
     return key

@@ -79,7 +79,9 @@ async def rerank(context: RequestContext, body: wire.RerankRequest) -> wire.Rera
 
     def work(engine: Engine) -> wire.RerankReply:
         if not engine.info.can_rerank:
-            raise InvalidRequestError(f"{engine.info.model} is not a reranker", param="model")
+            problem = f"{engine.info.model} is not a reranker"
+            hint = "choose a reranker: `edgeinfer list`"
+            raise InvalidRequestError(problem, param="model", hint=hint)
         return _rank(engine, body, texts)
 
     return await with_engine(context, body, work)

@@ -60,7 +60,9 @@ async def embeddings(context: RequestContext, body: wire.EmbeddingRequest) -> wi
     def work(engine: Engine) -> wire.EmbeddingReply:
         info = engine.info
         if not info.can_embed:
-            raise InvalidRequestError(f"{info.model} is not an embedding model", param="model")
+            problem = f"{info.model} is not an embedding model"
+            hint = "choose an embedding model: `edgeinfer list`"
+            raise InvalidRequestError(problem, param="model", hint=hint)
         if body.dimensions not in (None, info.n_embd):
             message = f"this model's embeddings have {info.n_embd} dimensions"
             raise InvalidRequestError(message, param="dimensions")

@@ -402,7 +402,7 @@ class ChatChoice(Reply, frozen=True, kw_only=True):
 
 
 class CompletionFields(Reply, frozen=True, kw_only=True):
-    """Fields that the answers of both routes share."""
+    """Fields that the answers of /v1/chat/completions and /v1/completions share."""
 
     id: str
     created: int

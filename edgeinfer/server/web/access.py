@@ -76,7 +76,7 @@ def user_of(connection: Connection | None) -> str:
 
 
 class Access:
-    """Codes and cookies of one endpoint at `port`. The first API key may also sign in."""
+    """Checks the sign-in codes and cookies of the endpoint at `port`, and its first API key."""
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
@@ -141,7 +141,7 @@ class Access:
 
 
 class Web:
-    """The page of one endpoint. Its modules are imported at the first request for it."""
+    """Creates the parts of one endpoint's page; their modules are imported at the first request."""
 
     def __init__(self, access: Access, endpoint: Endpoint, admin: ModelAdministrator) -> None:
         self.access = access

@@ -62,7 +62,7 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """A running answer with its tool calls, as pages show it; also their `CallFront`. Any thread."""
+    """Shows one running answer in all pages, and asks them about its tool calls. Any thread."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new one is stored.
@@ -127,7 +127,7 @@ _NOTHING_RUNS = RunningAnswer(is_running=False)
 
 
 class Conversations:
-    """The conversations of one endpoint's user. Belongs to one event loop."""
+    """Serves the stored conversations of the endpoint's user to pages. Belongs to one event loop."""
 
     def __init__(
         self, endpoint: Endpoint, open_store: Callable[[], ConversationStore] = ConversationStore.open
@@ -348,7 +348,7 @@ class Conversations:
 
 
 class Follower:
-    """What one page has been sent so far."""
+    """Follows one conversation for one open page: remembers what was sent, and finds changes."""
 
     def __init__(self, conversations: Conversations, conversation_id: int, latest: int) -> None:
         self._conversations = conversations

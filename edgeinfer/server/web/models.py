@@ -20,7 +20,7 @@ from edgeinfer.units import format_bytes
 
 
 class Pulls:
-    """The pulls of one endpoint. Belongs to one event loop."""
+    """Runs the pulls that pages request, and lists them in `now`. Belongs to one event loop."""
 
     def __init__(self, admin: ModelAdministrator, endpoint: Endpoint) -> None:
         self._admin = admin
@@ -48,7 +48,7 @@ class Pulls:
         """Stop a pull, or remove a failed one from the list; fetched data is kept."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
-        else:  # its thread holds the model's lock until it ends
+        else:  # until it ends, the pull's thread holds the model's lock
             stop.set()
             self.now[name] = wire.Pull(name=name, text="stopping")
 

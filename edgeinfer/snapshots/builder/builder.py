@@ -321,7 +321,8 @@ def main() -> None:
         details = Builder(order, folder, msgspec.json.decode(content, type=BuildRequest)).build()
     except (EdgeInferError, OSError) as error:
         known = error if isinstance(error, EdgeInferError) else None
-        problem = known or _disk_full(folder) or DumpError(f"{error}")
+        message = f"the snapshot could not be written: {error}"
+        problem = known or _disk_full(folder) or DumpError(message)
         shutil.rmtree(folder, ignore_errors=True)
         messages.send(order, messages.Failed(error=to_fields(problem)))
         return

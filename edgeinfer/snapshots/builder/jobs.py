@@ -191,7 +191,8 @@ def _listen(
     if builder.wait() == -signal.SIGKILL:
         raise registry.killed_error("the process that builds the snapshot")
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-    raise SnapshotError(f"the process that builds the snapshot died{': ' + last[0] if last else ''}")
+    problem = f"the process that builds the snapshot died{': ' + last[0] if last else ''}"
+    raise SnapshotError(problem, hint="run `edgeinfer doctor`, then `edgeinfer warm MODEL` again")
 
 
 def take(

@@ -104,8 +104,9 @@ def test_repository_with_an_adapter_is_pulled(server, tmp_path, monkeypatch) -> 
 def test_unsupported_adapter_is_refused_by_name(config, message, tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
     folder = make_peft(tmp_path / "red", "qwen3", ATTENTION, **config)
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message) as refused:
         pull_adapter(str(folder), "base")
+    assert refused.value.hint or "ValueError" in message, "the class's hint is about models"
     assert adapters.list_adapters() == []
 
 
@@ -122,8 +123,9 @@ def test_a_damaged_adapter_is_left_out_of_the_list(tmp_path, caplog) -> None:
 
 def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
-    with pytest.raises(ConversionError, match="attn_q"):
+    with pytest.raises(ConversionError, match="attn_q") as refused:
         pull_adapter(str(make_peft(tmp_path / "red", "llama3", ("q_proj",))), "base")
+    assert "--base MODEL" in (refused.value.hint or "")
 
 
 def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import DecodeError, EdgeInferError
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
@@ -44,5 +44,5 @@ def decode(context: LlamaContext, batch: Batch, tokens: list[int], position: int
     """Decode `tokens`, each with logits, beginning at `position`. Raises DecodeError."""
     batch.clear()
     batch.add(tokens, position, 0, outputs=len(tokens))
-    if batch.decode(context):
-        raise DecodeError("llama_decode failed on the text")
+    if code := batch.decode(context):
+        raise libllama.decode_error(code, f"tokens {position} to {position + len(tokens) - 1}")
