@@ -99,7 +99,7 @@ def test_a_full_disk_while_dumping_or_baking_leaves_nothing(user, size):
     try:
         outcome = user.run("warm", MODEL, "--quiet", program=WITHOUT_ASKING_FOR_ROOM)
         assert outcome.code != 0
-        assert "no room" in outcome.err or "No space" in outcome.err
+        assert "is full" in outcome.err or "No space" in outcome.err
         assert folders(user) == set()
     finally:
         subprocess.run(["umount", folder], check=True)
