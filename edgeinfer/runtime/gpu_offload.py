@@ -24,7 +24,7 @@ from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.llama import backend_loading, backends, libllama
-from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest
+from edgeinfer.runtime.llama.backends import Device, LoadedBackend, MissingBackend, OffloadRequest
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
@@ -289,7 +289,10 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
             reasons.append(f"{file.name} failed before in this process: {_failed[file.name]}")
             continue
         libllama.guard_calls()
-        answer = backend_loading.load(file.name)
+        # a library that was added may crash or hang as it is loaded: it does in another process first
+        answer = backends.ask(file.name) if file.added else None
+        if not isinstance(answer, MissingBackend):
+            answer = backend_loading.load(file.name)
         if isinstance(answer, LoadedBackend):
             if chosen := request.choose(answer.devices):
                 yield chosen

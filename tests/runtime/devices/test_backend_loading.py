@@ -145,3 +145,33 @@ def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
         backends.added_dir(), "cuda", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }"
     )
     assert ask("cuda").reason == "the process that loaded it died of SIGSEGV"
+
+
+#: Prints why a launch uses no device.
+FIND_DEVICES = """
+from edgeinfer.runtime import gpu_offload
+from edgeinfer.runtime.llama import backends, libllama
+libllama.lib()
+backends.shipped_dir = lambda: backends.Path("/nowhere")
+backends._PATIENCE_S = 5.0
+try:
+    print(*gpu_offload.find_devices(backends.OffloadRequest(layers="all")))
+except gpu_offload.OffloadRefused as error:
+    print(error)
+"""
+
+
+@pytest.mark.needs("vulkan")
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("*(volatile int *)0 = 1;", "cuda: the process that loaded it died of SIGSEGV"),
+        ("for (;;) pause();", "cuda: its driver did not answer within 5 s"),
+    ],
+)
+def test_an_added_library_that_crashes_or_hangs_leaves_the_launch_on_the_cpu(
+    code: str, outcome: str
+) -> None:
+    start = f"#include <unistd.h>\n__attribute__((constructor)) void start(void) {{ {code} }}"
+    library(backends.added_dir(), "cuda", "libc.so.6", start)
+    assert outcome in run_python(FIND_DEVICES, timeout=120)
