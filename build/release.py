@@ -36,7 +36,6 @@ import launcher_zip  # noqa: E402
 import manual  # noqa: E402
 import notices  # noqa: E402
 
-from edgeinfer.cli.verbs.completion import SCRIPTS  # noqa: E402
 from edgeinfer.models.reference import resolve  # noqa: E402
 
 WORK = ROOT / "work"
@@ -183,7 +182,7 @@ def publish(tree: Path, out: Path) -> None:
     (share / "edgeinfer.1").write_text(manual.page())
     shutil.copyfile(ROOT / "docs/start/install.md", share / "INSTALL.md")
     for shell, name in (("bash", "edgeinfer.bash"), ("zsh", "_edgeinfer"), ("fish", "edgeinfer.fish")):
-        (share / "completions" / name).write_text(SCRIPTS[shell] + "\n")
+        shutil.copyfile(ROOT / f"edgeinfer/data/completion.{shell}", share / "completions" / name)
     for name in ("edgeinfer.1", "INSTALL.md"):
         shutil.copyfile(share / name, out / name)
     shutil.copytree(share / "completions", out / "completions", dirs_exist_ok=True)
