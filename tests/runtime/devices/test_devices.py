@@ -215,7 +215,7 @@ def test_context_of_a_small_device_is_shorter_and_longer_requests_end_on_the_cpu
     assert found["place"] == "2 of 3 on Vulkan0"
     assert found["n_ctx"] == [512, 256, 512]
     assert found["cells"] == 256
-    assert "the context 256" in found["refused"]
+    assert "the context of 256" in found["refused"]
     assert len(found["said"]) == 1
 
 
