@@ -20,14 +20,14 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
 )
 from edgeinfer.runtime.llama.vocab import Vocab
+from edgeinfer.runtime.sampling.log_sum import LogSum
 
 
 def token_logprobs(
     logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
     """Return every token's log-probability at temperature 1, and the `top` likeliest, best first."""
-    peak = logits.max()
-    logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+    logprobs = logits - np.float32(LogSum()(logits))
     if not top:
         return logprobs, []
     best = np.argpartition(logprobs, -top)[-top:]
