@@ -140,7 +140,7 @@ def ask(
 ) -> tuple[float, int, int, list[str]]:
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
     engine.between_steps(
-        engine._scheduler.kv.drop_idle
+        engine._core.kv.drop_idle
     )  # otherwise old cells would decide the order of the new ones
     running = [
         engine.submit(msgspec.structs.replace(r, speculative=speculative, cache_on_disk=False))
@@ -300,7 +300,7 @@ def curve_of(path: Path) -> StepCurve:
     )
     try:
         engine.warm_up()
-        return engine._scheduler.executor.step_costs
+        return engine._core.executor.step_costs
     finally:
         engine.close()
 

@@ -11,8 +11,8 @@ from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts.receipt import Receipt, Refusal, make_receipt
+from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
 from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
-from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest

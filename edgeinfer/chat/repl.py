@@ -27,8 +27,8 @@ from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.models.progress import ProgressLines
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.safe_text import without_controls
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.uses import ToolUse

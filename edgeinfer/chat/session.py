@@ -31,7 +31,7 @@ from edgeinfer.chat.history.values import (
 from edgeinfer.chat.requests import PromptContext, rounds_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
 from edgeinfer.receipts.receipt import with_record
-from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.uses import Stop, ToolUse

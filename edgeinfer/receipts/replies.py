@@ -10,7 +10,7 @@ import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
-from edgeinfer.runtime.generation import Collected, CollectedCall
+from edgeinfer.runtime.event_stream import Collected, CollectedCall
 
 #: Keys of an answer's text and reasoning in whole replies, choices, messages and content blocks.
 _TEXT_KEYS = ("content", "text", "response", "result")

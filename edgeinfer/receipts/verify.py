@@ -21,8 +21,8 @@ from edgeinfer.receipts.receipt import (
     without_server_fields,
 )
 from edgeinfer.receipts.replies import Quote
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import FinishReason, TokenRecord
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION

@@ -13,8 +13,8 @@ from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadEr
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
-from edgeinfer.runtime.generation import EventStream
-from edgeinfer.runtime.gpu_offload import FLUSH_S, GpuOffload, PrefixCacheSwitch
+from edgeinfer.runtime.event_stream import EventStream
+from edgeinfer.runtime.gpu_offload import GpuOffload
 from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.lora import LoraAdapters
@@ -30,14 +30,15 @@ from edgeinfer.runtime.requests import (
     Sampling,
     check_length,
     default_sampling,
-    preparing,
+    limit_preparation,
 )
 from edgeinfer.runtime.sampling.draft_model import DraftModel, attach
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
+from edgeinfer.runtime.scheduler.engine_core import EngineCore
+from edgeinfer.runtime.scheduler.input_processor import InputProcessor
 from edgeinfer.runtime.scheduler.observer import RequestObserver
-from edgeinfer.runtime.scheduler.preparation import Preparer
-from edgeinfer.runtime.scheduler.scheduler import Scheduler
+from edgeinfer.runtime.scheduler.prefix_cache_switch import FLUSH_S, PrefixCacheSwitch
 from edgeinfer.runtime.vision import open_vision
 
 
@@ -78,8 +79,8 @@ class LlamaEngine:
         self._lora = LoraAdapters(loaded.model, self._context, options.adapters(files))
         self._chat_format = load_chat_format(template_facts(files, options, loaded))
         self._constraints = Constraints()
-        self._scheduler = Scheduler(loaded, self._context, self._lora)
-        self._loop = DecodeLoop(self._scheduler, capacity=loaded.n_parallel + options.max_queue)
+        self._core = EngineCore(loaded, self._context, self._lora)
+        self._loop = DecodeLoop(self._core, capacity=loaded.n_parallel + options.max_queue)
         self._embedder = Embedder(loaded, options, self._loop.call)
         self._vision, vision_error = open_vision(files, loaded)
         if self._vision is not None:
@@ -88,7 +89,7 @@ class LlamaEngine:
             )
         info = make_info(files, loaded, self._lora, self._chat_format, self._embedder)
         self._info = msgspec.structs.replace(info, can_see=self._vision is not None)
-        self._preparer = Preparer(
+        self._input_processor = InputProcessor(
             files=files,
             vocab=loaded.vocab,
             chat_format=self._chat_format,
@@ -100,14 +101,14 @@ class LlamaEngine:
             vision_error=vision_error,
             draft_model=self._draft,
         )
-        self._prefix_cache_switch = PrefixCacheSwitch(files, options, self._context, self._scheduler)
+        self._prefix_cache_switch = PrefixCacheSwitch(files, options, self._context, self._core)
         self._gpu = GpuOffload(
             files,
             options,
             loaded,
             self._context,
             self._lora,
-            self._scheduler,
+            self._core,
             self._loop.call,
             self._prefix_cache_switch,
             self._vision,
@@ -144,7 +145,7 @@ class LlamaEngine:
             problem = f"{self._info.model} is an embedding model; it cannot generate"
             hint = "choose a chat model: `edgeinfer list`"
             raise InvalidRequestError(problem, param="model", hint=hint)
-        seq = self._preparer.make_sequence(request)
+        seq = self._input_processor.make_sequence(request)
         if seq.recorder is not None:
             seq.recorder.why_irreproducible = self._why_irreproducible
         seq.report_progress()
@@ -186,12 +187,12 @@ class LlamaEngine:
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
-        check_length(len(text), self._preparer.n_ctx, "messages", self._loaded.n_ctx_train)
-        return self._preparer.tokenize_chat(request, text, [])
+        check_length(len(text), self._input_processor.n_ctx, "messages", self._loaded.n_ctx_train)
+        return self._input_processor.tokenize_chat(request, text, [])
 
     def _render(self, request: GenerateRequest) -> str:
         self._check_open()
-        with preparing():
+        with limit_preparation():
             return self._chat_format.render(request)
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
@@ -220,7 +221,7 @@ class LlamaEngine:
 
     def _unload_removed_adapters(self) -> bool:
         removed = self._lora.removed_stamps()
-        if removed and not self._scheduler.drop_sequences_with(removed):
+        if removed and not self._core.drop_sequences_with(removed):
             return False
         self._lora.release()
         return True
@@ -230,7 +231,7 @@ class LlamaEngine:
             raise EngineClosedError("the engine is closed")
 
     def metrics(self) -> EngineMetrics:
-        s = self._scheduler
+        s = self._core
         running = len(s.queue.running)
         traffic = self._prefix_cache.folder.traffic if self._prefix_cache is not None else Traffic()
         return s.counters.copy_with(
@@ -256,7 +257,7 @@ class LlamaEngine:
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Let `observer` see the requests from now on; it is closed with the engine."""
-        self._scheduler.queue.observers += (observer,)
+        self._core.queue.observers += (observer,)
 
     def attach_devices(self, request: OffloadRequest) -> None:
         """Attach devices in the background while the CPU decodes; once per engine."""
@@ -264,7 +265,7 @@ class LlamaEngine:
             self._gpu.begin(request)
 
     def _enter_model(self, loaded: LlamaModel) -> None:
-        self._preparer.n_ctx = loaded.n_ctx
+        self._input_processor.n_ctx = loaded.n_ctx
 
     def wait_for_devices(self, timeout_s: float | None = None) -> bool:
         """Wait until devices are attached or have failed; return False after the timeout."""
@@ -277,7 +278,7 @@ class LlamaEngine:
         self._loop.stop()
         return self._prefix_cache.folder.writer_thread.flush(timeout_s)
 
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+    def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         if self._prefix_cache is None:
             return []
         tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
@@ -286,18 +287,18 @@ class LlamaEngine:
     def store_blocks_before_exit(self) -> None:
         """Store prefixes before the process ends, without a round-trip check."""
         if self._prefix_cache is not None and not self._loop.n_requests:
-            self._prefix_cache.writer.is_exiting = True
+            self._prefix_cache.saver.is_exiting = True
             self.flush_blocks()
 
     def warm_up(self) -> None:
         """Prepare for the first request: build tables, run the round-trip check, measure step costs."""
         if self._loaded.can_generate:
-            self._constraints.prepare(self._loaded.vocab)
+            self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
             libllama.build_info()  # caches it for the prefix cache
             # on the decode thread, because OpenMP creates threads for each thread that computes
             self._check_outcome = self._loop.call(lambda: run_check(self._options, self._loaded))
-            self._loop.call(lambda: self._scheduler.profile_steps(max(self._loaded.vocab.bos, 0)))
+            self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
@@ -306,10 +307,10 @@ class LlamaEngine:
 
         Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
-        tokens = self._preparer.system_prefix(text)
+        tokens = self._input_processor.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
             return 0
-        return self._loop.call(lambda: self._scheduler.pin(tokens, self._lora.key(None)))
+        return self._loop.call(lambda: self._core.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
         """End the decode thread and drop every sequence except the pinned one.
@@ -319,9 +320,9 @@ class LlamaEngine:
         self._loop.stop()
         if self._vision is not None:
             self._vision.park()
-            self._scheduler.executor.batch.clear()  # it may hold rows of a picture
+            self._core.executor.batch.clear()  # it may hold rows of a picture
         self._prefix_cache_switch.close()
-        self._scheduler.kv.drop_idle()
+        self._core.kv.drop_idle()
         self._embedder.close()
         self._loaded.stop_streaming()
         if self._draft is not None:
@@ -332,7 +333,7 @@ class LlamaEngine:
 
         Weights that do not fit into the free memory are streamed again.
         """
-        self._preparer.entropy = entropy
+        self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:
             draft = self._draft.shape if self._draft is not None else None
             plan = make_plan(self._loaded.shape, self._options, read_machine(), draft)
@@ -357,9 +358,9 @@ class LlamaEngine:
             return
         self._closed = True
         if self._prefix_cache is not None:
-            self._prefix_cache.writer.is_exiting = True
+            self._prefix_cache.saver.is_exiting = True
         self._loop.close()
-        for observer in self._scheduler.queue.observers:
+        for observer in self._core.queue.observers:
             observer.close()
         self._gpu.close()
         if self._vision is not None:

@@ -32,14 +32,11 @@ from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.offload_plan import DeviceMemory, Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
-from edgeinfer.runtime.scheduler.scheduler import Scheduler
+from edgeinfer.runtime.scheduler.engine_core import EngineCore
+from edgeinfer.runtime.scheduler.prefix_cache_switch import PrefixCacheSwitch
 from edgeinfer.runtime.vision import Vision
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: How long (s) a closing engine waits for pending blocks.
-FLUSH_S = 30.0
 #: Share of the free memory for the second, smaller attempt on the same devices.
 _SMALLER = 0.85
 #: Free memory (bytes) of a device, next to a projector's weights, for which it encodes pictures: 4,096
@@ -62,7 +59,7 @@ class GpuOffload:
     cpu: LlamaModel
     context: LlamaContext
     lora: LoraAdapters
-    scheduler: Scheduler
+    core: EngineCore
     call: Callable[[Callable[[], Any]], Any]
     prefix_cache_switch: PrefixCacheSwitch
     vision: Vision | None
@@ -219,16 +216,16 @@ class GpuOffload:
         if self._is_closing:
             raise EngineClosedError("the engine is closed")
         loaded, context = device_context.loaded, device_context.context
-        if not self.scheduler.evict_to_fit(loaded.n_ctx, loaded.n_cells):
+        if not self.core.evict_to_fit(loaded.n_ctx, loaded.n_cells):
             return False
         has_copy = self.context.copy_state_to(context)
         self.lora.attach(loaded.model, context.adapters)
         self.prefix_cache_switch.detach()
-        self.scheduler.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
-        for cached_seq in self.scheduler.kv.cached_sequences:
+        self.core.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
+        for cached_seq in self.core.kv.cached_sequences:
             # do not store it: another context computed it, with different rounding
             cached_seq.is_storable = False
-        self.scheduler.on_failed_step = self._fall_back
+        self.core.on_failed_step = self._fall_back
         self._device_context = device_context
         cpu = self.cpu.llama_context()
         cpu.clear()
@@ -251,7 +248,7 @@ class GpuOffload:
         self.prefix_cache_switch.detach()
         context = self.cpu.llama_context()
         context.adapters = self.lora.detach()
-        self.scheduler.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
+        self.core.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
         self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
         self._enter(self.cpu)
         return True
@@ -304,53 +301,6 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
                 _log.warning("an added library is not used: %s: %s", answer.name, answer.reason)
     if len(reasons) == len(files):
         raise OffloadRefused("; ".join(reasons) or "no GPU library was found: see `edgeinfer doctor`")
-
-
-class PrefixCacheSwitch:
-    """Opens and closes the prefix cache of the context with which `scheduler` decodes."""
-
-    def __init__(
-        self, files: ModelFiles, options: LoadOptions, context: LlamaContext, scheduler: Scheduler
-    ) -> None:
-        self._files, self._options = files, options
-        self._context = context
-        self._prefixes, self._queue = scheduler.prefixes, scheduler.queue
-        self._kv = scheduler.kv
-        self._store: BlockStore | None = None
-        self._closing_threads: list[threading.Thread] = []
-
-    @property
-    def cache(self) -> PrefixCache | None:
-        return self._prefixes.prefix_cache
-
-    def open(self, store: BlockStore, loaded: LlamaModel, checked: str) -> None:
-        """Use `store`. `checked` is the earlier result of the round-trip check. Raises OSError."""
-        self._store = store
-        self._prefixes.prefix_cache = open_prefix_cache(
-            store, self._files, self._options, loaded, self._context, self._kv, checked
-        )
-
-    def detach(self) -> None:
-        """Stop using the prefix cache until `attach`; pending writes continue. Between two steps."""
-        cache = self._prefixes.detach_prefix_cache(self._queue.running)
-        if cache is not None:
-            thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
-            thread.start()
-            self._closing_threads.append(thread)
-
-    def attach(self, loaded: LlamaModel) -> None:
-        """Use the prefix cache of `loaded`, if there is a store. Between two steps."""
-        if self._store is not None:
-            self.open(self._store, loaded, "")
-
-    def close(self) -> None:
-        """Write pending blocks, then use no store."""
-        cache, self._prefixes.prefix_cache = self.cache, None
-        self._store = None
-        if cache is not None:
-            cache.close(FLUSH_S)
-        while self._closing_threads:
-            self._closing_threads.pop().join(FLUSH_S)
 
 
 #: Tokens for warming up a software device, which takes a minute for a whole batch of a 135M model.

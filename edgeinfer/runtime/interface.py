@@ -74,7 +74,7 @@ class Engine(Protocol):
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score each document. Raises InvalidRequestError if the model has no reranking head."""
 
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+    def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         """Return the tokens that sessions of `agent` share, and those after them in the latest session.
 
         Only tokens on disk under this `salt` count; [] without any.

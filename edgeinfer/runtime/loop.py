@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError, QueueFullError
-from edgeinfer.runtime.scheduler.scheduler import Scheduler
+from edgeinfer.runtime.scheduler.engine_core import EngineCore
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
 T = TypeVar("T")
@@ -28,9 +28,9 @@ _MAX_BURST = 64
 class DecodeLoop:
     """Runs the scheduler's steps and, between them, other native work. `capacity` limits requests."""
 
-    def __init__(self, scheduler: Scheduler, *, capacity: int) -> None:
-        self._scheduler, self._capacity = scheduler, capacity
-        self._queue = scheduler.queue
+    def __init__(self, core: EngineCore, *, capacity: int) -> None:
+        self._core, self._capacity = core, capacity
+        self._queue = core.queue
         self._queue.on_end = self._count_end
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class DecodeLoop:
             self._inbox.put(seq)
             self._wake_thread()
         if not seq.is_prefill_only:
-            self._scheduler.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
+            self._core.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the loop's thread between two steps; return its result or raise its error."""
@@ -67,7 +67,7 @@ class DecodeLoop:
 
     def wake(self) -> None:
         """Wake the loop, so that it notices cancelled requests."""
-        self._scheduler.executor.abort_cancelled()
+        self._core.executor.abort_cancelled()
         with self._changed:
             self._changed.notify_all()
 
@@ -92,7 +92,7 @@ class DecodeLoop:
             self._changed.notify_all()
         if thread is not None:
             thread.join()
-        self._scheduler.executor.shutdown()
+        self._core.executor.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -141,15 +141,15 @@ class DecodeLoop:
                 self._wait_for_burst()
             self._drain_inbox()
             if not self._queue.is_empty:
-                self._run_guarded(self._scheduler.step)
+                self._run_guarded(self._core.step)
             elif self._jobs.empty():
-                self._run_guarded(self._scheduler.do_idle_work)
+                self._run_guarded(self._core.do_idle_work)
 
     def _wait_for_work(self) -> bool:
         """Wait for work; return False if the thread must end. A closed loop cancels its requests."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
-                self._changed.wait(self._scheduler.idle_work_due_in_s())
+                self._changed.wait(self._core.idle_work_due_in_s())
             if self._closed:
                 self._drain_inbox()
                 for seq in [*self._queue.running, *self._queue.waiting]:
@@ -161,7 +161,7 @@ class DecodeLoop:
 
     def _has_work(self) -> bool:
         is_idle = self._queue.is_empty and self._inbox.empty() and self._jobs.empty()
-        return not is_idle or self._scheduler.idle_work_due_in_s() == 0.0
+        return not is_idle or self._core.idle_work_due_in_s() == 0.0
 
     def _wait_for_burst(self) -> None:
         """Wait for the rest of a burst: 8 streams that start one by one lose 2 % of their rate."""
@@ -186,8 +186,6 @@ class DecodeLoop:
         try:
             work()
         except EngineError as error:
-            self._scheduler.fail_all(error)
+            self._core.fail_all(error)
         except Exception as error:  # noqa: BLE001  the main of a thread: every consumer gets the error
-            self._scheduler.fail_all(
-                DecodeError(f"the decode loop failed: {type(error).__name__}: {error}")
-            )
+            self._core.fail_all(DecodeError(f"the decode loop failed: {type(error).__name__}: {error}"))

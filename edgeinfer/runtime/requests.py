@@ -348,13 +348,13 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
 
 
 #: Limit of preparation (CPU seconds); the slowest of 150 published schemas takes less than 2.
-PREPARE_S = 10.0
+PREPARATION_S = 10.0
 
 _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=float("inf"))
 
 
 @contextmanager
-def preparing(seconds: float = PREPARE_S) -> Iterator[None]:
+def limit_preparation(seconds: float = PREPARATION_S) -> Iterator[None]:
     """Let `check_deadline` raise inside the block after `seconds` of this thread's CPU time."""
     token = _deadline.set(min(_deadline.get(), time.thread_time() + seconds))
     try:
@@ -367,7 +367,7 @@ def check_deadline() -> None:
     """Raise InvalidRequestError if the request that is being prepared has used up its time."""
     if time.thread_time() > _deadline.get():
         raise InvalidRequestError(
-            f"preparing the request takes more than {PREPARE_S:.0f} s of processor time",
+            f"preparing the request takes more than {PREPARATION_S:.0f} s of processor time",
             hint="send a smaller schema, fewer tools or a shorter prompt",
         )
 

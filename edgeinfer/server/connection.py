@@ -47,7 +47,7 @@ class Connection:
         self._is_lost = False
         #: Whether answers use chunked encoding; HTTP/1.0 ends an answer by closing the connection.
         self.is_chunked = True
-        self._short_cut: ShortCut | None = None
+        self._direct_writer: DirectWriter | None = None
 
     @property
     def is_unix(self) -> bool:
@@ -65,27 +65,27 @@ class Connection:
         peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
-    def short_cut(self, render: Callable[[Event], bytes]) -> ShortCut | None:
-        """Let the decode thread write directly to the socket; return None if it cannot."""
+    def open_direct_writer(self, render: Callable[[Event], bytes]) -> DirectWriter | None:
+        """Return a writer for the decode thread, which bypasses the event loop, or None."""
         if self._is_tls or self._is_lost or not self.is_chunked:
             return None
         if self._transport.get_write_buffer_size():
             return None
-        self._short_cut = ShortCut(self._number, self._transport, render)
-        return self._short_cut
+        self._direct_writer = DirectWriter(self._number, self._transport, render)
+        return self._direct_writer
 
     def lost(self) -> None:
-        """Close the short cut before the event loop closes the socket."""
+        """Close the direct writer before the event loop closes the socket."""
         self._is_lost = True
-        if self._short_cut is not None:
-            self._short_cut.close()
+        if self._direct_writer is not None:
+            self._direct_writer.close()
 
 
-class ShortCut:
-    """Send a stream's tokens directly on the decode thread, as a tap (`Generation.tap`).
+class DirectWriter:
+    """Write a stream's tokens to the socket from the decode thread, as a tap (`Generation.tap`).
 
-    While the short cut is open the event loop writes nothing to this connection. A token that does not
-    fit into the socket's buffer closes the short cut, and the event loop sends the rest.
+    While it is open the event loop writes nothing to this connection. A token that does not
+    fit into the socket's buffer closes it, and the event loop sends the rest.
     """
 
     def __init__(
@@ -127,6 +127,6 @@ class ShortCut:
             return True
 
     def close(self) -> None:
-        """End the short cut: from now on tokens go through the event loop. Idempotent."""
+        """Stop writing: from now on, tokens go through the event loop. Idempotent."""
         with self._lock:
             self._is_open = False

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import UnknownModelError
 from edgeinfer.receipts.receipt import Receipt, Refusal
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import CacheReport, Finished
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
 from edgeinfer.server.callers import NOBODY, Caller

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from starlette.responses import Response
 
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event, Finished, Timings, Usage
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import WireTimings
 

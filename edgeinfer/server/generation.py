@@ -23,12 +23,12 @@ from edgeinfer.agents.table import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.server.connection import Connection, ShortCut, until_disconnected
+from edgeinfer.server.connection import Connection, DirectWriter, until_disconnected
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.metrics import version_of
@@ -381,7 +381,7 @@ class _WholeResponse(_GenerationResponse):
 class _StreamResponse(_GenerationResponse):
     _last_write = 0.0
     _progress: Progress | None = None
-    _short_cut: ShortCut | None = None
+    _direct_writer: DirectWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._connection: Connection | None = scope.get("connection")
@@ -420,7 +420,7 @@ class _StreamResponse(_GenerationResponse):
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-                        self._use_short_cut(task)
+                        self._use_direct_writer(task)
             return self._add_receipts(held + renderer.closing())
         except asyncio.CancelledError:
             if self.client_left:
@@ -433,19 +433,19 @@ class _StreamResponse(_GenerationResponse):
             renderer = self.task.renderer if self.task else self._spec.renderer(context.model, info)
             return renderer.failure(problem) or context.dialect.error_events(problem, context.id)
         finally:
-            if self._short_cut is not None:
-                self._short_cut.close()
+            if self._direct_writer is not None:
+                self._direct_writer.close()
 
     def _collect_for_log(self, index: int, event: Event) -> None:
         if self.endpoint.payload_log is not None or isinstance(event, Finished):
             self.context.answers[index].add(event)
 
-    def _use_short_cut(self, task: GenerationTask) -> None:
+    def _use_direct_writer(self, task: GenerationTask) -> None:
         """After the first token, let the decode thread send tokens where possible."""
-        is_single = len(task.generations) == 1
-        if self._short_cut is None and self._last_token and is_single and self._connection is not None:
-            self._short_cut = self._connection.short_cut(self._render_on_engine_thread)
-            task.generations[0].tap(self._short_cut)
+        is_due = self._direct_writer is None and self._last_token and len(task.generations) == 1
+        if is_due and self._connection is not None:
+            self._direct_writer = self._connection.open_direct_writer(self._render_on_engine_thread)
+            task.generations[0].tap(self._direct_writer)
 
     def _render_on_engine_thread(self, event: Event) -> bytes:
         assert self.task is not None
@@ -459,8 +459,8 @@ class _StreamResponse(_GenerationResponse):
         while True:
             await asyncio.sleep(pause_s)
             if time.monotonic() - self._last_write >= pause_s * 0.9:
-                if self._short_cut is not None:
-                    self._short_cut.close()
+                if self._direct_writer is not None:
+                    self._direct_writer.close()
                 comment = self._wait_text()
                 await send({"type": "http.response.body", "body": comment, "more_body": True})
 

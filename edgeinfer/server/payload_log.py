@@ -28,7 +28,7 @@ from edgeinfer.platform import disk
 
 if TYPE_CHECKING:
     from edgeinfer.receipts.receipt import Receipt, Refusal
-    from edgeinfer.runtime.generation import Collected
+    from edgeinfer.runtime.event_stream import Collected
     from edgeinfer.server.context import RequestContext
     from edgeinfer.server.endpoint import Endpoint
 

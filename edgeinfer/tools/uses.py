@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.requests import Message, ToolCall
 from edgeinfer.safe_text import without_controls
 

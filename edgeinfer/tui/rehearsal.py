@@ -19,8 +19,8 @@ from edgeinfer.chat.history.store import memory_store
 from edgeinfer.chat.launch import Launch
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import CacheReport, Finished, TextDelta, Timings, Usage
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest

@@ -28,8 +28,8 @@ from edgeinfer.chat.launch import Engines, Launch, describe_start
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Progress
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.tools.uses import ToolUse
 from edgeinfer.tui.composer import Composer

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from edgeinfer import __version__
 from edgeinfer.errors import EngineError, StoreError
 from edgeinfer.platform import paths
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event, Finished
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.log_sum import LogSum
 from edgeinfer.runtime.scheduler.observer import SequenceObserver

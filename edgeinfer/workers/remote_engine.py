@@ -22,8 +22,8 @@ import msgspec
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError, EngineError, from_fields, to_fields
 from edgeinfer.host import LoadProgress, Start
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics
 from edgeinfer.runtime.requests import GenerateRequest
@@ -162,8 +162,8 @@ class ForwardingEngine:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         return self._forward("rerank", list[float], query, list(documents))
 
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
-        return self._forward("begun_with", list[int], agent, salt)
+    def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
+        return self._forward("agent_prefix", list[int], agent, salt)
 
 
 class RemoteEngine(ForwardingEngine):
@@ -315,7 +315,7 @@ class RemoteEngine(ForwardingEngine):
 
 #: Methods that may be called by name, with plain arguments.
 CALLS = """
-    tokenize detokenize apply_template tokenize_chat embed rerank begun_with use_adapters metrics
+    tokenize detokenize apply_template tokenize_chat embed rerank agent_prefix use_adapters metrics
     use_threads
 """.split()
 

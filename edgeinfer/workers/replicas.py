@@ -19,8 +19,8 @@ import msgspec
 
 from edgeinfer import prefix_affinity
 from edgeinfer.errors import EngineClosedError, EngineError
+from edgeinfer.runtime.event_stream import EventStream, Item
 from edgeinfer.runtime.events import Finished, Progress
-from edgeinfer.runtime.generation import EventStream, Item
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, ReplicaInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.workers.remote_engine import ForwardingEngine, RemoteEngine

@@ -36,8 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import TextDelta
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import find_devices
 from edgeinfer.runtime.llama import backend_loading, libllama
 from edgeinfer.runtime.llama.backends import OffloadRequest
@@ -46,7 +46,7 @@ from edgeinfer.runtime.llama.model import load_model, open_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.offload_plan import make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache import block_saver
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
@@ -212,7 +212,7 @@ def plan(path: str) -> None:
 
 
 def blocks(path: str) -> None:
-    writer._MIN_PREFILL_S = 0.0  # otherwise a device prefills too fast for a file
+    block_saver._MIN_PREFILL_S = 0.0  # otherwise a device prefills too fast for a file
     for name in ("none", "all", "half"):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             answers, n_disk = [], 0
@@ -315,7 +315,7 @@ def lose_context() -> None:
 
 
 def lost(when: str, path: str) -> None:
-    writer._MIN_PREFILL_S = 0.0
+    block_saver._MIN_PREFILL_S = 0.0
     temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     with temporary as folder, open_engine(path) as engine:
         expected = answer(engine, PROMPTS[0], 16)

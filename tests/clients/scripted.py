@@ -19,8 +19,8 @@ import msgspec
 from edgeinfer.errors import EngineError
 from edgeinfer.host import Host
 from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice

@@ -24,6 +24,7 @@ from edgeinfer.config.config_file import Config
 from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
 from edgeinfer.host import Host, LoadProgress
 from edgeinfer.models.reference import ModelRef
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -36,7 +37,6 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, check_request
 
@@ -216,7 +216,7 @@ class FakeEngine:
         query_terms = set(query.lower().split())
         return [len(query_terms & set(d.lower().split())) / max(1, len(query_terms)) for d in documents]
 
-    def begun_with(self, agent: str, salt: str = "") -> list[int]:
+    def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         """Nothing is kept."""
         return []
 

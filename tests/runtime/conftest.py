@@ -8,8 +8,8 @@ import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling

@@ -6,7 +6,7 @@ from made_models import FIM, make_llama
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.requests import GenerateRequest, Infill, InfillFile
-from edgeinfer.runtime.scheduler.preparation import infill_tokens
+from edgeinfer.runtime.scheduler.input_processor import infill_tokens
 
 from .conftest import load as load_model
 

@@ -23,8 +23,8 @@ from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import TextDelta
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.libedgeinfer import library
@@ -32,7 +32,7 @@ from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _beside_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache import block_saver, cache
 from edgeinfer.runtime.prefix_cache.block_file import read_header
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
 from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens, text_only
@@ -126,14 +126,14 @@ def loaded_engine(files: ModelFiles) -> Iterator[LlamaEngine]:
 @pytest.fixture
 def engine(loaded_engine: LlamaEngine) -> LlamaEngine:
     """An engine whose cells are free: a prompt in cells out of order rounds otherwise, of text too."""
-    loaded_engine.between_steps(loaded_engine._scheduler.kv.drop_idle)
+    loaded_engine.between_steps(loaded_engine._core.kv.drop_idle)
     return loaded_engine
 
 
 def spans_of(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[int], list[Span]]:
     spans: list[Span] = []
     prompt = engine._chat_format.render(request)
-    return engine._preparer.tokenize_chat(request, prompt, spans), spans
+    return engine._input_processor.tokenize_chat(request, prompt, spans), spans
 
 
 def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndarray:
@@ -227,7 +227,7 @@ def test_rows_are_encoded_once(engine: LlamaEngine, monkeypatch: pytest.MonkeyPa
 def test_parked_engine_keeps_no_picture(engine: LlamaEngine) -> None:
     first = answer(engine, chat(picture(), "What is in it?"))
     engine.park()
-    vision, batch = engine._vision, engine._scheduler.executor.batch
+    vision, batch = engine._vision, engine._core.executor.batch
     assert vision is not None
     assert not any((vision._encodings, vision._chunks_by_digest, vision._thread))
     assert batch._pictures is None
@@ -323,7 +323,7 @@ def test_picture_is_restored_from_disk(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_before: int, width: int
 ) -> None:
     """A block's 256 tokens end before it, inside it, and behind it."""
-    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
+    monkeypatch.setattr(block_saver, "_MIN_PREFILL_S", 0.0)
     monkeypatch.setattr(cache, "_LONG_BLOCK_TOKENS", 256)
     asked, other = (
         chat(WORDS * n_before, picture(width=width), WORDS, picture(flip=1), WORDS, question)
@@ -418,7 +418,7 @@ def test_aborted_step_of_a_picture_is_computed_again(
         return  # such a model's steps are not aborted
     request = chat(WORDS, picture(width=700, height=600), "What is in it?")
     fresh = answer(engine, msgspec.structs.replace(request, cache_prompt=False))
-    batch = engine._scheduler.executor.batch
+    batch = engine._core.executor.batch
     decode, n_steps = batch.decode, 0
 
     def abort(context: LlamaContext) -> int:

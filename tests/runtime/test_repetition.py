@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from edgeinfer.runtime.generation import RepetitionWatch
+from edgeinfer.runtime.event_stream import RepetitionWatch
 
 LOOPS = {
     "a word": "A haiku: " + "Avaid, " * 100,

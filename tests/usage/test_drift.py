@@ -52,7 +52,7 @@ def recording_engine(engine: LlamaEngine) -> Iterator[LlamaEngine]:
     """An engine whose answers are counted in this test's home."""
     engine.add_observer(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine
-    engine._scheduler.queue.observers = ()
+    engine._core.queue.observers = ()
     recorder.close()
 
 
@@ -62,7 +62,7 @@ def chat(text: str, **fields):
 
 def flush(engine) -> None:
     """Wait for the counts: an answer is noted before its last event."""
-    [recorder] = engine._scheduler.queue.observers
+    [recorder] = engine._core.queue.observers
     recorder._writer.submit(int).result()
 
 

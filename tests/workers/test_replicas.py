@@ -12,8 +12,8 @@ from other_processes import wait_until
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.host import Start
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.workers.remote_engine import RemoteEngine, serve_engine

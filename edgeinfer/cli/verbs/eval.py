@@ -36,7 +36,7 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import path_errors, write_whole
 from edgeinfer.platform.machine import read_gpus
 from edgeinfer.runtime.llama import backends, libedgeinfer
-from edgeinfer.runtime.requests import preparing
+from edgeinfer.runtime.requests import limit_preparation
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
@@ -120,7 +120,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         try:
             re.compile(self.regex or "")
             if self.schema is not None:
-                with preparing():
+                with limit_preparation():
                     follows({}, self.schema)
         except (re.error, InvalidRequestError) as error:
             raise ValueError(f"`{self.check}`: {error}") from error

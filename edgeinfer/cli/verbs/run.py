@@ -36,8 +36,8 @@ from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import path_errors, write_whole
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
+from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
-from edgeinfer.runtime.generation import Collected, RepetitionWatch
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit

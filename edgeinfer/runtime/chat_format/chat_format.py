@@ -47,7 +47,7 @@ from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, preparing
+from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, limit_preparation
 from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class ProcessedChat:
     """A request with messages, ready for the engine.
 
     `prompt` is tokenized by `ChatFormat.tokenize`. `constraint` replaces the request's: it is set if a
@@ -204,13 +204,13 @@ class ChatFormat:
     def warm_up(self) -> None:
         """Read the vocabulary's control tokens."""
         if self._facts.guard_content:
-            self._control.prepare()
+            self._control.load()
 
-    def prepare(self, request: GenerateRequest) -> Prepared:
+    def process(self, request: GenerateRequest) -> ProcessedChat:
         """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
         if self._for_tools is not None and tools:
-            return self._for_tools.prepare(request)
+            return self._for_tools.process(request)
         prompt = self.render(request)
         span = self._span
         constraint, certain = self._constraint(request, tools)
@@ -226,7 +226,7 @@ class ChatFormat:
                 opened=opened,
                 free=not prompt.rstrip().endswith(span.close),  # a closed span: thinking is off
             )
-        return Prepared(
+        return ProcessedChat(
             prompt=prompt,
             parser=self._parser(tools, certain=certain, opened=opened),
             constraint=constraint,
@@ -354,7 +354,7 @@ def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[T
 
 def unenforced_fields(request: GenerateRequest) -> list[str]:
     """Return the places of tool schemas that are not enforced, and of invalid earlier arguments."""
-    with preparing():
+    with limit_preparation():
         faults = [
             (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
         ]

@@ -55,7 +55,7 @@ class ControlTokens:
         prefixes = sorted({text[:_PREFIX].lower() for text in self._tokens})
         return re.compile(f"(?={'|'.join(map(re.escape, prefixes)) or '(?!)'})", re.IGNORECASE)
 
-    def prepare(self) -> None:
+    def load(self) -> None:
         """Read the vocabulary now, not at the first prompt."""
         self.guard("")
 

@@ -17,7 +17,7 @@ import msgspec
 from edgeinfer.errors import InvalidRequestError, UnsupportedConstraintError
 from edgeinfer.runtime.chat_format.parameters import json_text, parameter_kinds, property_schemas
 from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
-from edgeinfer.runtime.requests import Tool, preparing
+from edgeinfer.runtime.requests import Tool, limit_preparation
 from edgeinfer.runtime.sampling.grammar import Lark, check_schema, inline_schema, quote
 from edgeinfer.runtime.sampling.schema_overlaps import MAX_DEPTH
 
@@ -216,7 +216,7 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 def describe_loose(tool: Tool) -> str:
     """Return why and where a tool's arguments are not constrained by its schema, "" if they are."""
     try:
-        with preparing():
+        with limit_preparation():
             fault = schema_fault(tool, "")
     except InvalidRequestError as error:
         fault = "#", error.message

@@ -27,9 +27,9 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import KvBlock
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
 from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, Chain, model_key
+from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver
 from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -62,7 +62,7 @@ class PrefixCache:
         self.block_tokens = self.folder.names.block_tokens
         self.search = BlockSearch(self.folder)
         self.verdict = RoundtripVerdict(self.folder, check)
-        self.writer = BlockWriter(
+        self.saver = BlockSaver(
             folder=self.folder, states=self.states, kv=self.kv, search=self.search, verdict=self.verdict
         )
 
@@ -141,7 +141,7 @@ class PrefixCache:
         is_needed = cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched
         if is_needed or len(cached_seq.cells) < self.block_tokens:
             return False
-        return self.can_store and self.writer.would_store(cached_seq)
+        return self.can_store and self.saver.would_store(cached_seq)
 
     def record_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey

@@ -1,13 +1,14 @@
-"""The step of the decode loop, divided by roles.
+"""One step of the engine, divided by roles.
 
-scheduler ── request_queue     waiting and running requests, their admission and their end
-          ├─ prefixes          acquire and release cached prefixes, in memory and on disk
-          ├─ batch_planner     the next batch: decode tokens, draft tokens, chunks of prompts
-          ├─ prefill_policy    the size of the chunks, and the time of decode-only steps
-          ├─ executor          one llama_decode, aborted early for a short incoming request
-          └─ output_processor  sampled tokens, progress, ends
+engine_core ─┬─ request_queue     waiting and running requests: admission, preemption, end
+             ├─ prefixes          give sequences their cached prefixes, from memory and from disk
+             ├─ batch_planner     fill the next batch: decode tokens, draft tokens, chunks of prompts
+             ├─ prefill_policy    how many prompt tokens a step has, and how many steps only decode
+             ├─ executor          one llama_decode per step, aborted for a short incoming request
+             └─ output_processor  sample tokens, report progress, end requests
 
-`preparation` makes a `sequence` of each request; features that only record it are its `observer`s.
-`idle_cells` returns the memory of the KV cache while idle, `batch_invariance` limits the steps that are
-bit-identical to unbatched ones, and `divergence` finds where a prompt leaves the cached prefixes.
+`input_processor` converts a request to a `sequence`; an `observer` records a request without changing
+it. `idle_cells` returns the KV cache's memory to the OS, `prefix_cache_switch` opens the on-disk prefix
+cache, `batch_invariance` limits the steps whose results are bit-identical to unbatched ones, and
+`divergence` finds where a prompt differs from the cached prefixes.
 """

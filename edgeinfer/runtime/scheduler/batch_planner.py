@@ -34,7 +34,7 @@ class BatchPlanner:
         self._n_decode_steps = 0
         self._decode_budget = DecodeBudget(self.chunk_sizer)
 
-    def plan(self) -> list[BatchEntry]:
+    def fill_batch(self) -> list[BatchEntry]:
         """Fill the batch and return its entries; none if no sequence has tokens to compute."""
         ready = self._ready_sequences()
         for seq in [s for s in ready if len(s.tokens) >= self.n_ctx]:

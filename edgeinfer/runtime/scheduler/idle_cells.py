@@ -54,9 +54,9 @@ class IdleCells:
         if not cache.can_store:
             return False
         idle = [cached_seq for cached_seq in self._kv.cached_sequences if not cached_seq.pinned]
-        if cache.writer.has_work or sum(len(c.cells) for c in idle) < _MIN_IDLE_CELLS:
+        if cache.saver.has_work or sum(len(c.cells) for c in idle) < _MIN_IDLE_CELLS:
             return False
-        return all(not c.in_use and cache.writer.would_store(c) for c in idle)
+        return all(not c.in_use and cache.saver.would_store(c) for c in idle)
 
     def release_some(self) -> None:
         """Empty the cells, then return one piece of their memory. Only while idle."""

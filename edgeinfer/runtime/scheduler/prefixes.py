@@ -45,12 +45,12 @@ class Prefixes:
 
     @property
     def has_writes(self) -> bool:
-        return self.prefix_cache is not None and self.prefix_cache.writer.has_work
+        return self.prefix_cache is not None and self.prefix_cache.saver.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
         """Store one pending block of an ended sequence, if there is time for it."""
         if self.prefix_cache is not None:
-            self.prefix_cache.writer.step(is_idle=is_idle)
+            self.prefix_cache.saver.step(is_idle=is_idle)
 
     def estimate_saved_s(self, seq: Sequence) -> float:
         """Estimate how long (s) prefill of its cached tokens would have taken; 0 if unknown."""
@@ -206,7 +206,7 @@ class Prefixes:
             return
         cached_seq.memory_only_from = None
         if keep and self.prefix_cache is not None:
-            self.prefix_cache.writer.add(cached_seq, self._chunk_sizer.s_per_token)
+            self.prefix_cache.saver.add(cached_seq, self._chunk_sizer.s_per_token)
             self.prefix_cache.record_preamble(seq.request, seq.tokens, seq.adapters)
             if seq.n_generated >= _MIN_ANSWER_TOKENS:
                 answer = text_only(seq.tokens[-seq.n_generated - CONTEXT_TOKENS :])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import (
     Divergence,
     Event,
@@ -21,7 +22,6 @@ from edgeinfer.runtime.events import (
     TokenLogprobs,
     Usage,
 )
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab

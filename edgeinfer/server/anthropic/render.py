@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.runtime.event_stream import Collected, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -18,7 +19,6 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.server.anthropic import wire
 from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
 from edgeinfer.server.problems import Problem

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.media.pictures import from_base64, join_parts
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
 from edgeinfer.runtime.requests import (
     Constraint,

@@ -17,7 +17,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
-from edgeinfer.runtime.generation import Collected
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
@@ -246,7 +246,7 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
 
 def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
     """Prefill an agent's predicted prefix; return its length in tokens."""
-    tokens = engine.begun_with(body.agent, salt)
+    tokens = engine.agent_prefix(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
         today, is_repository = datetime.date.today(), body.is_repository

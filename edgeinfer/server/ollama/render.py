@@ -11,6 +11,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
+from edgeinfer.runtime.event_stream import Collected, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -19,7 +20,6 @@ from edgeinfer.runtime.events import (
     TokenLogprobs,
     ToolCallDelta,
 )
-from edgeinfer.runtime.generation import Collected, CollectedCall
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.dialect import Renderer, stamp

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer import __version__
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -24,7 +25,6 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.server.dialect import Renderer, sse_comment, total, wire_timings
 from edgeinfer.server.metrics import version_of

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import (
     Event,
     ReasoningDelta,
@@ -20,7 +21,6 @@ from edgeinfer.runtime.events import (
     ToolCallDelta,
     Usage,
 )
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
 from edgeinfer.server.openai.render import sentence, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat

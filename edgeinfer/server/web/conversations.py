@@ -23,8 +23,8 @@ from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import sse

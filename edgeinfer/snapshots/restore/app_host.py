@@ -112,7 +112,7 @@ class AppHost(Host):
             self._ask_for_warming(engine, text, options)
             return engine
         if self._loaded.serves(text, options, named=self._named):
-            engine = self._loaded.take(options)
+            engine = self._loaded.engine_for(options)
             self._describe(self._loaded.engine, self._loaded.description)
             self.open_prefix_cache(self._loaded.engine)
             self.record_drift(self._loaded.engine, self._loaded.description.files, options)

@@ -61,7 +61,7 @@ class LoadedModel:
         wished, requested = snapshot_options(options), snapshot_options(self.description.options)
         return not (differing if named else unmet)(wished, requested, actual(self.engine))
 
-    def take(self, options: LoadOptions) -> Engine:
+    def engine_for(self, options: LoadOptions) -> Engine:
         """Return the engine, set to the requested number of threads."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")

@@ -37,7 +37,7 @@ def big_vocab(gemma3: Path) -> Iterator[Vocab]:
 @pytest.fixture(scope="session")
 def constraints(vocab: Vocab) -> Constraints:
     compiler = Constraints()
-    compiler.prepare(vocab)
+    compiler.token_table(vocab)
     return compiler
 
 

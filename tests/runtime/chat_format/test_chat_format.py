@@ -103,12 +103,12 @@ def request_of(**fields: Any) -> GenerateRequest:
 
 
 def test_plain_chat_has_a_parser_and_no_constraint():
-    prepared = load("qwen25").prepare(request_of())
-    assert prepared.prompt.endswith("<|im_start|>assistant\n")
-    assert prepared.constraint is None
-    assert prepared.stop == ()
-    assert not prepared.parser.special_tokens
-    assert list(prepared.parser.feed("Hello")) == [TextDelta("Hello")]
+    chat = load("qwen25").process(request_of())
+    assert chat.prompt.endswith("<|im_start|>assistant\n")
+    assert chat.constraint is None
+    assert chat.stop == ()
+    assert not chat.parser.special_tokens
+    assert list(chat.parser.feed("Hello")) == [TextDelta("Hello")]
 
 
 def test_continued_user_turn_takes_no_answer():
@@ -120,10 +120,10 @@ def test_continued_user_turn_takes_no_answer():
 
 def test_base_model_continues_a_transcript():
     chat_format = load()
-    prepared = chat_format.prepare(request_of())
-    assert prepared.prompt == "<s>User: Weather in Paris?\nAssistant:"
-    assert "\nUser:" in prepared.stop
-    assert prepared.parser is None
+    chat = chat_format.process(request_of())
+    assert chat.prompt == "<s>User: Weather in Paris?\nAssistant:"
+    assert "\nUser:" in chat.stop
+    assert chat.parser is None
     assert chat_format.tool_format == ""
     assert "base model" in chat_format.reason
 
@@ -142,12 +142,12 @@ def test_choices_are_reported_with_reasons():
 def test_template_for_tools_is_used_with_tools_alone():
     chat_format = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
     assert chat_format.tool_format == "qwen-xml"
-    assert "<function=NAME>" in chat_format.prepare(request_of(tools=(WEATHER,))).prompt
+    assert "<function=NAME>" in chat_format.process(request_of(tools=(WEATHER,))).prompt
     none = request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
     for request in (request_of(), none):
-        assert chat_format.prepare(request).prompt == load("smollm2").prepare(request).prompt
+        assert chat_format.process(request).prompt == load("smollm2").process(request).prompt
     call = write_call(FAMILIES["qwen-xml"], "get_weather", '{"city": "Rome"}')
-    events = parse(chat_format.prepare(request_of(tools=(WEATHER,))).parser, call)
+    events = parse(chat_format.process(request_of(tools=(WEATHER,))).parser, call)
     assert events[0].name == "get_weather"
 
 
@@ -176,7 +176,7 @@ def test_broken_template_is_a_load_error_with_a_hint():
 )
 def test_invalid_tools_are_refused(fields, param):
     with pytest.raises(InvalidRequestError) as caught:
-        load("qwen25").prepare(request_of(**fields))
+        load("qwen25").process(request_of(**fields))
     assert caught.value.param == param
 
 
@@ -189,7 +189,7 @@ def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints,
         odd = msgspec.structs.replace(WEATHER, parameters={"type": kind})
         request = request_of(tools=(odd,), tool_choice=_choice("required"))
         assert unenforced_fields(request) == ["tools[0].parameters#/type"]
-        matcher = constraints.compile(load("qwen25", vocab).prepare(request).constraint, vocab).copy()
+        matcher = constraints.compile(load("qwen25", vocab).process(request).constraint, vocab).copy()
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
         assert all(map(matcher.accept, vocab.tokenize(call)))
 
@@ -198,10 +198,10 @@ def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints,
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
 def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mode, constraint):
     request = request_of(tools=(WEATHER, ODD), tool_choice=_choice(mode), constraint=constraint)
-    prepared = load("qwen25", vocab).prepare(request)
+    chat = load("qwen25", vocab).process(request)
     loose = ["tools[1].parameters#/properties/a/uniqueItems"]
     assert unenforced_fields(request) == ([] if mode == "named" else loose)
-    compiled = constraints.compile(prepared.constraint, vocab)
+    compiled = constraints.compile(chat.constraint, vocab)
     call = '<tool_call>\n{"name": "%s", "arguments": {"a": [1, 1], "city": 2}}\n</tool_call>'
     for name, is_allowed in (("odd", mode != "named"), ("get_weather", False)):
         matcher = compiled.copy()
@@ -216,10 +216,10 @@ def test_strict_tool_beyond_the_grammar_is_refused_where_its_call_may_be_needed(
         {"constraint": JsonSchema({"type": "boolean"})},
     ):
         with pytest.raises(UnsupportedConstraintError) as caught:
-            load("qwen25").prepare(request_of(tools=(WEATHER, strict), **fields))
+            load("qwen25").process(request_of(tools=(WEATHER, strict), **fields))
         assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
-    load("qwen25").prepare(request_of(tools=(WEATHER, strict), tool_choice=_choice("named")))
-    load("qwen25").prepare(request_of(tools=(WEATHER, strict)))
+    load("qwen25").process(request_of(tools=(WEATHER, strict), tool_choice=_choice("named")))
+    load("qwen25").process(request_of(tools=(WEATHER, strict)))
 
 
 def test_broken_arguments_of_earlier_calls_are_named():
@@ -286,19 +286,19 @@ def test_unusual_order_of_roles_renders(name, messages):
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_required_call_overrides_a_constraint_of_the_answer(mode):
     choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    without_format = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=choice))
-    with_format = load("qwen25").prepare(
+    without_format = load("qwen25").process(request_of(tools=(WEATHER,), tool_choice=choice))
+    with_format = load("qwen25").process(
         request_of(tools=(WEATHER,), tool_choice=choice, constraint=JsonSchema({"type": "object"}))
     )
     assert with_format.constraint == without_format.constraint
 
 
 def test_tool_choice_none_shows_and_parses_no_tools():
-    prepared = load("qwen25").prepare(request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
-    assert "get_weather" not in prepared.prompt
-    assert prepared.constraint is None
+    chat = load("qwen25").process(request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
+    assert "get_weather" not in chat.prompt
+    assert chat.constraint is None
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-    assert parse(prepared.parser, call) == [TextDelta(call)]
+    assert parse(chat.parser, call) == [TextDelta(call)]
 
 
 def test_template_without_tools_gets_a_description():
@@ -331,33 +331,33 @@ def test_template_without_tools_gets_a_description():
     ],
 )
 def test_parser_asks_for_control_tokens_if_they_mark_calls(name, special):
-    prepared = load(name).prepare(request_of(tools=(WEATHER,)))
-    assert prepared.parser.special_tokens is special
+    chat = load(name).process(request_of(tools=(WEATHER,)))
+    assert chat.parser.special_tokens is special
 
 
 def test_grammar_names_control_token_markers_by_number():
-    prepared = load("mistral_args").prepare(
+    chat = load("mistral_args").process(
         request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
     )
-    assert isinstance(prepared.constraint, Lark)
-    assert "<[10]>" in prepared.constraint.source
-    assert "<[11]>" in prepared.constraint.source
+    assert isinstance(chat.constraint, Lark)
+    assert "<[10]>" in chat.constraint.source
+    assert "<[11]>" in chat.constraint.source
 
 
 def test_constraint_waits_for_reasoning_of_the_template():
     plain = JsonSchema({"type": "boolean"})
-    assert load("qwen25").prepare(request_of(constraint=plain)).constraint is plain
-    off = load("qwen3").prepare(
+    assert load("qwen25").process(request_of(constraint=plain)).constraint is plain
+    off = load("qwen3").process(
         request_of(constraint=plain, template_options={"enable_thinking": False})
     )
     assert off.constraint is plain
-    assert isinstance(load("qwen3").prepare(request_of(constraint=plain)).constraint, Lark)
+    assert isinstance(load("qwen3").process(request_of(constraint=plain)).constraint, Lark)
 
 
 def test_reasoning_opened_by_the_prompt_is_parsed():
-    prepared = load("deepseek_r1").prepare(request_of())
-    assert prepared.prompt.endswith("<think>\n")
-    events = [*prepared.parser.feed("hm</think>\n\nYes"), *prepared.parser.finish()]
+    chat = load("deepseek_r1").process(request_of())
+    assert chat.prompt.endswith("<think>\n")
+    events = [*chat.parser.feed("hm</think>\n\nYes"), *chat.parser.finish()]
     assert events == [ReasoningDelta("hm"), TextDelta("Yes")]
 
 
@@ -376,9 +376,9 @@ def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
         tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False}
     )
     for seed in range(8):
-        prepared = load(name, vocab).prepare(request)
-        text = draw_text(constraints, vocab, prepared.constraint, seed)
-        events = parse(prepared.parser, text)
+        chat = load(name, vocab).process(request)
+        text = draw_text(constraints, vocab, chat.constraint, seed)
+        events = parse(chat.parser, text)
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert all(isinstance(event, ToolCallDelta) for event in events), text
         assert 1 <= len(calls) <= 8
@@ -390,10 +390,10 @@ def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
 def test_required_calls_wait_for_reasoning(constraints, vocab, name):
-    prepared = load(name, vocab).prepare(
+    chat = load(name, vocab).process(
         request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
     )
-    matcher = constraints.compile(prepared.constraint, vocab).copy()
+    matcher = constraints.compile(chat.constraint, vocab).copy()
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
     for token in vocab.tokenize(thought):
         assert matcher.accept(token)
@@ -435,9 +435,9 @@ def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
     check = jsonschema.Draft202012Validator(TYPED.parameters)
     names = set()
     for seed in range(12):
-        prepared = load("qwen_xml", vocab).prepare(request)
+        chat = load("qwen_xml", vocab).process(request)
         calls: list[list[str]] = []
-        for event in parse(prepared.parser, draw_text(constraints, vocab, prepared.constraint, seed)):
+        for event in parse(chat.parser, draw_text(constraints, vocab, chat.constraint, seed)):
             assert isinstance(event, ToolCallDelta)
             calls += [[event.name, ""]] if event.name else []
             calls[-1][1] += event.arguments
@@ -449,18 +449,18 @@ def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
 
 
 def test_xml_call_may_show_a_call(constraints, vocab):
-    prepared = load("qwen_xml", vocab).prepare(request_of(tools=(MIXED,)))
+    chat = load("qwen_xml", vocab).process(request_of(tools=(MIXED,)))
     shown = "see:\n<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n."
     call = write_call(FAMILIES["qwen-xml"], "mixed", json.dumps({"text": shown, "unit": "C"}))
-    matcher = constraints.compile(prepared.constraint, vocab).copy()
+    matcher = constraints.compile(chat.constraint, vocab).copy()
     assert all(map(matcher.accept, vocab.tokenize("I will.\n" + call)))
     assert matcher.accept(vocab.eos_tokens[0])
 
 
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
 def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
-    prepared = load(name, vocab).prepare(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(prepared.constraint, vocab).copy()
+    chat = load(name, vocab).process(request_of(tools=(WEATHER,)))
+    matcher = constraints.compile(chat.constraint, vocab).copy()
     marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
     for token in vocab.tokenize("Let me see. " + marker):
         assert matcher.accept(token)
@@ -469,8 +469,8 @@ def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
 
 
 def test_free_calls_allow_plain_text(constraints, vocab):
-    prepared = load("qwen25", vocab).prepare(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(prepared.constraint, vocab).copy()
+    chat = load("qwen25", vocab).process(request_of(tools=(WEATHER,)))
+    matcher = constraints.compile(chat.constraint, vocab).copy()
     for token in vocab.tokenize('Just words, a < b, {"json": 1} and <tool.'):
         assert matcher.accept(token)
     assert matcher.accept(vocab.eos_tokens[0])
@@ -480,8 +480,8 @@ def test_free_calls_allow_plain_text(constraints, vocab):
     "constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")]
 )
 def test_constraints_allow_reasoning_before_them(constraints, vocab, constraint):
-    prepared = load("qwen3", vocab).prepare(request_of(constraint=constraint))
-    compiled = constraints.compile(prepared.constraint, vocab)
+    chat = load("qwen3", vocab).process(request_of(constraint=constraint))
+    compiled = constraints.compile(chat.constraint, vocab)
     for thought in ("", "<think>\nhm\n</think>\n\n"):
         matcher = compiled.copy()
         assert all(matcher.accept(token) for token in vocab.tokenize(thought))
@@ -494,9 +494,9 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
     )
     seen = set()
     for seed in range(12):
-        prepared = load(name, vocab).prepare(request)
-        text = draw_text(constraints, vocab, prepared.constraint, seed)
-        events = parse(prepared.parser, text)
+        chat = load(name, vocab).process(request)
+        text = draw_text(constraints, vocab, chat.constraint, seed)
+        events = parse(chat.parser, text)
         if isinstance(events[0], TextDelta):
             assert text in ("yes", "no")
         else:
@@ -508,7 +508,7 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
 def test_answer_of_a_constraint_that_looks_like_a_call_is_no_certain_call():
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>'
     request = request_of(tools=(WEATHER,), constraint=Choice((text,)))
-    assert parse(load("hermes3").prepare(request).parser, text) == [TextDelta(text)]
+    assert parse(load("hermes3").process(request).parser, text) == [TextDelta(text)]
 
 
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
@@ -533,7 +533,7 @@ def test_call_grammar_is_shared_under_one_salt_only():
     chat_format = load("qwen25")
 
     def constraint_for(salt: str) -> Any:
-        return chat_format.prepare(request_of(tools=(WEATHER,), cache_salt=salt)).constraint
+        return chat_format.process(request_of(tools=(WEATHER,), cache_salt=salt)).constraint
 
     first = constraint_for("a")
     assert first is not None

@@ -25,7 +25,7 @@ from edgeinfer.runtime.requests import (
     Message,
     Regex,
     Sampling,
-    preparing,
+    limit_preparation,
 )
 from edgeinfer.runtime.sampling.grammar import Constraints, check_schema, follows, schema_grammar, whole
 from edgeinfer.runtime.sampling.json_schema import locate, normalise
@@ -71,7 +71,7 @@ DOUBLING = {
 
 @pytest.mark.parametrize("link", DOUBLING.values(), ids=DOUBLING.keys())
 def test_doubling_references_to_false_are_refused(constraints, vocab, link):
-    with preparing(5), pytest.raises(UnsupportedConstraintError) as caught:
+    with limit_preparation(5), pytest.raises(UnsupportedConstraintError) as caught:
         constraints.compile(JsonSchema(chain(40, link, False)), vocab)
     assert caught.value.param.startswith("#/$defs/a39/")
     assert "schema is false" in caught.value.message
@@ -79,7 +79,7 @@ def test_doubling_references_to_false_are_refused(constraints, vocab, link):
 
 @pytest.mark.parametrize("link", [lambda ref: ref, *DOUBLING.values()])
 def test_chain_of_3000_references_compiles(constraints, vocab, link):
-    with preparing(10):
+    with limit_preparation(10):
         constraints.compile(JsonSchema(chain(3000, link, {"type": "integer"})), vocab)
 
 
@@ -102,7 +102,7 @@ def test_circle_beside_other_keywords_is_named_as_such():
 
 
 def test_compilation_ends_at_its_deadline(constraints, vocab):
-    with preparing(0), pytest.raises(InvalidRequestError) as caught:
+    with limit_preparation(0), pytest.raises(InvalidRequestError) as caught:
         constraints.compile(JsonSchema({"type": "null", "title": "deadline"}), vocab)
     assert "processor time" in caught.value.message
 

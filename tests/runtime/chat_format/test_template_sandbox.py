@@ -9,7 +9,7 @@ import pytest
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.runtime.chat_format import templates
 from edgeinfer.runtime.chat_format.templates import ChatTemplate, load_untrusted
-from edgeinfer.runtime.requests import Message, preparing
+from edgeinfer.runtime.requests import Message, limit_preparation
 
 _S = "{% set s='aaaaaaaaaaaaaaaa' %}"
 _M = "{% set s='a'*1000000 %}"
@@ -149,7 +149,7 @@ def test_known_template_starts_no_child(monkeypatch, tmp_path):
 def test_rendering_ends_at_the_requests_deadline():
     late = "{% if messages[0].content == 'now' %}{% for a in range(99999) %}{% endfor %}{% endif %}"
     template = ChatTemplate.load(late)
-    with preparing(0), pytest.raises(InvalidRequestError) as caught:
+    with limit_preparation(0), pytest.raises(InvalidRequestError) as caught:
         template.render((Message(role="user", content="now"),))
     assert "processor time" in caught.value.message
 

@@ -22,14 +22,14 @@ from edgeinfer.errors import ContextLengthError, DecodeError
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.runtime import gpu_offload, memory_plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import TextDelta
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.gpu_offload import DeviceContext
 from edgeinfer.runtime.llama.backends import Device, OffloadRequest
 from edgeinfer.runtime.llama.state import make_states
 from edgeinfer.runtime.offload_plan import DeviceMemory, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache import writer
+from edgeinfer.runtime.prefix_cache import block_saver
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
@@ -143,7 +143,7 @@ def failing(how: str, layers: int | str) -> dict[str, object]:
 def store_and_restore(layers: int) -> dict[str, object]:
     """Two engines, one after the other, with some layers on the device and blocks on the disk."""
     answers = []
-    writer._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
+    block_saver._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
             with engine() as opened:
@@ -161,7 +161,7 @@ def lost_after(n: int) -> dict[str, object]:
     """A device lost after `n` submits: in load, warm-up, switch, prompt, answer, a block that is written
     or read, or at the end. Texts, where the layers were before and after them.
     """
-    writer._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
+    block_saver._MIN_PREFILL_S = 0.0  # a tiny model prefills too fast to be stored otherwise
     with tempfile.TemporaryDirectory() as folder:
         with engine() as opened:
             opened.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
@@ -190,7 +190,7 @@ def lost_in_blocks() -> dict[str, object]:
         texts = [text(ask(opened))]
         before = place(opened)
         states = make_states(opened._gpu.loaded, opened._context)
-        (cached_seq,) = opened._scheduler.kv.cached_sequences
+        (cached_seq,) = opened._core.kv.cached_sequences
         state = opened.between_steps(lambda: states.save(cached_seq.seq_id, 0, 4))
         fail("submit 0")
         for work in (
@@ -324,7 +324,7 @@ def pictures(how: str) -> dict[str, object]:
             # no step computes them: Mesa's device does not outlive steps without an output
             vision.park()  # forgets rows
             spans: list[Span] = []
-            opened._preparer.tokenize_chat(request, opened._chat_format.render(request), spans)
+            opened._input_processor.tokenize_chat(request, opened._chat_format.render(request), spans)
             return vision.encode(spans[0]).result()[0]
 
         cpu, before = encode(), vision.on_device

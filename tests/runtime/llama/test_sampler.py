@@ -62,7 +62,7 @@ def test_penalties_and_biases_are_those_of_the_whole_vocabulary(
         return int(logits.argmax())
 
     monkeypatch.setattr(Sampler, "_choose", choose)
-    with closing(Sampler(engine._preparer.vocab, sampling, seed=1, n_ctx=512)) as sampler:
+    with closing(Sampler(engine._input_processor.vocab, sampling, seed=1, n_ctx=512)) as sampler:
         sampler.accept(dice.randrange(60) for _ in range(20))
         for _ in range(80):
             logits = rng.standard_normal(engine.info.n_vocab).astype(np.float32)
@@ -79,7 +79,7 @@ def test_penalties_and_biases_are_those_of_the_whole_vocabulary(
 def test_a_vocabulary_that_is_smaller_than_the_history_s_is_sampled(engine: LlamaEngine) -> None:
     """As a draft model's may be."""
     sampling = Sampling(temperature=0, repeat_penalty=9.0, logit_bias={engine.info.n_vocab - 1: 50.0})
-    with closing(Sampler(engine._preparer.vocab, sampling, seed=1, n_ctx=512)) as sampler:
+    with closing(Sampler(engine._input_processor.vocab, sampling, seed=1, n_ctx=512)) as sampler:
         sampler.accept([7, engine.info.n_vocab - 2])
         logits = np.zeros(100, np.float32)
         logits[7], logits[9] = 3, 2

@@ -8,7 +8,7 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Usage
-from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache import block_saver, cache
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.requests import GenerateRequest
@@ -44,7 +44,7 @@ def heard(engine: LlamaEngine, request: GenerateRequest) -> tuple[list[object], 
 def store_and_drop(engine: LlamaEngine) -> None:
     """Write what the engine has in memory to the disk, and forget it."""
     assert engine.flush_blocks()
-    engine.between_steps(engine._scheduler.kv.drop_idle)
+    engine.between_steps(engine._core.kv.drop_idle)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def writes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write to the disk however fast a small model computes."""
-    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
+    monkeypatch.setattr(block_saver, "_MIN_PREFILL_S", 0.0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from .conftest import ask, heard, load, store_and_drop, text
 
 def drop_others(engine: LlamaEngine, tokens: tuple[int, ...]) -> None:
     """Free the cells of every idle sequence that does not begin like these."""
-    kv = engine._scheduler.kv
+    kv = engine._core.kv
     for cached in [c for c in kv.cached_sequences if tuple(c.tokens[:100]) != tokens[:100]]:
         kv.drop(cached)
 
@@ -49,7 +49,7 @@ def test_a_prompt_behind_and_below_its_prefix_has_the_bits_of_an_empty_cache(
         heard(engine, ask(tokens[:500], max_tokens=0))
         engine.between_steps(lambda: drop_others(engine, tokens))
         logprobs, usage = heard(engine, ask(tokens))
-        (cached,) = engine._scheduler.kv.cached_sequences
+        (cached,) = engine._core.kv.cached_sequences
         assert usage.cached_tokens >= 500
         assert cached.cells != sorted(cached.cells)
         assert logprobs == alone

@@ -138,7 +138,7 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
         engine.park()
         map_from_file(engine._loaded.cells.pages(), tmp_path / "memory.img")
     engine.open_prefix_cache(BlockStore(tmp_path / "blocks", ROOMY))
-    pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
+    pinned = tuple(engine._core.kv.cached_sequences[0].tokens)
     asked = ask(pinned + tuple(engine.tokenize(text(700))))
     expected, usage = heard(engine, asked)
     assert usage.cached_tokens == n_pinned
@@ -157,9 +157,9 @@ def test_pinned_prompt_is_written_back(engine: LlamaEngine, tmp_path: Path, resu
 def test_pinned_prompt_of_a_recurrent_model_is_written_back(smollm2: Path, tmp_path: Path) -> None:
     with closing(load(make_lfm2(tmp_path / "lfm2.gguf", smollm2), None, kv_type="q8_0")) as engine:
         pinned = tuple(engine.tokenize(text(200)))
-        engine._loop.call(lambda: engine._scheduler.pin(list(pinned)))
+        engine._loop.call(lambda: engine._core.pin(list(pinned)))
         alone, _ = heard(engine, ask(pinned + pinned[:9], cache_prompt=False))
-        engine._loop.call(engine._scheduler._idle_cells.release_some)
+        engine._loop.call(engine._core._idle_cells.release_some)
         logprobs, usage = heard(engine, ask(pinned + pinned[:9]))
         assert usage.cached_tokens == len(pinned)
         assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in alone]  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ def test_no_prefix_is_prefilled_twice(model: Path, smollm2: Path, tmp_path: Path
     engine = load(model, store, kv_type="q8_0")
     talk = Talk(engine)
     assert engine.flush_blocks()
-    blocks = engine._scheduler.prefixes.prefix_cache
+    blocks = engine._core.prefixes.prefix_cache
     assert blocks.verdict.outcome == "exact"
     oracle = {}
     for _, asked, _ in talk.prompts():

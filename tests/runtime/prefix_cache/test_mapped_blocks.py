@@ -88,7 +88,7 @@ def test_cells_behind_a_pinned_prompt_become_pages_too(store: BlockStore, smollm
         engine = load(smollm2, store)
         n_pinned = engine.prefill_system("You are a poet.")
         assert n_pinned % 32 != 0
-        pinned = tuple(engine._scheduler.kv.cached_sequences[0].tokens)
+        pinned = tuple(engine._core.kv.cached_sequences[0].tokens)
         answers.append(heard(engine, ask(pinned + tuple(engine.tokenize(text(N_TOKENS))))))
         n_mapped = count_mappings(engine)
         assert engine.flush_blocks()
@@ -113,7 +113,7 @@ def test_writes_to_mapped_cells_stay_out_of_the_files(
     alone, _ = heard(engine, ask(other, cache_prompt=False))
     assert logprobs == alone
     assert {path: digests(store)[path] for path in before} == before
-    engine.between_steps(lambda: engine._scheduler.kv.drop_idle())
+    engine.between_steps(lambda: engine._core.kv.drop_idle())
     logprobs, usage = heard(engine, ask(tokens))
     assert (logprobs, usage.cached_disk_tokens) == (answer, N_TOKENS - 1)
 
@@ -137,7 +137,7 @@ def test_returned_memory_releases_the_files(
     assert engine.flush_blocks()
 
     def empty() -> None:
-        engine._scheduler.kv.drop_idle()
+        engine._core.kv.drop_idle()
         engine._context.cells.give_back()
 
     engine.between_steps(empty)
@@ -166,7 +166,7 @@ def test_unmappable_pieces_are_copied(
     engine = load(smollm2, store)
     if without == "room in a page":
         heard(engine, ask(tuple(engine.tokenize("One, two, three.")), max_tokens=1))
-        assert engine._scheduler.kv.used_cells % 32 != 0
+        assert engine._core.kv.used_cells % 32 != 0
     logprobs, usage = heard(engine, ask(tokens))
     assert usage.cached_disk_tokens == N_TOKENS - 1
     assert [t.chosen.token_id for t in logprobs] == [t.chosen.token_id for t in answer]  # type: ignore[attr-defined]
@@ -217,8 +217,8 @@ def test_state_moves_between_mapping_and_copying_contexts(
     engine_copy = load(smollm2, None)
     tokens = tuple(engine_copy.tokenize(text(300)))
     heard(engine_copy, ask(tokens))
-    states = engine_copy._scheduler._idle_cells._states
-    cached_seq = engine_copy._scheduler.kv.cached_sequences[0]
+    states = engine_copy._core._idle_cells._states
+    cached_seq = engine_copy._core.kv.cached_sequences[0]
     state = states.save(cached_seq.seq_id, 0, 256)
     assert len(state.pieces) == 2 * N_TENSORS + 1
     assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(
@@ -226,7 +226,7 @@ def test_state_moves_between_mapping_and_copying_contexts(
     )
     monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
-    states = other._scheduler._idle_cells._states
+    states = other._core._idle_cells._states
     assert states.restore(0, state)
     again = states.save(0, 0, 256)
     assert bytes(again.join_pieces()) == bytes(state.join_pieces())

@@ -40,9 +40,7 @@ def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, 
     _, usage = heard(engine, requests[0])
     assert usage.cached_tokens == 0
     assert engine.flush_blocks()
-    engine._scheduler.prefixes.prefix_cache = (
-        None  # or the other tails would take the first one's place
-    )
+    engine._core.prefixes.prefix_cache = None  # or the other tails would take the first one's place
     expected = [heard(engine, request)[0] for request in requests]
     engine.close()
 
@@ -52,7 +50,7 @@ def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, 
         assert (usage.cached_tokens, usage.cached_disk_tokens) == (n, n)
         # llama.cpp's attention over an f16 cache splits a lone token's among threads by the cells that
         # are used, and the engine that has never stopped uses more of them from its second request on
-        exact = len(answer) if engine._scheduler._batch_invariance.max_cells is None or n == 899 else 1
+        exact = len(answer) if engine._core._batch_invariance.max_cells is None or n == 899 else 1
         assert logprobs[:exact] == answer[:exact]
         engine.close()
 
@@ -68,7 +66,7 @@ def test_prefix_comes_from_memory_then_from_disk(engine: LlamaEngine, store: Blo
     metrics = engine.metrics()
     assert metrics.cached_disk_tokens_total == len(tokens) - 1
     assert metrics.block_bytes_written_total > metrics.block_bytes_read_total > 0
-    assert metrics.kv_used_tokens == len(engine._scheduler.kv.cached_sequences[0].tokens)
+    assert metrics.kv_used_tokens == len(engine._core.kv.cached_sequences[0].tokens)
 
 
 def test_tokens_behind_the_last_whole_block_are_stored(engine: LlamaEngine, store: BlockStore) -> None:
@@ -78,7 +76,7 @@ def test_tokens_behind_the_last_whole_block_are_stored(engine: LlamaEngine, stor
         store_and_drop(engine)
         _, usage = heard(engine, ask(tokens[:n], max_tokens=1, cache_on_disk=False))
         assert usage.cached_disk_tokens == n - 1
-        engine.between_steps(engine._scheduler.kv.drop_idle)
+        engine.between_steps(engine._core.kv.drop_idle)
         whole, tails = divmod(len(list_blocks(store.root)), 2)
         assert (whole, tails) == (1, 1)  # the longer one has taken the shorter one's place
 
@@ -88,7 +86,7 @@ def test_disk_patience_scales_with_the_model(smollm2: Path, gemma3: Path) -> Non
     waits = []
     for model in (smollm2, gemma3):
         engine = load(model, None)
-        waits.append(engine._scheduler.prefixes._chunk_sizer.s_per_token / model.stat().st_size)
+        waits.append(engine._core.prefixes._chunk_sizer.s_per_token / model.stat().st_size)
         engine.close()
     assert waits == pytest.approx([1e-11, 1e-11], rel=0.1)
 
@@ -109,7 +107,7 @@ def test_new_session_finds_the_shared_prefix(engine: LlamaEngine, store: BlockSt
         heard(engine, ask(tokens, preamble="codex", max_tokens=0, logprobs=None))
     assert engine.flush_blocks()
     assert len(retained_names(store.root)) == len(shared) // BLOCK_TOKENS
-    engine.between_steps(engine._scheduler.kv.drop_idle)
+    engine.between_steps(engine._core.kv.drop_idle)
     _, usage = heard(engine, ask(sessions[2], preamble="codex"))
     together = max(common_prefix(sessions[2], session) for session in sessions[:2])
     assert together % BLOCK_TOKENS > 32
@@ -123,8 +121,8 @@ def test_begun_with_returns_the_last_session(engine: LlamaEngine, store: BlockSt
         heard(engine, ask(tokens, preamble="codex", max_tokens=0, logprobs=None))
     assert engine.flush_blocks()
     whole = -(-len(shared) // BLOCK_TOKENS) * BLOCK_TOKENS
-    assert tuple(engine.begun_with("codex")) == sessions[1][:whole]
-    assert [engine.begun_with("aider"), engine.begun_with("codex", "another key's")] == [[], []]
+    assert tuple(engine.agent_prefix("codex")) == sessions[1][:whole]
+    assert [engine.agent_prefix("aider"), engine.agent_prefix("codex", "another key's")] == [[], []]
 
 
 class _Running(NamedTuple):
@@ -152,7 +150,7 @@ def test_prefill_only_loads_yield_the_disk() -> None:
 
 def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: BlockStore) -> None:
     """However late the disk is: all of a conversation goes with it, and its beginning was used last."""
-    blocks = engine._scheduler.prefixes.prefix_cache
+    blocks = engine._core.prefixes.prefix_cache
     heard(engine, ask(tuple(engine.tokenize(text(300, 900)))))
     assert engine.flush_blocks()  # this model is proven
     foreign = {block.path for block in list_blocks(store.root)}
@@ -164,7 +162,7 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     late.set()
     assert engine.flush_blocks()
     written = [block.path.stem for block in list_blocks(store.root) if block.path not in foreign]
-    cached_seq = next(r for r in engine._scheduler.kv.cached_sequences if r.conversation == "talk")
+    cached_seq = next(r for r in engine._core.kv.cached_sequences if r.conversation == "talk")
     assert written[-1] == blocks.folder.names.chain(cached_seq.tokens, (), "").names[1].hex()
     assert len(written) > 1
     assert forget_conversations(store.root, "talk") > 0
@@ -204,7 +202,7 @@ def test_short_prompt_is_not_stored(engine: LlamaEngine, store: BlockStore) -> N
 def test_parked_engine_has_no_store_and_no_text(engine: LlamaEngine) -> None:
     heard(engine, ask(tuple(engine.tokenize(text(600)))))
     engine.park()
-    assert engine._scheduler.prefixes.prefix_cache is None
+    assert engine._core.prefixes.prefix_cache is None
     assert engine.metrics().kv_used_tokens == 0
 
 
@@ -239,7 +237,7 @@ def test_busy_process_checks_when_it_pays(store: BlockStore, smollm2: Path) -> N
 def test_a_model_whose_check_fails_keeps_nothing(
     store: BlockStore, engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = engine._scheduler.prefixes.prefix_cache
+    blocks = engine._core.prefixes.prefix_cache
     monkeypatch.setattr(
         blocks.verdict._check, "step", lambda: "after a restore the next logits differ by 2"
     )

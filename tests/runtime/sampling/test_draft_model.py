@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from edgeinfer.errors import EngineError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, TextDelta
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.kv_cache import CachedSequence
 from edgeinfer.runtime.memory_plan import DRAFT_BATCH
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -44,7 +44,7 @@ def load(path: Path, draft: Path, *, draft_option: str = "small", **options: obj
 
 def pin_costs(engine: LlamaEngine, row_s: Callable[[int], float], draft_s: float) -> None:
     """Have the engine draft as if steps of so many rows, and draft tokens, took these times."""
-    costs = engine._scheduler.executor.step_costs
+    costs = engine._core.executor.step_costs
     costs.measure(row_s)
     for n in range(2, 9):
         costs.record(n, n, row_s(n))
@@ -114,7 +114,7 @@ def test_tokens_that_a_schema_forces_are_drafted_without_the_draft_model(engine:
     schema = JsonSchema({"type": "object", "properties": parts, "required": [*parts]})
     asked = ask("As JSON: ", constraint=schema, max_tokens=100, ignore_eos=False, cache_prompt=False)
     answer(engine, asked)  # acceptance is learned
-    n_computed, counters = count_computed(engine), engine._scheduler.counters
+    n_computed, counters = count_computed(engine), engine._core.counters
     n_before = counters.steps_total
     expected = answer(engine, replace(asked, speculative="off"))
     n_sampled, n_tokens = counters.steps_total - n_before, expected.finish.usage.completion_tokens

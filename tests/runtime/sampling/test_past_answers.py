@@ -184,7 +184,7 @@ def test_answer_with_drafts_equals_that_without(
 def test_batched_answers_with_drafts_equal_those_without(engine: LlamaEngine) -> None:
     texts: dict[str, list[str]] = {}
     for speculative in ("off", "auto"):
-        engine.between_steps(engine._scheduler.kv.drop_idle)
+        engine.between_steps(engine._core.kv.drop_idle)
         prompts = [f"{word} and tea, {word} and salt, {word} and" for word in WORDS]
         requests = [
             ask(p, max_tokens=60, speculative=speculative, cache_on_disk=False) for p in prompts
@@ -214,7 +214,7 @@ def open_answers() -> int:
 def test_parked_engine_opens_no_answers_and_keeps_its_curve(engine: LlamaEngine) -> None:
     answer(engine, ask("Tea and salt:", max_tokens=16, ignore_eos=False))
     engine.flush_blocks()
-    costs = engine._scheduler.executor.step_costs
+    costs = engine._core.executor.step_costs
     before = open_answers()
     assert before
     engine.park()

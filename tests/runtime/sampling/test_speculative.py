@@ -195,7 +195,7 @@ def test_measured_steps_have_other_tokens_in_each_row(
 
     monkeypatch.setattr(Batch, "add", record)
     with closing(load_engine(ModelFiles(name="s", paths=(str(smollm2),)), LoadOptions())) as engine:
-        engine._loop.call(lambda: engine._scheduler.profile_steps(1))
+        engine._loop.call(lambda: engine._core.profile_steps(1))
     measured = [tokens for tokens in steps if len(tokens) <= 16]
     assert len(measured) >= 5
     assert all(len({*tokens}) == len(tokens) for tokens in measured)
@@ -253,7 +253,7 @@ def test_steps_say_how_many_of_their_rows_are_forced(
     def record(n: int, rows: int, seconds: float, n_forced: int) -> None:
         noted.append((n, rows, n_forced))
 
-    monkeypatch.setattr(smol._scheduler.executor.step_costs, "record", record)
+    monkeypatch.setattr(smol._core.executor.step_costs, "record", record)
     parts = {"why": {"type": "string", "maxLength": 30}, "answer": {"enum": ["yes, of course", "no"]}}
     schema = {"type": "object", "properties": parts, "required": [*parts]}
     told = ask("Is it so?", constraint=JsonSchema(schema), speculative="off", max_tokens=40)

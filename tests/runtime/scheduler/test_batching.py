@@ -279,7 +279,7 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
             messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
         )
         list(engine.submit(request))
-        longest = max((r.tokens for r in engine._scheduler.kv.cached_sequences), key=len)
+        longest = max((r.tokens for r in engine._core.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(longest)
 
 
@@ -316,7 +316,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
 ) -> None:
     with closing(load(smollm2, n_parallel=2)) as engine:
         with monkeypatch.context() as broken:
-            broken.setattr(engine._scheduler.executor.batch, "decode", lambda context: -3)
+            broken.setattr(engine._core.executor.batch, "decode", lambda context: -3)
             for generation in [
                 engine.submit(request_about("tea")),
                 engine.submit(request_about("ink")),

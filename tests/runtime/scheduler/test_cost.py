@@ -20,14 +20,14 @@ def test_cached_tokens_save_what_the_measured_prefill_costs(engine):
     prompt = tuple(range(10, 200)) * 2
     first, second = (answer(engine, ask(prompt)).finish for _ in range(2))
     assert (first.usage.cached_tokens, first.timings.saved_ms) == (0, 0.0)
-    measured_s = engine._scheduler.executor.chunk_sizer.estimate_prefill_s(second.usage.cached_tokens)
+    measured_s = engine._core.executor.chunk_sizer.estimate_prefill_s(second.usage.cached_tokens)
     assert second.timings.saved_ms == measured_s * 1000 > 0
     assert second.timings.total_ms >= second.timings.ttft_ms
 
 
 def test_resumed_engine_knows_what_its_first_prompt_saves(engine):
     engine.warm_up()
-    cost = engine._scheduler.executor.chunk_sizer.estimate_prefill_s(1000)
+    cost = engine._core.executor.chunk_sizer.estimate_prefill_s(1000)
     assert cost > 0.0
 
 

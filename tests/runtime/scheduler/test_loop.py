@@ -32,8 +32,8 @@ def test_dead_loop_fails_its_requests_and_all_later_ones(
 ) -> None:
     assert (engine.health(), engine.is_open) == ("", True)
     list(engine.submit(REQUEST))
-    monkeypatch.setattr(engine._scheduler, "step", fail)
-    monkeypatch.setattr(engine._scheduler, "fail_all", fail)
+    monkeypatch.setattr(engine._core, "step", fail)
+    monkeypatch.setattr(engine._core, "fail_all", fail)
     with pytest.raises(EngineClosedError, match="the decode loop failed: MemoryError: no more"):
         list(engine.submit(REQUEST))
     assert "MemoryError" in engine.health()

@@ -62,7 +62,7 @@ class Logs:
 def logs(smol):
     smol.add_observer(logs := Logs())
     yield logs
-    smol._scheduler.queue.observers = ()
+    smol._core.queue.observers = ()
 
 
 def answer_and_log(smol, logs, request: GenerateRequest):
@@ -116,7 +116,7 @@ def test_error_ends_once(smol, logs, monkeypatch):
     def fail(entries):
         raise failure
 
-    monkeypatch.setattr(type(smol._scheduler.executor), "run", lambda self, entries: fail(entries))
+    monkeypatch.setattr(type(smol._core.executor), "run", lambda self, entries: fail(entries))
     with pytest.raises(EngineError):
         list(smol.submit(ask()))
     [log] = logs.requests

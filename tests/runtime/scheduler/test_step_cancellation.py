@@ -12,8 +12,8 @@ import pytest
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine
+from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
-from edgeinfer.runtime.generation import EventStream
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.scheduler.executor import StepCancellation
@@ -97,7 +97,7 @@ def test_a_step_that_is_tried_again_for_lack_of_cells_may_end_as_any_other(
     with closing(load(smollm2, None)) as engine:
         request = ask(tuple(engine.tokenize(text(40))), max_tokens=4, cache_prompt=False)
         expected, _ = heard(engine, request)
-        batch = engine._scheduler.executor.batch
+        batch = engine._core.executor.batch
         decode, codes_left = batch.decode, list(codes)
         monkeypatch.setattr(
             batch, "decode", lambda context: codes_left.pop(0) if codes_left else decode(context)

@@ -66,7 +66,7 @@ class ScriptedModel:
 
     def __call__(self, request: GenerateRequest) -> Script:
         turn = len(self.prompts)
-        prepared = self._format.prepare(request)
+        prepared = self._format.process(request)
         assert prepared.parser is not None
         self.prompts.append(prepared.prompt)
         values = {k: "null" if v is None else v for k, v in arguments(turn).items()}

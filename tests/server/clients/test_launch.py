@@ -62,7 +62,7 @@ def test_agent_gets_the_endpoint_and_its_model(serve, aider, configure_port, cap
     recalled: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     class Recalling(FakeEngine):
-        def begun_with(self, agent: str, salt: str = "") -> list[int]:
+        def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
             recalled.put(agent)
             return []
 

@@ -18,7 +18,7 @@ from other_processes import engines_below, free_port
 from edgeinfer.models import pull
 from edgeinfer.platform.paths import config_dir
 from edgeinfer.runtime.events import Finished, Timings, Usage
-from edgeinfer.runtime.prefix_cache import cache, writer
+from edgeinfer.runtime.prefix_cache import block_saver, cache
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 
@@ -37,7 +37,7 @@ STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 def _patient(monkeypatch):
     """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
     monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
-    monkeypatch.setattr(writer, "_MIN_PREFILL_S", 0.0)
+    monkeypatch.setattr(block_saver, "_MIN_PREFILL_S", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import Receipt
 from edgeinfer.receipts.replies import find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
+from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.runtime.generation import Collected
 from edgeinfer.server import generation
 from edgeinfer.server.payload_log import PayloadLog
 

@@ -37,7 +37,7 @@ class _PendingWrite:
 
 
 @dataclass(eq=False, kw_only=True)
-class BlockWriter:
+class BlockSaver:
     """Stores ended sequences of `kv` after this model's round-trip check succeeded. For one thread."""
 
     folder: BlockFolder

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.media.pictures import MAX_PICTURES, PICTURE_MARK
-from edgeinfer.runtime.chat_format.chat_format import ChatFormat, Prepared
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat, ProcessedChat
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
@@ -25,7 +25,7 @@ from edgeinfer.runtime.requests import (
     check_length,
     check_request,
     hint_beyond_training,
-    preparing,
+    limit_preparation,
     random_bytes,
 )
 from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Preparer:
+class InputProcessor:
     """Converts requests to sequences of one loaded model, without their adapters. Any thread.
 
     `entropy`: bytes of the last resume, mixed into every seed. `vision_error` says why a model with a
@@ -56,7 +56,7 @@ class Preparer:
     vision_error: str = ""
     draft_model: DraftModel | None = None
 
-    @preparing()
+    @limit_preparation()
     def make_sequence(self, request: GenerateRequest) -> Sequence:
         """Make a sequence that can be queued.
 
@@ -70,12 +70,12 @@ class Preparer:
             )
         param = "messages" if request.messages else "prompt"
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
-        prepared = self.chat_format.prepare(request) if request.messages else None
+        chat = self.chat_format.process(request) if request.messages else None
         spans: list[Span] = []
-        tokens = self._fit_context(request, self._tokenize(request, prepared, spans))
-        matcher = self._matcher(request, prepared)
-        stops = (*request.stop, *self.files.stop, *(prepared.stop if prepared else ()))
-        output = Output(self.vocab, stops, prepared.parser if prepared else None)
+        tokens = self._fit_context(request, self._tokenize(request, chat, spans))
+        matcher = self._matcher(request, chat)
+        stops = (*request.stop, *self.files.stop, *(chat.stop if chat else ()))
+        output = Output(self.vocab, stops, chat.parser if chat else None)
         s = request.sampling
         random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = random_seed if s.seed is None else s.seed
@@ -88,7 +88,7 @@ class Preparer:
             max_tokens=self._max_tokens(request, len(tokens)),
             n_keep=lambda: self._n_keep(request, tokens),
             matcher=matcher,
-            reasoning_budget=self._reasoning_budget(request, prepared, output),
+            reasoning_budget=self._reasoning_budget(request, chat, output),
             banned_tokens=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
@@ -101,10 +101,10 @@ class Preparer:
         return seq
 
     def _tokenize(
-        self, request: GenerateRequest, prepared: Prepared | None, spans: list[Span]
+        self, request: GenerateRequest, chat: ProcessedChat | None, spans: list[Span]
     ) -> list[int]:
-        if prepared is not None:
-            return self.tokenize_chat(request, prepared.prompt, spans)
+        if chat is not None:
+            return self.tokenize_chat(request, chat.prompt, spans)
         if isinstance(request.prompt, str):
             return self._tokenize_text(request.prompt, request, spans)
         if request.infill is not None:
@@ -191,21 +191,21 @@ class Preparer:
         a, b = tokenize_with("A"), tokenize_with("7 B")
         return a[: common_prefix(a, b)]
 
-    def _matcher(self, request: GenerateRequest, prepared: Prepared | None) -> TokenMatcher | None:
+    def _matcher(self, request: GenerateRequest, chat: ProcessedChat | None) -> TokenMatcher | None:
         constraint: Constraint | Lark | None = request.constraint
-        if prepared is not None and prepared.constraint is not None:
-            constraint = prepared.constraint
+        if chat is not None and chat.constraint is not None:
+            constraint = chat.constraint
         if constraint is None:
             return None
         return self.constraints.compile(constraint, self.vocab, request.cache_salt).copy()
 
     def _reasoning_budget(
-        self, request: GenerateRequest, prepared: Prepared | None, output: Output
+        self, request: GenerateRequest, chat: ProcessedChat | None, output: Output
     ) -> ReasoningBudget | None:
         n_tokens = request.reasoning_budget
-        if n_tokens is None or prepared is None or prepared.parser is None:
+        if n_tokens is None or chat is None or chat.parser is None:
             return None
-        close = self.vocab.tokenize(prepared.reasoning_close, parse_special=True)
+        close = self.vocab.tokenize(chat.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
 
     def _drafting(self, request: GenerateRequest, n_prompt: int) -> Drafting:

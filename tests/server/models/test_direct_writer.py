@@ -29,13 +29,13 @@ def words(event):
 async def test_tokens_are_written_on_the_thread_that_made_them():
     connection, transport, client = await connect()
     with client:
-        short_cut = connection.short_cut(words)
-        assert await asyncio.to_thread(short_cut, TextDelta("one"))
-        assert await asyncio.to_thread(short_cut, ReasoningDelta("two"))
+        direct_writer = connection.open_direct_writer(words)
+        assert await asyncio.to_thread(direct_writer, TextDelta("one"))
+        assert await asyncio.to_thread(direct_writer, ReasoningDelta("two"))
         assert client.recv(100) == b"3\r\none\r\n3\r\ntwo\r\n"
-        assert not short_cut(ToolCallDelta(0))
+        assert not direct_writer(ToolCallDelta(0))
         connection.lost()
-        assert not short_cut(TextDelta("late"))
+        assert not direct_writer(TextDelta("late"))
         transport.abort()
 
 
@@ -44,18 +44,18 @@ async def test_connection_of_a_client_that_left_is_cut():
     connection, transport, client = await connect()
     transport.pause_reading()
     client.close()
-    short_cut = connection.short_cut(words)
-    assert await asyncio.to_thread(short_cut, TextDelta("x"))
+    direct_writer = connection.open_direct_writer(words)
+    assert await asyncio.to_thread(direct_writer, TextDelta("x"))
     await asyncio.sleep(0)
     assert transport.is_closing()
-    assert not short_cut(TextDelta("y"))
+    assert not direct_writer(TextDelta("y"))
 
 
 async def test_a_client_that_left_and_a_defect_do_no_harm():
     connection, transport, client = await connect()
     client.close()
-    assert connection.short_cut(words)(TextDelta("x"))
-    assert not connection.short_cut(lambda event: 1 // 0)(TextDelta("x"))
+    assert connection.open_direct_writer(words)(TextDelta("x"))
+    assert not connection.open_direct_writer(lambda event: 1 // 0)(TextDelta("x"))
     transport.abort()
 
 
@@ -88,7 +88,7 @@ def said(event: dict) -> str:
 
 
 def test_a_slow_reader_gets_everything_in_order(serve, until):
-    """More than the socket holds: the short cut closes in the middle of a token."""
+    """More than the socket holds: the direct writer closes in the middle of a token."""
     gate = StepGate()
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
     live_server = serve(engine)

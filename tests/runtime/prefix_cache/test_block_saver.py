@@ -1,4 +1,4 @@
-"""The writer's blocks and their cost: real accounting and a real folder, states of zeros."""
+"""The block saver's blocks and their cost: real accounting and a real folder, states of zeros."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.prefix_cache.block_file import unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
 from edgeinfer.runtime.prefix_cache.block_names import BlockNames
+from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver
 from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
-from edgeinfer.runtime.prefix_cache.writer import BlockWriter
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 
@@ -44,7 +44,7 @@ class Side:
         self.kv: KvCache
         self.memory: CountingMemory
         self.kv, self.memory = make(n_cells=1 << 16)
-        self.writing = BlockWriter(
+        self.writing = BlockSaver(
             folder=self.blocks,
             states=_States(),  # type: ignore[arg-type]
             kv=self.kv,
@@ -88,7 +88,7 @@ def test_check_that_cannot_compute_ends_and_is_tried_by_a_later_process(side: Si
     assert not side.blocks.read_check()
 
 
-def test_writer_names_and_looks_up_each_block_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saver_names_and_looks_up_each_block_once(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing n blocks takes n hashes, or a long conversation would spend its time with its names."""
     counts = {"full": 0, "has": 0}
     full, has = BlockNames.full, BlockFolder.has
@@ -124,7 +124,7 @@ def test_blocks_written_beside_streams_are_checked_once_idle(side: Side) -> None
     assert not side.writing.has_work
 
 
-def test_writer_notices_a_truncation(side: Side) -> None:
+def test_saver_notices_a_truncation(side: Side) -> None:
     first = list(range(10 * SIZE))
     cached_seq = claim(side.kv, side.memory, first)
     side.end(cached_seq)
@@ -141,7 +141,7 @@ def test_writer_notices_a_truncation(side: Side) -> None:
     assert all(side.blocks.read(name) is not None for name in _names(side))
 
 
-def test_writer_stops_at_a_context_shift(side: Side) -> None:
+def test_saver_stops_at_a_context_shift(side: Side) -> None:
     """Keys that were turned are not what was computed."""
     cached_seq = claim(side.kv, side.memory, list(range(10 * SIZE)))
     side.end(cached_seq)

@@ -40,7 +40,7 @@ _PREFILL_S_PER_BYTE = 1e-11
 _STREAMED_SHARE = 0.9
 
 
-class Scheduler:
+class EngineCore:
     """Owns `context`, which decodes, while it runs."""
 
     def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
@@ -106,7 +106,7 @@ class Scheduler:
         self.queue.admit()
         self.prefixes.load_blocks(running)
         self._fail_unencoded(running)
-        entries = self._planner.plan()
+        entries = self._planner.fill_batch()
         if not entries:
             self.prefixes.wait_for_disk(running)
             self._wait_for_picture(running)

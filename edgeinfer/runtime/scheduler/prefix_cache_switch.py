@@ -1,0 +1,67 @@
+"""Open and close the on-disk prefix cache of an engine, which may change its context."""
+
+from __future__ import annotations
+
+import threading
+
+from edgeinfer.runtime.llama.context import LlamaContext
+from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
+from edgeinfer.runtime.scheduler.engine_core import EngineCore
+
+#: How long (s) a closing engine waits for pending writes.
+FLUSH_S = 30.0
+
+
+class PrefixCacheSwitch:
+    """Opens and closes the on-disk prefix cache that `core` uses.
+
+    States computed on the CPU and on a GPU differ, so each has its own prefix cache in the same store.
+    """
+
+    def __init__(
+        self, files: ModelFiles, options: LoadOptions, context: LlamaContext, core: EngineCore
+    ) -> None:
+        self._files, self._options = files, options
+        self._context, self._kv = context, core.kv
+        self._prefixes, self._queue = core.prefixes, core.queue
+        self._store: BlockStore | None = None
+        self._closing_threads: list[threading.Thread] = []
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        return self._prefixes.prefix_cache
+
+    def open(self, store: BlockStore, loaded: LlamaModel, check_outcome: str) -> None:
+        """Use `store` for `loaded`, which decodes now. Raises OSError.
+
+        `check_outcome` is the earlier result of the round-trip check, "" before any.
+        """
+        self._store = store
+        self._prefixes.prefix_cache = open_prefix_cache(
+            store, self._files, self._options, loaded, self._context, self._kv, check_outcome
+        )
+
+    def detach(self) -> None:
+        """Stop using the prefix cache until `attach`; pending writes continue. Between two steps."""
+        cache = self._prefixes.detach_prefix_cache(self._queue.running)
+        if cache is not None:
+            thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
+            thread.start()
+            self._closing_threads.append(thread)
+
+    def attach(self, loaded: LlamaModel) -> None:
+        """Use the store again, now for `loaded`; do nothing without a store. Between two steps."""
+        if self._store is not None:
+            self.open(self._store, loaded, "")
+
+    def close(self) -> None:
+        """Write pending blocks, and stop using the store."""
+        cache, self._prefixes.prefix_cache = self.cache, None
+        self._store = None
+        if cache is not None:
+            cache.close(FLUSH_S)
+        while self._closing_threads:
+            self._closing_threads.pop().join(FLUSH_S)
