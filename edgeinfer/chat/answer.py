@@ -19,7 +19,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.uses import ToolUse, uses_of
 
 
-class Answer:
+class AnswerWriter:
     """Writes a generation into a turn: `turn` is its first stored state, `done` the final one."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from edgeinfer.chat import attachments, commands, context, formats, presets
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.store import MARK, UNMARK
 from edgeinfer.chat.history.values import Attachment, Turn
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Front(Protocol):
+class FrontEnd(Protocol):
     """The part of a command that depends on the front end: a screen, or lines on a terminal."""
 
     def show_text(self, text: str) -> None:
@@ -37,7 +37,7 @@ class Front(Protocol):
     def show_changed(self) -> None:
         """Show the conversation and branch that are now open."""
 
-    def show_answer(self, answer: Answer) -> None:
+    def show_answer(self, answer: AnswerWriter) -> None:
         """Show the answer while it streams, to its end."""
 
     def answer_edited(self, turn: Turn) -> None:
@@ -96,7 +96,7 @@ class Commander:
     def __init__(
         self,
         session: ChatSession,
-        front: Front,
+        front: FrontEnd,
         config: ChatConfig,
         make_tools: Callable[[], ChatTools] | None = None,
     ) -> None:
@@ -331,7 +331,7 @@ class Commander:
         self.front.show_answer(self.session.regenerate())
 
     def _continue(self, _: str) -> None:
-        self.front.show_answer(self.session.continue_cut())
+        self.front.show_answer(self.session.continue_answer())
 
     def _next(self, _: str) -> None:
         self._page(1)
@@ -366,7 +366,7 @@ class Commander:
 
     def _drop(self, _: str) -> None:
         turn = context.first_kept(self.session, self.session.idle_engine())
-        self.session.cut(turn.id, "")
+        self.session.drop_turns_before(turn.id, "")
         self.front.show_changed()
 
     def _summarise(self, _: str) -> None:

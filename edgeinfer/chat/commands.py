@@ -19,7 +19,7 @@ from edgeinfer.platform import paths
 Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
-class Slash(msgspec.Struct, frozen=True):
+class SlashCommand(msgspec.Struct, frozen=True):
     """One command. Help shows `argument`; "" takes none, [brackets] make it optional."""
 
     name: str
@@ -86,14 +86,14 @@ _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
 )
 
 
-def _slash(usage: str, summary: str, kind: Kind = "") -> Slash:
+def _slash(usage: str, summary: str, kind: Kind = "") -> SlashCommand:
     names, _, argument = usage.partition(" ")
     name, *aliases = names.split("|")
-    return Slash(name, argument, summary, kind, tuple(aliases))
+    return SlashCommand(name, argument, summary, kind, tuple(aliases))
 
 
 COMMANDS = tuple(_slash(*row) for row in _ROWS)
-BY_NAME: dict[str, Slash] = {name: c for c in COMMANDS for name in (c.name, *c.aliases)}
+BY_NAME: dict[str, SlashCommand] = {name: c for c in COMMANDS for name in (c.name, *c.aliases)}
 
 
 def is_command(line: str) -> bool:
@@ -119,7 +119,7 @@ def parse(line: str) -> TypedCommand:
     return TypedCommand(command.name, argument)
 
 
-def complete_name(line: str) -> list[Slash]:
+def complete_name(line: str) -> list[SlashCommand]:
     """Complete a command's name: first names that begin so, then aliases, then matches inside names."""
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]

@@ -17,7 +17,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgeinfer.chat.launch import Launch  # 100 ms at run time: numpy
+    from edgeinfer.chat.startup import ChatSetup  # 100 ms at run time: numpy
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
@@ -60,9 +60,9 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
     ]
 
 
-def first_run_offer(launch: Launch, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
+def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
     """Return models that suit this machine if none is pulled and none was named; takes 0.2 s."""
-    if launch.model != launch.host.config.default_model or any(row.pulled for row in rows):
+    if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()
 

@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.commander import Commander, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.launch import Launch, describe_start
 from edgeinfer.chat.model_choices import list_choices
-from edgeinfer.chat.read_ahead import ReadAhead
+from edgeinfer.chat.speculative_prefill import SpeculativePrefill
+from edgeinfer.chat.startup import ChatSetup, describe_start
 from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
@@ -41,19 +41,19 @@ T = TypeVar("T")
 
 
 class Repl:
-    """A `Front` on two text streams; without a terminal it asks no questions."""
+    """A `FrontEnd` on two text streams; without a terminal it asks no questions."""
 
-    def __init__(self, launch: Launch, source: TextIO, out: TextIO) -> None:
-        self.launch = launch
-        self.session = launch.session()
-        self.commander = Commander(self.session, self, launch.config, launch.tools)
-        self._engines = launch.engines()
+    def __init__(self, setup: ChatSetup, source: TextIO, out: TextIO) -> None:
+        self.setup = setup
+        self.session = setup.session()
+        self.commander = Commander(self.session, self, setup.config, setup.tools)
+        self._engines = setup.engines()
         self._source = source
         self._out = out
         self._interactive = source.isatty() and out.isatty()
         self._failure: EdgeInferError | None = None
-        self._read_ahead = ReadAhead(self.session)
-        self._attachments: list[Attachment] = list(launch.attachments)
+        self._speculative_prefill = SpeculativePrefill(self.session)
+        self._attachments: list[Attachment] = list(setup.attachments)
         self._editing: int | None = None
         self._leaving = False
         self._unfolded = False
@@ -62,7 +62,7 @@ class Repl:
         """Read and answer until the input ends. Then raises the first error of a script; without a
         model it raises immediately.
         """
-        start = describe_start(self.launch.host.start).capitalize()
+        start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
         try:
             self._begin()
@@ -72,19 +72,19 @@ class Repl:
                     break
                 self._take(line)
         finally:
-            self._read_ahead.stop()
-            if self.session.answer is not None and self.session.answers:
+            self._speculative_prefill.stop()
+            if self.session.answer is not None and self.session.is_answering:
                 self.session.answer.abandon()
             if self.session.tools is not None:
                 self.session.tools.close()
             self._engines.close()
             self.session.release_draft()
-            purge_deleted(self.launch.open_store)
+            purge_deleted(self.setup.open_store)
         if self._failure is not None and not self._interactive:
             raise self._failure
 
     def _begin(self) -> None:
-        if self.launch.continue_last:
+        if self.setup.continue_last:
             if note := self.session.open_last():
                 self.show_text(note)
             if self.session.conversation.id:
@@ -94,20 +94,20 @@ class Repl:
         for attachment in self._attachments:
             self.show_text(f"Attached: {attachment.name}")
         try:
-            self.use_model(self.session.conversation.model or self.launch.model)
+            self.use_model(self.session.conversation.model or self.setup.model)
         except EdgeInferError as error:
             if not self._interactive:
                 raise
             self._trouble(error)
-        if self.launch.with_tools:
+        if self.setup.with_tools:
             self._take("/tools on")
 
     def _read(self) -> str | None:
         """Read one line; None at the end. A backslash at its end continues it on the next line."""
         lines: list[str] = []
-        looks = self.launch.config.read_ahead
-        if looks and self._read_ahead.look("", self._attachments, self._editing):
-            self._read_ahead.begin()
+        looks = self.setup.config.read_ahead
+        if looks and self._speculative_prefill.check_input("", self._attachments, self._editing):
+            self._speculative_prefill.start()
         while True:
             if not lines:
                 self._write("\n")
@@ -152,9 +152,9 @@ class Repl:
         return readline
 
     def _take(self, line: str) -> None:
-        self._read_ahead.stop()
+        self._speculative_prefill.stop()
         try:
-            self._look()
+            self._show_other_changes()
             if commands.is_command(line.strip()):
                 self.commander.run(line.strip())
             elif line.strip():
@@ -165,7 +165,7 @@ class Repl:
                 ways = "/drop stops sending the oldest turns, /summarise sends a summary instead."
                 self.show_text(ways)
 
-    def _look(self) -> None:
+    def _show_other_changes(self) -> None:
         """Show the turns that another process has added."""
         shown_ids = {turn.id for turn in self.session.path}
         if self.session.refresh():
@@ -193,7 +193,7 @@ class Repl:
 
     def _answer(self) -> None:
         if self.session.engine is None:
-            self.use_model(self.session.conversation.model or self.launch.model)
+            self.use_model(self.session.conversation.model or self.setup.model)
         self.show_answer(self.session.begin_answer())
 
     def _count_tokens(self, attachment: Attachment) -> Attachment:
@@ -209,7 +209,7 @@ class Repl:
         self._out.write(without_controls(text))
         self._out.flush()
 
-    # Front
+    # FrontEnd
 
     def show_text(self, text: str) -> None:
         self._write(f"{text}\n")
@@ -219,10 +219,10 @@ class Repl:
         title = self.session.conversation.title
         self.show_text(f"Conversation: {title}" if title else "A new conversation.")
         self._show_turns(self.session.path)
-        if self.session.retries_after_cut:
+        if self.session.retries_after_shortening:
             self.show_answer(self.session.regenerate())
 
-    def show_answer(self, answer: Answer) -> None:
+    def show_answer(self, answer: AnswerWriter) -> None:
         """Write the answer while it streams; Ctrl-C stops it and keeps the partial text."""
         self._write("Answer: ")
         thinking = False
@@ -241,10 +241,10 @@ class Repl:
                 return
         self._write("\n")
         if answer.cache_report is not None:
-            self.launch.host.note_prompt(answer.cache_report)
+            self.setup.host.note_prompt(answer.cache_report)
         done = answer.done or answer.abandon()
-        if done.cut:
-            self.show_text(f"({done.cut})")
+        if done.cut_off_note:
+            self.show_text(f"({done.cut_off_note})")
         if answer.store_error is not None:
             self._trouble(answer.store_error)
         if (turn := self.session.calls) is not None:
@@ -264,7 +264,7 @@ class Repl:
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         then(work())
 
-    # CallFront
+    # CallFrontEnd
 
     def decide(self, card: Card) -> Decision:
         if not self._interactive:
@@ -344,8 +344,8 @@ class Repl:
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
         """Pull the chosen model and return its name. Raises `error` if the user declines."""
-        rows = list_choices(self.launch.host.warm_models())
-        offered = model_choices.first_run_offer(self.launch, rows)
+        rows = list_choices(self.setup.host.warm_models())
+        offered = model_choices.first_run_offer(self.setup, rows)
         report = ProgressLines(self._out).report
         if offered:
             for number, choice in enumerate(offered, 1):
@@ -371,7 +371,7 @@ class Repl:
         return (self._line(f"{question} ") or "").strip().lower()
 
     def pick_model(self) -> None:
-        for row in list_choices(self.launch.host.warm_models()):
+        for row in list_choices(self.setup.host.warm_models()):
             state = f", {row.state}" if row.state else ""
             state += f" from {row.store}" if row.store else ""
             size = f", {format_bytes(row.size_bytes)}" if row.size_bytes else ""
@@ -389,7 +389,7 @@ class Repl:
         self.show_text(commands.help_text())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self.session, describe_start(self.launch.host.start)))
+        self.show_text(stats_text(self.session, describe_start(self.setup.host.start)))
 
     def fold_reasoning(self) -> None:
         self._unfolded = not self._unfolded
@@ -409,7 +409,7 @@ class Repl:
         self.show_text("Summarising…")
         generation = engine.submit(context.summary_request(self.session, engine, first_sent))
         text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
-        self.session.cut(first_sent.id, text)
+        self.session.drop_turns_before(first_sent.id, text)
         self.show_text(f"Summary: {text}")
         self.show_changed()
 
@@ -423,7 +423,7 @@ def _first_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _ctrl_c_stops(running: Answer | ChatTools) -> Iterator[None]:
+def _ctrl_c_stops(running: AnswerWriter | ChatTools) -> Iterator[None]:
     """Let Ctrl-C stop an answer or calls; only the main thread can receive signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.attachments import merge
 from edgeinfer.chat.history.lease import Lease
-from edgeinfer.chat.history.store import ConversationStore, memory_store, written_elsewhere
+from edgeinfer.chat.history.store import ConversationStore, memory_store, other_writer_error
 from edgeinfer.chat.history.values import (
-    CUT,
+    CONTINUABLE,
     Attachment,
     Conversation,
     Turn,
@@ -37,7 +37,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.uses import Stop, ToolUse
 
 if TYPE_CHECKING:
-    from edgeinfer.tools.loop import CallFront, ChatTools
+    from edgeinfer.tools.loop import CallFrontEnd, ChatTools
 
 _TITLE_CELLS = 60
 #: Offset in the lease file at which the locks of drafts begin.
@@ -52,7 +52,7 @@ class ChatSession:
     ) -> None:
         self._open_store = open_store
         self.engine = engine
-        self.answer: Answer | None = None
+        self.answer: AnswerWriter | None = None
         self.tools: ChatTools | None = None
         self.unstored = ""
         #: Whether other windows see that this session has its conversation open.
@@ -89,13 +89,13 @@ class ChatSession:
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     @property
-    def retries_after_cut(self) -> bool:
+    def retries_after_shortening(self) -> bool:
         """Return whether the last question failed and earlier turns are no longer sent."""
-        failed = self.head is not None and self.head.failed_empty
+        failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
 
     @property
-    def answers(self) -> bool:
+    def is_answering(self) -> bool:
         """Return whether this session is generating an answer or running its calls."""
         if self.tools is not None and self.tools.running is not None:
             return True
@@ -106,20 +106,20 @@ class ChatSession:
         """Answer that another process is writing, as of the last `refresh`."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
-        return head if is_streaming and not self.answers else None
+        return head if is_streaming and not self.is_answering else None
 
     @property
     def busy(self) -> bool:
         """Return whether any process is writing an answer to this conversation."""
-        return self.answers or self.answer_elsewhere is not None
+        return self.is_answering or self.answer_elsewhere is not None
 
     def refuse_busy(self) -> None:
         """Raise UsageError while an answer is being written."""
-        if self.answers:
+        if self.is_answering:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         owner = self.conversation.id
         if self.answer_elsewhere is not None or (owner and self.store.is_answering(owner)):
-            raise written_elsewhere()
+            raise other_writer_error()
 
     def all_turns(self) -> list[Turn]:
         """Return every turn of every branch, by id, for a JSON export."""
@@ -156,9 +156,9 @@ class ChatSession:
         StoreError.
         """
         before = self.conversation
-        if not before.id or self.answers:
+        if not before.id or self.is_answering:
             return False
-        seen = before.id, self.store.glance(before.id)
+        seen = before.id, self.store.conversation_version(before.id)
         if seen == self._seen:
             return False
         self._seen = seen
@@ -240,7 +240,7 @@ class ChatSession:
     def _parent_of_next(self) -> int | None:
         """Return the turn before the next question; a question without an answer is replaced."""
         head = self.head
-        if head is not None and head.failed_empty:
+        if head is not None and head.failed_without_text:
             head = self._turns.get(head.parent_id or 0)
         if head is not None and head.role == "user":
             return head.parent_id
@@ -253,24 +253,29 @@ class ChatSession:
             raise UsageError("only a question can be edited", hint="regenerate an answer: `/regen`")
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
-    def begin_answer(self) -> Answer:
+    def begin_answer(self) -> AnswerWriter:
         """Answer the end of the branch. Raises what `Engine.submit` raises, after storing the turn."""
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
         return self._begin(head.id)
 
-    def regenerate(self) -> Answer:
+    def regenerate(self) -> AnswerWriter:
         """Answer the last question again; earlier answers are kept as alternatives."""
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(question.id)
 
-    def continue_cut(self) -> Answer:
+    def continue_answer(self) -> AnswerWriter:
         """Continue an answer that was cut off; it stays one turn."""
         head = self.head
-        if head is None or head.role != "assistant" or head.status not in CUT or not head.content:
+        if (
+            head is None
+            or head.role != "assistant"
+            or head.status not in CONTINUABLE
+            or not head.content
+        ):
             raise UsageError("the last answer was not cut off", hint="")
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
@@ -295,7 +300,7 @@ class ChatSession:
         # SQLite may reuse a deleted conversation's id; its tool permissions must not be reused
         return self.conversation.id, self.conversation.created_ms
 
-    def start_calls(self, turn: Turn, front: CallFront) -> Callable[[], tuple[ToolUse, ...]]:
+    def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function for any thread that runs the calls of the last answer.
 
         This session keeps the conversation's lease until `note_calls`. Raises UsageError if another
@@ -307,7 +312,7 @@ class ChatSession:
         past = rounds_of(self.path)[:-1]
         return tools.start(turn.calls, front, past=past, conversation=self._approved_in)
 
-    def run_calls(self, turn: Turn, front: CallFront, stop: Stop) -> bool:
+    def run_calls(self, turn: Turn, front: CallFrontEnd, stop: Stop) -> bool:
         """Run and store the last answer's calls in this thread; return whether the model should go on.
 
         Keeps the conversation's lease meanwhile. Raises UsageError if another process has it.
@@ -334,7 +339,7 @@ class ChatSession:
         is_here = self.conversation.head_id == turn.id
         return is_here and all(use.status != "stopped" for use in calls)
 
-    def _begin(self, question_id: int) -> Answer:
+    def _begin(self, question_id: int) -> AnswerWriter:
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
@@ -368,14 +373,14 @@ class ChatSession:
 
     def _run(
         self, engine: Engine, turn: Turn, request: GenerateRequest, generation: Generation, lease: Lease
-    ) -> Answer:
+    ) -> AnswerWriter:
         self._turns[turn.id] = turn
 
         def on_end(done: Turn) -> None:
             lease.release()
             self._replace(done)
 
-        self.answer = Answer(self.store, turn, request, generation, engine.info, on_end)
+        self.answer = AnswerWriter(self.store, turn, request, generation, engine.info, on_end)
         return self.answer
 
     def _replace(self, turn: Turn) -> None:
@@ -456,9 +461,9 @@ class ChatSession:
             copy = msgspec.structs.replace(turn, conversation_id=self.conversation.id, parent_id=parent)
             parent = self._append(self.store.add(copy)).id
 
-    def cut(self, turn_id: int, summary: str) -> None:
+    def drop_turns_before(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before this one; `summary` replaces them."""
-        self.store.cut(turn_id, summary)
+        self.store.drop_turns_before(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
     # requests

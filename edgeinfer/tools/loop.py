@@ -1,6 +1,6 @@
 """Run the tool calls of an answer: approval, parallel calls, results as messages for the model.
 
-A front end (`CallFront`) shows the calls and lets the user decide.
+A front end (`CallFrontEnd`) shows the calls and lets the user decide.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _pages(text: str) -> list[str]:
     return pages
 
 
-class CallFront(Protocol):
+class CallFrontEnd(Protocol):
     """A front end's methods for the loop, called on the thread of the loop or of a call."""
 
     def decide(self, card: Card) -> Decision:
@@ -191,7 +191,12 @@ class ChatTools:
         return notices
 
     def start(
-        self, uses: Sequence[ToolUse], front: CallFront, *, past: Rounds = (), conversation: object = 0
+        self,
+        uses: Sequence[ToolUse],
+        front: CallFrontEnd,
+        *,
+        past: Rounds = (),
+        conversation: object = 0,
     ) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function that runs the calls; until it returns, `running` can stop them."""
         stop = self.running = Stop()
@@ -223,7 +228,7 @@ class ChatTools:
     def run(
         self,
         uses: Sequence[ToolUse],
-        front: CallFront,
+        front: CallFrontEnd,
         stop: Stop,
         *,
         past: Rounds = (),
@@ -237,7 +242,12 @@ class ChatTools:
             self._closing.remove(stop.set)
 
     def _run(
-        self, uses: Sequence[ToolUse], front: CallFront, stop: Stop, past: Rounds, conversation: object
+        self,
+        uses: Sequence[ToolUse],
+        front: CallFrontEnd,
+        stop: Stop,
+        past: Rounds,
+        conversation: object,
     ) -> tuple[ToolUse, ...]:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
@@ -266,7 +276,7 @@ class ChatTools:
         return tuple(results)
 
     def _approve(
-        self, use: ToolUse, front: CallFront, stop: Stop, conversation: object
+        self, use: ToolUse, front: CallFrontEnd, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
         """Return the tool and its arguments, or the finished use if the call is refused or invalid."""
         if stop.is_set:
@@ -282,7 +292,7 @@ class ChatTools:
             return use.end("failed", safe_text(error.message, 2000))
 
     def _judge(
-        self, use: ToolUse, arguments: _Arguments, front: CallFront, stop: Stop, conversation: object
+        self, use: ToolUse, arguments: _Arguments, front: CallFrontEnd, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
@@ -356,7 +366,7 @@ class ChatTools:
         )
 
     def _call(
-        self, use: ToolUse, bound: BoundTool, arguments: _Arguments, front: CallFront, stop: Stop
+        self, use: ToolUse, bound: BoundTool, arguments: _Arguments, front: CallFrontEnd, stop: Stop
     ) -> ToolUse:
         start_s = time.monotonic()
 
@@ -380,7 +390,7 @@ def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
     return {(u.name, u.arguments, u.result) for uses in rounds for u in uses if u.status == "done"}
 
 
-class NoFront:
+class NoFrontEnd:
     """A front end without a user: it refuses calls that need approval; `refused` has their patterns."""
 
     def __init__(self, out: TextIO) -> None:

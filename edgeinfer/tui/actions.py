@@ -1,4 +1,4 @@
-"""Run commands, keys and mouse clicks: the Textual side of `chat.commander.Front`."""
+"""Run commands, keys and mouse clicks: the Textual side of `chat.commander.FrontEnd`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from textual.app import App, SuspendNotSupported
 
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.commander import Commander, stats_text
 from edgeinfer.chat.commands import Names
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.values import Attachment, Turn
-from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.presets import describe
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import save
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.tui.answering import Answering
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class AppFront:
+class AppFrontEnd:
     """Runs the screen's part of commands. Screens are imported when shown, or by `rehearse`."""
 
     app: App[Any]
-    launch: Launch
+    setup: ChatSetup
     view: View
     answering: Answering
     attachments: AttachmentList
@@ -45,7 +45,7 @@ class AppFront:
 
     def __post_init__(self) -> None:
         self.session = self.view.session
-        self.commander = Commander(self.session, self, self.launch.config, self.launch.tools)
+        self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
 
     # showing text and answers
 
@@ -54,12 +54,12 @@ class AppFront:
 
     def show_changed(self) -> None:
         self.view.composer.editing = None
-        if self.session.retries_after_cut:
-            self.answering.answer_after_cut()
+        if self.session.retries_after_shortening:
+            self.answering.answer_after_shortening()
         else:
             self.view.show_session()
 
-    def show_answer(self, answer: Answer) -> None:
+    def show_answer(self, answer: AnswerWriter) -> None:
         self.answering.stream(answer)
 
     def answer_edited(self, turn: Turn) -> None:
@@ -101,7 +101,7 @@ class AppFront:
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
             return  # a question was typed before the picker was painted
-        screen = ModelScreen(self.launch, model or self.session.conversation.model, first=first)
+        screen = ModelScreen(self.setup, model or self.session.conversation.model, first=first)
         self.app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:
@@ -233,7 +233,7 @@ def _edit(app: App[Any], text: str) -> str:
 class TurnActions:
     """Acts on the selected or clicked turn."""
 
-    def __init__(self, view: View, front: AppFront) -> None:
+    def __init__(self, view: View, front: AppFrontEnd) -> None:
         self._view = view
         self._front = front
         self._session = view.session

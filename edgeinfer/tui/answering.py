@@ -13,8 +13,8 @@ import msgspec
 from textual.message import Message
 
 from edgeinfer.chat import context
-from edgeinfer.chat.answer import Answer
-from edgeinfer.chat.history.store import written_elsewhere
+from edgeinfer.chat.answer import AnswerWriter
+from edgeinfer.chat.history.store import other_writer_error
 from edgeinfer.chat.history.values import Turn
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
@@ -34,7 +34,7 @@ class Answering:
     """Streams answers. `unanswered`: the last turn of a branch that waits for a model, otherwise 0."""
 
     @dataclass
-    class RoomWanted(Message):
+    class ContextFull(Message):
         """Message: the context is full, so the user must choose what to leave out."""
 
         error: EdgeInferError
@@ -62,18 +62,18 @@ class Answering:
         """Answer the question that waited for the model, unless another branch is shown."""
         waiting, self.unanswered = self.unanswered, 0
         if waiting and waiting == self._session.conversation.head_id:
-            self.answer_after_cut()
+            self.answer_after_shortening()
 
-    def answer_after_cut(self) -> None:
+    def answer_after_shortening(self) -> None:
         """Answer the question that did not fit before the oldest turns were left out."""
         self._view.show_session()
         head = self._session.head
-        if head is not None and head.failed_empty:
+        if head is not None and head.failed_without_text:
             self._begin(self._session.regenerate)
         elif head is not None and head.role == "user":
             self.answer_question()
 
-    def _begin(self, begin: Callable[[], Answer]) -> None:
+    def _begin(self, begin: Callable[[], AnswerWriter]) -> None:
         question = self._session.question
         try:
             self.stream(begin())
@@ -84,7 +84,7 @@ class Answering:
             else:
                 self._view.show_next_step(error, question.content if question else "")
 
-    def stream(self, answer: Answer) -> None:
+    def stream(self, answer: AnswerWriter) -> None:
         entry = AnswerEntry(answer.turn, streaming=True)
         streaming = Streaming(answer, entry, self._view.transcript)
         self._view.streaming = streaming
@@ -229,7 +229,7 @@ class Answering:
         return typed is not None
 
     def want_room(self, error: EdgeInferError) -> None:
-        self._view.transcript.post_message(self.RoomWanted(error))
+        self._view.transcript.post_message(self.ContextFull(error))
 
     def summarise(self, first_sent: Turn) -> None:
         """Summarise the turns before `first_sent`, and answer the question that did not fit."""
@@ -246,8 +246,8 @@ class Answering:
             pieces = [event.text async for event in generation if isinstance(event, TextDelta)]
             text = "".join(pieces).strip()
             if text and self._session.conversation.id == conversation:
-                self._session.cut(first_sent.id, text)
-                self.answer_after_cut()
+                self._session.drop_turns_before(first_sent.id, text)
+                self.answer_after_shortening()
         except EdgeInferError as error:
             self._view.show_error(error)
         finally:
@@ -263,6 +263,6 @@ class Answering:
             self._view.summarising.cancel()
             return True
         if self._session.answer_elsewhere is not None:
-            self._view.show_error(written_elsewhere())
+            self._view.show_error(other_writer_error())
             return True
         return self._session.tools is not None and self._session.tools.stop()

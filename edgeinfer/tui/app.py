@@ -15,7 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from edgeinfer.chat import commands
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.chat_screen import ChatScreen
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
@@ -85,14 +85,14 @@ class ChatApp(App[None]):
         Binding("ctrl+l", "repaint", "Repaint", show=False, priority=True, id="repaint"),
     ]
 
-    def __init__(self, launch: Launch, driver_class: type[Driver] | None = None) -> None:
+    def __init__(self, setup: ChatSetup, driver_class: type[Driver] | None = None) -> None:
         super().__init__(driver_class=driver_class)
         self.crash: Exception | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self._styled_for = self._begin_with(launch.config.theme)
-        self.set_keymap({name: keys for name, keys in launch.config.keys.items() if name in BY_ID})
-        self.chat = ChatScreen(launch)
+        self._styled_for = self._begin_with(setup.config.theme)
+        self.set_keymap({name: keys for name, keys in setup.config.keys.items() if name in BY_ID})
+        self.chat = ChatScreen(setup)
 
     def _begin_with(self, theme: str) -> str:
         """Set the theme before anything is styled, so that each style is parsed and applied once."""

@@ -17,10 +17,10 @@ from edgeinfer.chat import context
 from edgeinfer.chat.attachments import missing_note
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
-from edgeinfer.chat.launch import Launch
-from edgeinfer.chat.read_ahead import ReadAhead
+from edgeinfer.chat.speculative_prefill import SpeculativePrefill
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, StoreError
-from edgeinfer.tui.actions import AppFront, TurnActions
+from edgeinfer.tui.actions import AppFrontEnd, TurnActions
 from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
@@ -40,15 +40,15 @@ class ChatScreen(Screen[None]):
     class Left(Message):
         """Message: the user wants to leave the chat."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, setup: ChatSetup) -> None:
         super().__init__()
-        self.launch = launch
-        self.session = launch.session()
-        self.loader = Loader(launch.engines(), self.post_message)
+        self.setup = setup
+        self.session = setup.session()
+        self.loader = Loader(setup.engines(), self.post_message)
         self._interrupted = 0.0
 
     def compose(self) -> ComposeResult:
-        self.view = View(self.launch, self.session, self.loader)
+        self.view = View(self.setup, self.session, self.loader)
         self.transcript = self.view.transcript
         self.composer = self.view.composer
         self.status = self.view.status
@@ -56,11 +56,11 @@ class ChatScreen(Screen[None]):
         attached = Static("", id="attachments", markup=False)
         queued = Static("", id="queued", markup=False)
         self.queue = Queue(queued, self.composer)
-        self.attachments = AttachmentList(self.session, attached, self.launch.attachments)
+        self.attachments = AttachmentList(self.session, attached, self.setup.attachments)
         self.answering = Answering(self.view)
-        self.read_ahead = ReadAhead(self.session)
-        self.front = AppFront(
-            self.app, self.launch, self.view, self.answering, self.attachments, self._leave_app
+        self.speculative_prefill = SpeculativePrefill(self.session)
+        self.front = AppFrontEnd(
+            self.app, self.setup, self.view, self.answering, self.attachments, self._leave_app
         )
         self.turns = TurnActions(self.view, self.front)
         yield self.view.header
@@ -87,11 +87,11 @@ class ChatScreen(Screen[None]):
         self.set_interval(0.25, self._tick)
         self.set_interval(0.1, self.answering.look)
         self.set_timer(2.0, self._clean_up)
-        if self.launch.with_tools:
+        if self.setup.with_tools:
             self.run_command("/tools on")
 
     def _open(self) -> None:
-        note = self.session.open_last() if self.launch.continue_last else ""
+        note = self.session.open_last() if self.setup.continue_last else ""
         self.composer.set_past(self.session.store.past_questions())
         if self.session.path:
             self.view.show_session()
@@ -103,18 +103,18 @@ class ChatScreen(Screen[None]):
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
             self.session.store.clean_up()
-        self.run_worker(lambda: purge_deleted(self.launch.open_store), thread=True, group="purge")
+        self.run_worker(lambda: purge_deleted(self.setup.open_store), thread=True, group="purge")
 
     def _tick(self) -> None:
         cached_tokens = self.view.cached_tokens
-        self.view.cached_tokens = self.read_ahead.cached_tokens
+        self.view.cached_tokens = self.speculative_prefill.cached_tokens
         is_new = cached_tokens != self.view.cached_tokens
         if self.streaming is not None or self.loader.progress or is_new:
             self.refresh_status()
         self._save_draft()
         looked_at = (self.composer.text, self.attachments.current, self.composer.editing)
-        if self.launch.config.read_ahead and self.read_ahead.look(*looked_at):
-            self.read_ahead.begin()
+        if self.setup.config.read_ahead and self.speculative_prefill.check_input(*looked_at):
+            self.speculative_prefill.start()
 
     def _save_draft(self) -> None:
         draft = "" if self.composer.editing else self.composer.text
@@ -235,7 +235,7 @@ class ChatScreen(Screen[None]):
         except EdgeInferError as error:
             self.view.show_error(error)
             return False
-        self.read_ahead.stop()
+        self.speculative_prefill.stop()
         self.composer.remember(text)
         self.attachments.clear()
         self.view.show_session()
@@ -244,8 +244,8 @@ class ChatScreen(Screen[None]):
             self.notify(note, severity="warning")
         return True
 
-    @on(Answering.RoomWanted)
-    def _room_wanted(self, message: Answering.RoomWanted) -> None:
+    @on(Answering.ContextFull)
+    def _room_wanted(self, message: Answering.ContextFull) -> None:
         self.offer_room(message.error)
 
     def offer_room(self, error: EdgeInferError) -> None:
@@ -279,7 +279,7 @@ class ChatScreen(Screen[None]):
             self.attachments.paste(context.fitting_start(engine, text))
         elif choice:
             head = self.session.head
-            waits = choice.startswith("ctx") and head is not None and head.failed_empty
+            waits = choice.startswith("ctx") and head is not None and head.failed_without_text
             self.answering.unanswered = head.id if waits and head is not None else 0
             self.run_command(f"/{choice}")
 
@@ -386,8 +386,8 @@ class ChatScreen(Screen[None]):
 
     def leave(self) -> None:
         """Store the draft and the partial answer before the app ends."""
-        self.read_ahead.stop()
-        if self.session.answer is not None and self.session.answers:
+        self.speculative_prefill.stop()
+        if self.session.answer is not None and self.session.is_answering:
             self.session.answer.flush()
             self.session.answer.abandon()
         if self.session.tools is not None:

@@ -16,7 +16,7 @@ from textual.cache import LRUCache
 from textual.pilot import Pilot
 
 from edgeinfer.chat.history.store import memory_store
-from edgeinfer.chat.launch import Launch
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, LoadProgress, Start
 from edgeinfer.runtime.event_stream import EventStream
@@ -98,8 +98,8 @@ def rehearse() -> None:
         os.environ.update(removed)
 
 
-def _launch(theme: str) -> Launch:
-    return Launch(
+def _launch(theme: str) -> ChatSetup:
+    return ChatSetup(
         host=_RehearsalHost(),
         model="rehearsal",
         options=LoadOptions(),
@@ -122,7 +122,7 @@ def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
 async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
     while app.chat.session.engine is None:
         await pilot.pause(0.01)
-    app.chat.read_ahead.enabled = False
+    app.chat.speculative_prefill.enabled = False
     app.chat.send("words", None)
     while app.chat.streaming is not None:
         await pilot.pause(0.01)

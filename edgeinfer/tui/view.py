@@ -22,10 +22,10 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.history.values import Stats, Turn
-from edgeinfer.chat.launch import Engines, Launch, describe_start
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.startup import ChatSetup, Engines, describe_start
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.event_stream import Collected
@@ -158,7 +158,7 @@ _SLOWEST_S = 0.25
 class Streaming:
     """Streams one answer into its entry in the transcript."""
 
-    def __init__(self, answer: Answer, entry: AnswerEntry, transcript: Transcript) -> None:
+    def __init__(self, answer: AnswerWriter, entry: AnswerEntry, transcript: Transcript) -> None:
         self.answer = answer
         self.entry = entry
         self.transcript = transcript
@@ -233,7 +233,7 @@ class View:
     of the open conversation.
     """
 
-    def __init__(self, launch: Launch, session: ChatSession, loader: Loader) -> None:
+    def __init__(self, setup: ChatSetup, session: ChatSession, loader: Loader) -> None:
         self.session = session
         self.loader = loader
         self.header = Static("", id="header", markup=False)
@@ -244,17 +244,17 @@ class View:
         self.summarising: Generation | None = None
         self.cached_tokens = 0
         self.calling = ""
-        self._launch = launch
+        self._setup = setup
 
     @property
     def start_text(self) -> str:
         """Description of the chat's start; its time is known once the model is ready."""
-        return describe_start(self._launch.host.start)
+        return describe_start(self._setup.host.start)
 
     @property
     def model(self) -> str:
         """The conversation's model, or the one with which the chat was started."""
-        return self.session.conversation.model or self._launch.model
+        return self.session.conversation.model or self._setup.model
 
     def show_welcome(self) -> None:
         self.transcript.show([Welcome(self.model)])
@@ -289,10 +289,10 @@ class View:
                 entry.grow(new.text, new.reasoning)
                 self.transcript.redrawn(entry)
 
-    def note_prompt(self, answer: Answer) -> None:
+    def note_prompt(self, answer: AnswerWriter) -> None:
         """Report the answer's cached prompt tokens to `edgeinfer ps`."""
         if answer.cache_report is not None:
-            self._launch.host.note_prompt(answer.cache_report)
+            self._setup.host.note_prompt(answer.cache_report)
 
     def add_remark(self, entry: Entry) -> None:
         if any(isinstance(e, Welcome) for e in self.transcript.entries):

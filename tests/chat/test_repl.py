@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from chats_here import consume
 from fake_engine import DEFAULT_INFO, Delay, FakeEngine
-from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_launch, words
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_setup, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from tools_here import tools_config
@@ -39,9 +39,7 @@ class Tty(io.StringIO):
 def talk(tmp_path, *lines, engine=None, host=None, kind=Tty, **fields):
     out = kind()
     host = host or FixedHost(engine or FakeEngine([words("Hello you")]))
-    repl = Repl(
-        make_launch(tmp_path, host, **fields), kind("".join(f"{line}\n" for line in lines)), out
-    )
+    repl = Repl(make_setup(tmp_path, host, **fields), kind("".join(f"{line}\n" for line in lines)), out)
     repl.run()
     assert "\x1b" not in out.getvalue()
     return out.getvalue(), repl
@@ -72,8 +70,8 @@ def test_opened_conversation_and_files_are_prefilled_before_a_line_is_typed(tmp_
     talk(tmp_path, "Hi there", "/quit")
     engine = FakeEngine()
     notes = Attachment(name="notes.txt", text="the word is swordfish")
-    launch = make_launch(tmp_path, FixedHost(engine), continue_last=True, attachments=[notes])
-    Repl(launch, Patient("/quit\n", engine), io.StringIO()).run()
+    setup = make_setup(tmp_path, FixedHost(engine), continue_last=True, attachments=[notes])
+    Repl(setup, Patient("/quit\n", engine), io.StringIO()).run()
     contents = [m.content for m in engine.read[0].messages]
     assert contents[:2] == ["Hi there", "Hello you "]
     assert "swordfish" in contents[2]
@@ -177,10 +175,10 @@ def test_turns_of_another_program_are_shown_and_continued(tmp_path):
         store.close()
         yield "again\n"
 
-    launch = make_launch(tmp_path, FixedHost(FakeEngine([["One."], ["Two."]])))
+    setup = make_setup(tmp_path, FixedHost(FakeEngine([["One."], ["Two."]])))
     out, source = Tty(), Tty()
     source.readline = functools.partial(next, lines(), "")  # type: ignore[method-assign]
-    Repl(launch, source, out).run()
+    Repl(setup, source, out).run()
     assert (
         "changed the conversation.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two."
         in out.getvalue()
@@ -329,9 +327,9 @@ _PLAIN_CHAT = """
 import sys
 from pathlib import Path
 from fake_engine import FakeEngine
-from fixed_chat import FixedHost, make_launch
+from fixed_chat import FixedHost, make_setup
 from edgeinfer.chat.repl import Repl
-Repl(make_launch(Path(sys.argv[1]), FixedHost(FakeEngine([["Yes."]] * 9))), sys.stdin, sys.stdout).run()
+Repl(make_setup(Path(sys.argv[1]), FixedHost(FakeEngine([["Yes."]] * 9))), sys.stdin, sys.stdout).run()
 """
 
 

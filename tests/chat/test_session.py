@@ -140,7 +140,7 @@ def test_whole_answer_is_neither_continued_nor_edited(store):
     session, _ = session_with(store)
     done = ask(session, "x")
     with pytest.raises(UsageError, match="not cut"):
-        session.continue_cut()
+        session.continue_answer()
     with pytest.raises(UsageError, match="only a question"):
         session.edit(done.id, "y")
 
@@ -222,7 +222,7 @@ class TestContext:
         request = context.summary_request(session, engine, turn)
         assert "question 2" in request.messages[1].content
         assert len(request.messages[1].content) <= 600
-        session.cut(turn.id, "They talked.")
+        session.drop_turns_before(turn.id, "They talked.")
         system = session.prompt.messages(session.path)[0].content
         assert system == "Be kind.\n\nSummary of the conversation so far:\nThey talked."
         again = context.summary_request(session, engine, session.path[-2])

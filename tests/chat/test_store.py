@@ -11,7 +11,7 @@ import threading
 import msgspec
 import pytest
 from fake_engine import FakeEngine
-from fixed_chat import FixedHost, make_app, make_launch, words
+from fixed_chat import FixedHost, make_app, make_setup, words
 from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
 from other_processes import wait_until
@@ -518,15 +518,15 @@ def deleted_conversation():
 
 
 def test_plain_chat_purges_deleted_conversations(tmp_path, deleted_conversation):
-    launch = make_launch(tmp_path, FixedHost(FakeEngine([words("Hello")])))
-    launch.open_store = ConversationStore.open
-    Repl(launch, io.StringIO("/quit\n"), io.StringIO()).run()
+    setup = make_setup(tmp_path, FixedHost(FakeEngine([words("Hello")])))
+    setup.open_store = ConversationStore.open
+    Repl(setup, io.StringIO("/quit\n"), io.StringIO()).run()
     assert deleted_conversation.is_gone()
 
 
 async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted_conversation):
     app = make_app(tmp_path, FixedHost(FakeEngine([["x"]])))
-    app.chat.launch.open_store = ConversationStore.open
+    app.chat.setup.open_store = ConversationStore.open
     async with app.run_test() as pilot:
         await wait_shown(pilot, deleted_conversation.is_gone)
 

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from tools_here import tools_config
 
 from edgeinfer import requesting
-from edgeinfer.chat.launch import describe_start
+from edgeinfer.chat.startup import describe_start
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config

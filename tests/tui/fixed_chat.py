@@ -8,8 +8,8 @@ import msgspec
 from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.chat.history.store import ConversationStore
-from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.model_choices import ModelChoice
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
 from edgeinfer.models.fits import FirstRunChoice, fit
@@ -105,10 +105,10 @@ def fixed_clock():
     return lambda: next(ticks)
 
 
-def make_launch(path, host=None, **fields):
+def make_setup(path, host=None, **fields):
     host = host or FixedHost()
     clock = fields.pop("clock", None) or fixed_clock()
-    return Launch(
+    return ChatSetup(
         host=host,
         model=MODEL,
         options=LoadOptions(),
@@ -119,7 +119,7 @@ def make_launch(path, host=None, **fields):
 
 
 def make_app(path, host=None, **fields):
-    return ChatApp(make_launch(path, host, **fields), driver_class=None)
+    return ChatApp(make_setup(path, host, **fields), driver_class=None)
 
 
 async def wait_until(pilot, condition, seconds=10.0):
@@ -140,7 +140,7 @@ class Driven:
         self.pilot = pilot
         self.app = pilot.app
         self.chat = pilot.app.chat
-        self.host = self.chat.launch.host
+        self.host = self.chat.setup.host
         self.session = self.chat.session
 
     async def until(self, condition):

@@ -201,7 +201,7 @@ class ConversationStore:
         with path_errors(self._leases or "", "check the directory", StoreError):
             acquired = lease.acquire(self._leases, conversation_id)
         if acquired is None:
-            raise written_elsewhere()
+            raise other_writer_error()
         return acquired
 
     def is_answering(self, conversation_id: int) -> bool:
@@ -244,7 +244,7 @@ class ConversationStore:
         with store_errors(self.name):
             self._set("turn", turn_id, {"calls": calls})
 
-    def cut(self, turn_id: int, summary: str) -> None:
+    def drop_turns_before(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before this one; `summary` replaces them."""
         with store_errors(self.name):
             self._set("turn", turn_id, {"cut_summary": summary})
@@ -290,7 +290,7 @@ class ConversationStore:
         ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
-    def glance(self, conversation_id: int) -> tuple[Any, ...] | None:
+    def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
         """Return a value that changes with every write except an answer's pieces; None if deleted."""
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
@@ -393,7 +393,7 @@ class ConversationStore:
         self.db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values, row_id))
 
 
-def written_elsewhere() -> UsageError:
+def other_writer_error() -> UsageError:
     """Make the error for a second writer."""
     message = "an answer to this conversation is being written elsewhere"
     return UsageError(message, hint="wait for its end, or stop it there")

@@ -21,7 +21,7 @@ Role = Literal["user", "assistant"]
 Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
 
 #: Statuses of an answer that can be continued where it was cut off.
-CUT: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"})
+CONTINUABLE: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"})
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int = 0
 
     @property
-    def failed_empty(self) -> bool:
+    def failed_without_text(self) -> bool:
         """Return whether this is an answer that failed before its first token."""
         return self.role == "assistant" and self.status == "failed" and not (self.content or self.calls)
 
@@ -101,7 +101,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return self.status == "length" and 0 < n_ctx <= self.stats.context_tokens + 1
 
     @property
-    def cut(self) -> str:
+    def cut_off_note(self) -> str:
         """Why this answer was cut off and what to type next; "" if it was not cut off, or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"

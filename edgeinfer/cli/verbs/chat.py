@@ -23,7 +23,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import Host
 
 if TYPE_CHECKING:
-    from edgeinfer.chat.launch import Launch
+    from edgeinfer.chat.startup import ChatSetup
     from edgeinfer.tui.app import ChatApp
 
 
@@ -55,13 +55,13 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
     """
     if options.model:
         _refuse_missing(options.model, host)
-    launch = _launch(options, host)
+    setup = _setup(options, host)
     piped = _piped_attachment(plain=options.plain)
     if piped is not None:
-        launch.attachments.append(piped)
+        setup.attachments.append(piped)
     if options.plain or os.environ.get("TERM") == "dumb":
-        return _plain(launch)
-    return _on_screen(launch)
+        return _plain(setup)
+    return _on_screen(setup)
 
 
 def _refuse_missing(model: str, host: Host) -> None:
@@ -73,7 +73,7 @@ def _refuse_missing(model: str, host: Host) -> None:
         host.files(ref)
 
 
-def _on_screen(launch: Launch) -> ChatResult:
+def _on_screen(setup: ChatSetup) -> ChatResult:
     from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
 
     driver = None
@@ -82,9 +82,9 @@ def _on_screen(launch: Launch) -> ChatResult:
 
         driver, TerminalDriver.out = TerminalDriver, claim_terminal()
         if TerminalDriver.out is None:
-            return _plain(launch)
-    app = ChatApp(launch, driver)
-    app.run(mouse=launch.config.mouse)
+            return _plain(setup)
+    app = ChatApp(setup, driver)
+    app.run(mouse=setup.config.mouse)
     return _chat_result(app)
 
 
@@ -100,22 +100,22 @@ def _chat_result(app: ChatApp) -> ChatResult:
     return ChatResult(model=conversation.model, conversation=conversation.id)
 
 
-def _plain(launch: Launch) -> ChatResult:
+def _plain(setup: ChatSetup) -> ChatResult:
     from edgeinfer.chat.repl import Repl
 
-    repl = Repl(launch, sys.stdin, sys.stdout)
+    repl = Repl(setup, sys.stdin, sys.stdout)
     repl.run()
     return ChatResult(model=repl.session.conversation.model, conversation=repl.session.conversation.id)
 
 
-def _launch(options: argparse.Namespace, host: Host) -> Launch:
-    from edgeinfer.chat.launch import Launch  # 100 ms in a cold process: numpy
+def _setup(options: argparse.Namespace, host: Host) -> ChatSetup:
+    from edgeinfer.chat.startup import ChatSetup  # 100 ms in a cold process: numpy
 
     sampling = requesting.typed_sampling(options)
     if options.max_tokens:
         sampling["max_tokens"] = options.max_tokens
     config = host.config
-    return Launch(
+    return ChatSetup(
         host=host,
         model=options.model or config.default_model,
         options=requesting.load_options(options, config.load),

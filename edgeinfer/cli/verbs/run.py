@@ -243,9 +243,9 @@ def _with_tools(
 
     Also return the last request and its end.
     """
-    from edgeinfer.tools.loop import ChatTools, NoFront  # only for this option
+    from edgeinfer.tools.loop import ChatTools, NoFrontEnd  # only for this option
 
-    front, rounds = NoFront(sys.stderr), list[tuple[ToolUse, ...]]()
+    front, rounds = NoFrontEnd(sys.stderr), list[tuple[ToolUse, ...]]()
     with contextlib.closing(ChatTools(host.config.tools, Path.cwd())) as tools:
         front.say(tools.prepare())
         while True:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.session import ChatSession
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
 
 T = TypeVar("T")
-Begin = Callable[[ChatSession], Answer]
+Begin = Callable[[ChatSession], AnswerWriter]
 #: Interval (s) at which the store is polled; polling an unchanged store takes 0.1 ms.
 _LOOK_S = 0.05
 #: Most answers generated concurrently for the page.
@@ -68,7 +68,7 @@ class RunningAnswer:
         #: Id of the conversation; 0 until a new one is stored.
         self.conversation_id = conversation_id
         self.is_running = is_running
-        self.answer: Answer | None = None
+        self.answer: AnswerWriter | None = None
         self.tools: ChatTools | None = None
         self.stop = Stop()
         #: Message: why the answer waits or has failed.
@@ -166,7 +166,7 @@ class Conversations:
         def changing(store: ConversationStore) -> T:
             session = ChatSession(lambda: store)
             if conversation_id:
-                if store.glance(conversation_id) is None:
+                if store.conversation_version(conversation_id) is None:
                     raise no_conversation()
                 session.open(conversation_id)
             return work(session)
@@ -227,7 +227,7 @@ class Conversations:
     ) -> None:
         loop = asyncio.get_running_loop()
 
-        def begin_and_say(session: ChatSession) -> Answer:
+        def begin_and_say(session: ChatSession) -> AnswerWriter:
             answer = begin(session)
             loop.call_soon_threadsafe(began.set)
             return answer
@@ -382,7 +382,7 @@ class Follower:
             return
         if self._session is None:
             self._session = ChatSession(lambda: store)
-            if store.glance(self._id) is not None:
+            if store.conversation_version(self._id) is not None:
                 self._session.open(self._id)
         session, stamp = self._session, (running.notice, running.is_running)
         is_new = session.refresh()

@@ -194,7 +194,7 @@ def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> Sh
         ],
         page=page,
         model=turn.model,
-        note=turn.error or turn.cut.partition(" · ")[0],
+        note=turn.error or turn.cut_off_note.partition(" · ")[0],
         stats=turn.stats,
         cost=turn.stats.cost,
     )

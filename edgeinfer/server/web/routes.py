@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
 from edgeinfer.chat import formats, presets
-from edgeinfer.chat.answer import Answer
+from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.attachments import from_bytes
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation, Summary, branch_to
@@ -351,7 +351,7 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
     return wire.Opened(id=await _of(context).answer(context, conversation_id, prepare, _answer))
 
 
-def _answer(session: ChatSession) -> Answer:
+def _answer(session: ChatSession) -> AnswerWriter:
     """Answer the last question; regenerate if it already has an answer."""
     head = session.head
     return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
@@ -389,8 +389,8 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         all_conversations.latest_answer(conversation_id).take(body.card, decision)
         return wire.Opened(id=conversation_id)
     if body.action in ("regenerate", "continue"):
-        begin: Callable[[ChatSession], Answer]
-        begin = ChatSession.regenerate if body.action == "regenerate" else ChatSession.continue_cut
+        begin: Callable[[ChatSession], AnswerWriter]
+        begin = ChatSession.regenerate if body.action == "regenerate" else ChatSession.continue_answer
 
         def prepare(session: ChatSession) -> None:
             _set(context, session, body)

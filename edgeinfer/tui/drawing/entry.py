@@ -193,8 +193,8 @@ class AnswerEntry(TurnEntry):
         lines: list[Line] = []
         if self.turn.status == "failed":
             lines += style_line(f"✗ {clean(self.turn.error)}", "error").wrap(width - 2)
-        elif self.turn.cut:
-            lines += style_line(f"◌ {self.turn.cut}", "dim").wrap(width - 2)
+        elif self.turn.cut_off_note:
+            lines += style_line(f"◌ {self.turn.cut_off_note}", "dim").wrap(width - 2)
         lines = [line.prefix("  ") for line in lines]
         if self.page[1] > 1:
             lines.append(style_line(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))

@@ -13,8 +13,8 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat import model_choices
-from edgeinfer.chat.launch import Launch
 from edgeinfer.chat.model_choices import ModelChoice, list_choices
+from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import offline
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
@@ -47,9 +47,9 @@ class ModelScreen(ListScreen[str | None]):
         *bindings("models"),
     ]
 
-    def __init__(self, launch: Launch, requested: str, *, first: bool = False) -> None:
+    def __init__(self, setup: ChatSetup, requested: str, *, first: bool = False) -> None:
         super().__init__()
-        self.launch = launch
+        self.setup = setup
         self.requested = requested
         self.first = first
         self.rows: list[ModelChoice] = []
@@ -76,8 +76,8 @@ class ModelScreen(ListScreen[str | None]):
     @work(thread=True, group="choices")
     def _read(self) -> None:
         try:
-            rows = list_choices(self.launch.host.warm_models())
-            choices = model_choices.first_run_offer(self.launch, rows) if self.first else []
+            rows = list_choices(self.setup.host.warm_models())
+            choices = model_choices.first_run_offer(self.setup, rows) if self.first else []
         except EdgeInferError as error:
             self.app.call_from_thread(self._show_error, error)
             return
@@ -87,7 +87,7 @@ class ModelScreen(ListScreen[str | None]):
         self._all = rows
         self.offered = {choice.name: choice for choice in choices}
         chosen = self.selection.name if self.selection else self.requested
-        if self.first and offline(self.launch.host.config):
+        if self.first and offline(self.setup.host.config):
             self.query_one(".first", Static).update(_OFFLINE)
         elif choices:
             self.query_one(".first", Static).update(_OFFERED)
@@ -208,11 +208,11 @@ class ModelScreen(ListScreen[str | None]):
             share = "" if fraction is None else f" {fraction:.0%}"
             app.call_from_thread(self._progress, f"{stage}{share}")
 
-        options = self.launch.options
-        if name != self.launch.model:
+        options = self.setup.options
+        if name != self.setup.model:
             options = options.for_another_model()
         try:
-            self.launch.host.warm(name, options, progress, self._stop)
+            self.setup.host.warm(name, options, progress, self._stop)
         except EdgeInferError as error:
             app.call_from_thread(self._finish, error)
         else:

@@ -7,8 +7,8 @@ from chats_here import consume
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.values import Attachment
-from edgeinfer.chat.read_ahead import ALONG_S, ReadAhead, whole_words
 from edgeinfer.chat.session import ChatSession
+from edgeinfer.chat.speculative_prefill import ALONG_S, SpeculativePrefill, whole_words
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -21,11 +21,11 @@ class Composer:
     def __init__(self, session):
         self.now = 100.0
         self.session = session
-        self.ahead = ReadAhead(session, lambda: self.now)
+        self.ahead = SpeculativePrefill(session, lambda: self.now)
         self.reading = None  # the last one, which the engine has not ended yet as far as it is known
 
     def look(self, text, attachments=(), editing=None):
-        if begins := self.ahead.look(text, attachments, editing):
+        if begins := self.ahead.check_input(text, attachments, editing):
             self.reading = self.ahead.submit()
         return begins
 
@@ -33,7 +33,7 @@ class Composer:
         self.ahead.follow(self.reading)
 
     def stand_still(self, text, *arguments):
-        return self.look(text, *arguments) or self.look(text, *arguments)
+        return self.check_input(text, *arguments) or self.check_input(text, *arguments)
 
 
 @pytest.fixture
@@ -80,15 +80,15 @@ def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(compos
 
 
 def test_text_typed_without_a_pause_is_prefilled_now_and_then(composer, engine):
-    composer.look("One ")
+    composer.check_input("One ")
     for text in ("One two ", "One two three ", "One two three four "):
-        composer.look(text)
+        composer.check_input(text)
     assert [questions_of(r) for r in engine.read] == [["One"]]
     composer.now += ALONG_S
-    composer.look("One two three four five ")
+    composer.check_input("One two three four five ")
     assert len(engine.read) == 1  # the first is not done, and what it has computed is not thrown away
     composer.finish()
-    composer.look("One two three four five ")
+    composer.check_input("One two three four five ")
     assert questions_of(engine.read[-1]) == ["One two three four five"]
 
 
@@ -140,16 +140,16 @@ def test_prefill_waits_for_an_engine_and_the_end_of_an_answer(composer, engine):
 
 def test_cached_tokens_are_known_after_the_prefill(composer, engine):
     answer(composer.session, "first")
-    assert composer.ahead.look("", (), None)
+    assert composer.ahead.check_input("", (), None)
     composer.ahead.run()
     assert composer.ahead.cached_tokens == len(engine.tokenize_chat(engine.read[0]))
     composer.session.new()
-    composer.look("")
+    composer.check_input("")
     assert composer.ahead.cached_tokens == 0
 
 
 def test_refused_prefill_is_silent_and_a_later_stop_wins(composer, engine):
-    composer.look("One two ")
+    composer.check_input("One two ")
     composer.ahead.stop()
     composer.ahead.submit()
     assert len(engine.read) == 1

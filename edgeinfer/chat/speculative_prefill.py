@@ -27,7 +27,7 @@ ALONG_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class EarlyPrefill:
+class PrefillRequest:
     """A prefill-only request, and its generation once submitted."""
 
     engine: Engine
@@ -35,7 +35,7 @@ class EarlyPrefill:
     generation: Generation | None = None
 
 
-class ReadAhead:
+class SpeculativePrefill:
     """Prefills the request that would be sent, at the lowest priority; one request at a time.
 
     `cached_tokens` counts its cached tokens once the engine has reported them.
@@ -51,10 +51,10 @@ class ReadAhead:
         self._prefilled = ""
         self._text = ""
         self._began_at = 0.0
-        self._prefill: EarlyPrefill | None = None
+        self._prefill: PrefillRequest | None = None
 
-    def look(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
-        """Check the input field; called some times per second. Return True if `begin` should be called.
+    def check_input(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
+        """Check the input field; called some times per second. Return True if `start` should be called.
 
         That is the case once the text has not changed since the last check, or `ALONG_S` after the last
         prefill, only for whole words, and only while no answer is generated. A running prefill
@@ -94,7 +94,7 @@ class ReadAhead:
             continue_final=is_open,
             cache_on_disk=not (is_open or editing is not None),
         )
-        self._prefill = EarlyPrefill(session.engine, early)
+        self._prefill = PrefillRequest(session.engine, early)
         return True
 
     def _state_of(self, attachments: Sequence[Attachment], editing: int | None) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ class ReadAhead:
         said = (session.conversation.head_id, session.conversation.system_prompt)
         return (session.engine, session.busy, *said, *attachments, editing)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Submit the pending prefill and follow it, in a thread."""
         threading.Thread(target=self.run, name="read ahead", daemon=True).start()
 
@@ -111,7 +111,7 @@ class ReadAhead:
         if prefill := self.submit():
             self.follow(prefill)
 
-    def follow(self, prefill: EarlyPrefill) -> None:
+    def follow(self, prefill: PrefillRequest) -> None:
         """Record the progress of a prefill until it ends."""
         assert prefill.generation is not None
         with contextlib.suppress(EdgeInferError):  # shown when the question is sent
@@ -121,7 +121,7 @@ class ReadAhead:
         if prefill is self._prefill:
             self._prefill = None
 
-    def submit(self) -> EarlyPrefill | None:
+    def submit(self) -> PrefillRequest | None:
         """Submit the pending prefill and return it. Blocks while the text is tokenized."""
         prefill = self._prefill
         if prefill is None:

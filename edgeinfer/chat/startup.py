@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Launch:
+class ChatSetup:
     """The options of one start of the chat, for either front end."""
 
     host: Host
@@ -77,7 +77,8 @@ class Engines:
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return the engine of `model`, loading it if necessary, and close the previous one.
 
-        `n_ctx` None means the launch's. If it raises, as `Host.engine` does, the previous engine stays.
+        `n_ctx` None stands for that of `options`. Raises what `Host.engine` raises; then the previous
+        engine stays open.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:  # only one load at a time
