@@ -249,7 +249,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     beside: float | None = None
 
 
-class Side:
+class MeasuredServer:
     """A measured server. `key` owns the cached prefixes of its requests."""
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
@@ -281,13 +281,13 @@ class Side:
     def _text(self, n_words: int) -> str:
         return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
-    def prompt(self, tokens: int, *, behind: str = "") -> str:
+    def prompt(self, tokens: int, *, append_to: str = "") -> str:
         """Make a text of about `n` tokens that begins like no other, or append it to a text."""
         if not tokens:
-            return behind
-        fixed = 0.0 if behind else self._fixed_tokens
+            return append_to
+        fixed = 0.0 if append_to else self._fixed_tokens
         text = self._text(round((tokens - fixed) * self._words_per_token))
-        return f"{behind} {text}".lstrip()
+        return f"{append_to} {text}".lstrip()
 
     async def ask(self, prompt: str, n: int) -> Answer:
         """Request `n` tokens, sampled greedily. Raises ServeError."""
@@ -309,13 +309,13 @@ class Side:
         samples: dict[str, Sample] = {}
         for depth in plan.depths:
             depth_suffix = f" @d{depth}" if depth else ""
-            behind = self.prompt(depth)
-            before = (await self.ask(behind, 1)).prompt_tokens if depth else 0
+            prefix = self.prompt(depth)
+            before = (await self.ask(prefix, 1)).prompt_tokens if depth else 0
             if plan.tg:
-                decode = await self._decode([f"{behind}{_LONG}"], plan.tg)
+                decode = await self._decode([f"{prefix}{_LONG}"], plan.tg)
                 samples[f"tg{plan.tg}{depth_suffix}"] = decode
             if plan.pp:
-                self.last_prompt = self.prompt(plan.pp, behind=behind)
+                self.last_prompt = self.prompt(plan.pp, append_to=prefix)
                 [answer], joules = await self.measure((self.last_prompt, 1))
                 cached = answer.cached_tokens
                 if depth and cached is None:
@@ -360,7 +360,7 @@ def noise_ms() -> float:
 
 
 async def measure(
-    sides: Sequence[Side], plan: Plan, report: Callable[[str, float | None], None]
+    sides: Sequence[MeasuredServer], plan: Plan, report: Callable[[str, float | None], None]
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
     """Measure in turn, odd rounds backwards. Return rounds and fixed jobs' times. Raises ServeError."""
     for side in sides:

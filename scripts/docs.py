@@ -196,7 +196,7 @@ def prompt_rules() -> str:
 
 def agents() -> str:
     """Return the agents that can be launched, and how each is configured."""
-    from edgeinfer.agents.table import AGENTS, AgentTarget
+    from edgeinfer.agents.known_agents import AGENTS, AgentTarget
 
     target = AgentTarget(url="URL", model="MODEL", n_ctx=65536, key="KEY")
     rows = []

@@ -99,7 +99,7 @@ def _message(value: Any) -> str:
     return str(error.get("message")) if isinstance(error, dict) else str(value)
 
 
-def look_at(url: str, key: str) -> RemoteEndpoint | None:
+def probe(url: str, key: str) -> RemoteEndpoint | None:
     """Return the endpoint at `url`, None if there is none. Needs no key."""
     endpoint = RemoteEndpoint(url=url, model="")
     try:
@@ -113,7 +113,7 @@ def look_at(url: str, key: str) -> RemoteEndpoint | None:
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
     """Return the first of `urls` at which an endpoint answers."""
-    return next((endpoint for url in dict.fromkeys(urls) if (endpoint := look_at(url, key))), None)
+    return next((endpoint for url in dict.fromkeys(urls) if (endpoint := probe(url, key))), None)
 
 
 def start(
@@ -156,7 +156,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEn
             raise ServeError(f"`serve` exited: {_last_words(log)}", hint=f"its log: {log}")
         time.sleep(_LOOK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
-        if url and (remote := look_at(url, key)):
+        if url and (remote := probe(url, key)):
             return remote
 
 

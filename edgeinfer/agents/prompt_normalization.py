@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from edgeinfer.agents.table import agent_of
+from edgeinfer.agents.known_agents import agent_of
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.runtime.requests import Message
 

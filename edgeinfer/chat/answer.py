@@ -16,7 +16,7 @@ from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.tools.uses import ToolUse, uses_of
+from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter:

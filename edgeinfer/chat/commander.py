@@ -248,12 +248,12 @@ class Commander:
             problem = f"/tools: no option {argument!r}"
             raise UsageError(problem, hint="/tools on, /tools off, /tools check")
         else:
-            self.front.show_text(tools.text() if tools is not None else "No tools. `/tools on`")
+            self.front.show_text(tools.describe() if tools is not None else "No tools. `/tools on`")
 
     def _use_tools(self, tools: ChatTools, *, refresh: bool) -> None:
         def offer(said: list[str]) -> None:
             self.session.tools = tools
-            self.front.show_text("\n".join([tools.text(), *said]))
+            self.front.show_text("\n".join([tools.describe(), *said]))
 
         self.front.wait_for(lambda: tools.prepare(refresh=refresh), offer)
 
@@ -334,15 +334,15 @@ class Commander:
         self.front.show_answer(self.session.continue_answer())
 
     def _next(self, _: str) -> None:
-        self._page(1)
+        self._show_alternative(1)
 
     def _prev(self, _: str) -> None:
-        self._page(-1)
+        self._show_alternative(-1)
 
-    def _page(self, step: int) -> None:
+    def _show_alternative(self, step: int) -> None:
         for turn in reversed(self.session.path):
             if self.session.alternatives(turn.id)[1] > 1:
-                if self.session.page(turn.id, step):
+                if self.session.show_alternative(turn.id, step):
                     self.front.show_changed()
                 else:
                     position = "last" if step > 0 else "first"

@@ -31,7 +31,7 @@ from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.safe_text import without_controls
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from edgeinfer.chat.history.values import Conversation, Turn, sent_part
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, with_answer_limit
-from edgeinfer.tools.uses import ToolUse, call_messages
+from edgeinfer.tools.tool_use import ToolUse, call_messages
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import ChatTools

@@ -34,7 +34,7 @@ from edgeinfer.receipts.receipt import with_record
 from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.tools.uses import Stop, ToolUse
+from edgeinfer.tools.tool_use import Stop, ToolUse
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFrontEnd, ChatTools
@@ -431,7 +431,7 @@ class ChatSession:
         ids = [t.id for t in siblings(self._turns, turn_id)]
         return ids.index(turn_id) + 1, len(ids)
 
-    def page(self, turn_id: int, step: int) -> bool:
+    def show_alternative(self, turn_id: int, step: int) -> bool:
         """Show the alternative `step` further, and its branch; return False if there is none."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         index = ids.index(turn_id) + step

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.errors import ServeError, UsageError
@@ -81,7 +81,7 @@ def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelR
     if model == host.loaded_model:
         return model, None
     ref = host.resolve(model)
-    draft = requesting.load_options(options, host.config.load).draft
+    draft = typed_options.load_options(options, host.config.load).draft
     return host.files(ref, draft=draft).name, ref
 
 
@@ -196,7 +196,7 @@ class ModelLoader:
         self.host = host
         self._typed = options.model or host.config.default_model
         self._ref = ref
-        loading = requesting.load_options(options, host.config.load)
+        loading = typed_options.load_options(options, host.config.load)
         self._options = msgspec.structs.replace(loading, is_counted=is_counted)
         self._loads_here = True
 

@@ -19,7 +19,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edgeinfer.agents.table import agent_of
+from edgeinfer.agents.known_agents import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields

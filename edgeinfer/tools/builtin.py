@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.tools import self_running
 from edgeinfer.tools.mcp_client import CallResult, ToolInfo
-from edgeinfer.tools.uses import Progress, Stop
+from edgeinfer.tools.tool_use import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
@@ -21,7 +21,7 @@ class RefusedError(Exception):
     """A refused call; its message is for the model."""
 
 
-def holds_home(folder: Path) -> str:
+def home_folder_error(folder: Path) -> str:
     """Return why tools may not run in a folder that contains the home folder, or ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
@@ -29,7 +29,7 @@ def holds_home(folder: Path) -> str:
     return ""
 
 
-def runs_by_itself(path: str) -> str:
+def self_running_warning(path: str) -> str:
     """Return a warning for a path that other programs execute automatically, or ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
@@ -66,11 +66,11 @@ class Builtin:
         """Return why the tools are not available here, or ""."""
         return ""
 
-    def wrong(self, name: str, arguments: dict[str, Any]) -> str:
+    def argument_error(self, name: str, arguments: dict[str, Any]) -> str:
         """Return what is wrong with the arguments of a call, or ""."""
         schema = next(tool.parameters for tool in self._tools if tool.name == name)
         types = {key: value["type"] for key, value in schema["properties"].items()}
-        return wrong_names(schema, arguments) or "; ".join(
+        return argument_names_error(schema, arguments) or "; ".join(
             f"{key} must be of type {types[key]}"
             for key, value in arguments.items()
             if not isinstance(value, _TYPES[types[key]])
@@ -96,7 +96,7 @@ class Builtin:
         on_progress: Progress | None = None,
     ) -> CallResult:
         """Run a tool. Raises StoppedError."""
-        if wrong := self.wrong(name, arguments):
+        if wrong := self.argument_error(name, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
             result = getattr(self, f"_{name}")(stop or Stop(), **arguments)
@@ -109,7 +109,7 @@ class Builtin:
         """Do nothing: a built-in server has no process."""
 
 
-def wrong_names(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
+def argument_names_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
     """Return which arguments are missing or unknown by the tool's schema, or ""."""
     required, properties = schema.get("required"), schema.get("properties", {})
     required = required if isinstance(required, list) else []

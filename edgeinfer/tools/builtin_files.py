@@ -25,11 +25,11 @@ from edgeinfer.tools.builtin import (
     TEXT,
     Builtin,
     RefusedError,
-    holds_home,
-    runs_by_itself,
+    home_folder_error,
+    self_running_warning,
     tool_info,
 )
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 #: Largest file (bytes) that is read, searched or edited; the result names larger ones.
 _MAX_FILE = 4 << 20
@@ -93,7 +93,7 @@ class BuiltinFiles(Builtin):
         self._own_folders = [path.resolve() for path in own_folders]
 
     def unavailable(self) -> str:
-        return holds_home(self._folder)
+        return home_folder_error(self._folder)
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -105,7 +105,7 @@ class BuiltinFiles(Builtin):
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
         path = str(arguments.get("path", ""))
-        return runs_by_itself(path) if name in ("write", "edit") else ""
+        return self_running_warning(path) if name in ("write", "edit") else ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in ("write", "edit"):

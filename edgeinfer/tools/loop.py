@@ -21,10 +21,10 @@ from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.tools import approval
 from edgeinfer.tools.approval import Approvals, Decision, Level
-from edgeinfer.tools.builtin import wrong_names
+from edgeinfer.tools.builtin import argument_names_error
 from edgeinfer.tools.mcp_client import ToolInfo
+from edgeinfer.tools.tool_use import Stop, StoppedError, ToolUse, safe_text
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
-from edgeinfer.tools.uses import Stop, StoppedError, ToolUse, safe_text
 
 _MOST_SHOWN = 4000
 #: Limits per question: rounds of calls, and bytes of a result for the model.
@@ -65,7 +65,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         }
         return {n if _PLAIN_NAME.fullmatch(n) else json.dumps(n): text for n, text in texts.items()}
 
-    def plain(self) -> dict[str, Any]:
+    def page_fields(self) -> dict[str, Any]:
         """Return the fields for the page, with hidden characters escaped."""
         fields = msgspec.structs.asdict(self) | {"arguments": ""}
         escaped = {name: escape_hidden(text) for name, text in fields.items()}
@@ -176,7 +176,7 @@ class ChatTools:
             offered.setdefault(tool.server, []).append((tool.info, level))
         return offered
 
-    def text(self) -> str:
+    def describe(self) -> str:
         """List the tools, one server per line."""
         by_server = self.tools_by_server().items()
         names = {server: ", ".join(info.name for info, _ in offered) for server, offered in by_server}
@@ -304,7 +304,11 @@ class ChatTools:
             return use.end("failed", "its server no longer has this tool")
         builtin = self.toolbox.builtin.get(bound.server)
         schema, tool = bound.info.parameters, bound.info.name
-        if wrong := builtin.wrong(tool, arguments) if builtin else wrong_names(schema, arguments):
+        if (
+            wrong := builtin.argument_error(tool, arguments)
+            if builtin
+            else argument_names_error(schema, arguments)
+        ):
             return use.end("failed", safe_text(f"wrong arguments: {wrong}", 2000))
         arguments = builtin.canonical(tool, arguments) if builtin else arguments
         level = self._level(bound, arguments, conversation)

@@ -30,7 +30,7 @@ from edgeinfer.tools.mcp_transports import (
     SessionEndedError,
     StdioTransport,
 )
-from edgeinfer.tools.uses import Progress, Stop, StoppedError, safe_text
+from edgeinfer.tools.tool_use import Progress, Stop, StoppedError, safe_text
 
 #: Protocol versions, newest first; a server answers with one that it supports.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")

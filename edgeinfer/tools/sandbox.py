@@ -15,11 +15,11 @@ import msgspec
 
 import edgeinfer
 from edgeinfer.platform.process import child_command
-from edgeinfer.tools.builtin import FIXED_PATH, TEXT, Builtin, holds_home, tool_info
+from edgeinfer.tools.builtin import FIXED_PATH, TEXT, Builtin, home_folder_error, tool_info
 from edgeinfer.tools.mcp_client import CallResult
 from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.self_running import SelfRunning
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 #: Most bytes of output; a command that writes more is ended.
 MAX_OUTPUT = 1 << 20
@@ -54,7 +54,7 @@ class Sandbox(Builtin):
     def unavailable(self) -> str:
         if sys.platform != "linux":
             return "it needs Linux"
-        if reason := holds_home(self._folder):
+        if reason := home_folder_error(self._folder):
             return reason
         if own_path := self._own_program():
             return (

@@ -26,7 +26,7 @@ from edgeinfer.tools.builtin_files import BuiltinFiles
 from edgeinfer.tools.mcp_client import McpClient, ToolInfo
 from edgeinfer.tools.mcp_servers import load_servers
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop, StoppedError, safe_text, shown_name
+from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
 #: Longest description (characters) that the model sees.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.media import document_files
 from edgeinfer.tools.builtin import TEXT, Builtin, RefusedError, tool_info
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 if TYPE_CHECKING:
     import httpx2

@@ -27,7 +27,7 @@ from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.composer import AttachmentList
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, TurnEntry
 from edgeinfer.tui.transcript import Transcript
-from edgeinfer.tui.view import View
+from edgeinfer.tui.view import ChatView
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class AppFrontEnd:
 
     app: App[Any]
     setup: ChatSetup
-    view: View
+    view: ChatView
     answering: Answering
     attachments: AttachmentList
     leave: Callable[[], None]
@@ -233,7 +233,7 @@ def _edit(app: App[Any], text: str) -> str:
 class TurnActions:
     """Acts on the selected or clicked turn."""
 
-    def __init__(self, view: View, front: AppFrontEnd) -> None:
+    def __init__(self, view: ChatView, front: AppFrontEnd) -> None:
         self._view = view
         self._front = front
         self._session = view.session
@@ -274,7 +274,7 @@ class TurnActions:
             case "fold":
                 self._transcript.toggle_fold(entry)
             case "prev" | "next":
-                self._page(turn.id, 1 if action == "next" else -1)
+                self._show_alternative(turn.id, 1 if action == "next" else -1)
             case "edit":
                 if turn.role != "user":
                     raise UsageError("only a question can be edited", hint="Ctrl+R answers again")
@@ -287,8 +287,8 @@ class TurnActions:
                 self._view.show_session()
                 self._transcript.notify("This is a copy of the conversation up to that turn.")
 
-    def _page(self, turn_id: int, step: int) -> None:
-        if not self._session.busy and self._session.page(turn_id, step):
+    def _show_alternative(self, turn_id: int, step: int) -> None:
+        if not self._session.busy and self._session.show_alternative(turn_id, step):
             cursor = self._transcript.cursor
             self._view.show_session()
             if cursor is not None:
@@ -312,7 +312,7 @@ class TurnActions:
             self._copy_code(entry, int(number))
         elif kind == "page":
             which, count = self._session.alternatives(entry.turn_id)
-            self._page(entry.turn_id, 1 if which < count else 1 - count)
+            self._show_alternative(entry.turn_id, 1 if which < count else 1 - count)
         self._view.composer.focus()
 
     def _copy_code(self, entry: AnswerEntry, number: int) -> None:

@@ -20,9 +20,9 @@ from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.uses import Stop, ToolUse
+from edgeinfer.tools.tool_use import Stop, ToolUse
 from edgeinfer.tui.drawing.entry import AnswerEntry, Remark, call_name
-from edgeinfer.tui.view import Streaming, View
+from edgeinfer.tui.view import ChatView, Streaming
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
@@ -43,7 +43,7 @@ class Answering:
     class Ended(Message):
         turn: Turn
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ChatView) -> None:
         self._view = view
         self._session = view.session
         self._typed: SimpleQueue[str | None] | None = None
@@ -80,7 +80,7 @@ class Answering:
         except EdgeInferError as error:
             self._view.show_session()
             if isinstance(error, ContextLengthError):
-                self.want_room(error)
+                self.report_full_context(error)
             else:
                 self._view.show_next_step(error, question.content if question else "")
 
@@ -98,7 +98,7 @@ class Answering:
             self._view.streaming = None
         if turn.conversation_id == self._session.conversation.id:
             streaming.entry.finish(turn, self._session.alternatives(turn.id))
-            self._view.transcript.redrawn(streaming.entry)
+            self._view.transcript.update_entry(streaming.entry)
             self._after(turn, error, streaming.answer.store_error)
         self._view.refresh_status()
         if self._session.calls is not None and error is None:
@@ -114,11 +114,11 @@ class Answering:
             self._view.show_next_step(error, question.content if question and not turn.content else "")
         elif turn.context_full:
             message = f"the context of {turn.stats.n_ctx:,} tokens is full"
-            self.want_room(ContextLengthError(message, param="messages"))
+            self.report_full_context(ContextLengthError(message, param="messages"))
 
     # what other processes write
 
-    def look(self) -> None:
+    def show_other_changes(self) -> None:
         """Show changes by another process, and its answer while it streams."""
         before = self._session.answer_elsewhere
         with contextlib.suppress(StoreError):  # the next check may succeed
@@ -228,7 +228,7 @@ class Answering:
             typed.put(text)
         return typed is not None
 
-    def want_room(self, error: EdgeInferError) -> None:
+    def report_full_context(self, error: EdgeInferError) -> None:
         self._view.transcript.post_message(self.ContextFull(error))
 
     def summarise(self, first_sent: Turn) -> None:

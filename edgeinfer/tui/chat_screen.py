@@ -25,10 +25,10 @@ from edgeinfer.tui.answering import Answering
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.transcript import Transcript
-from edgeinfer.tui.view import Loader, Streaming, View
+from edgeinfer.tui.view import ChatView, Loader, Streaming
 
 #: Choices when the context is full and there are older turns: command, label, explanation.
-_ROOM_CHOICES = (
+_FULL_CONTEXT_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
 )
@@ -48,7 +48,7 @@ class ChatScreen(Screen[None]):
         self._interrupted = 0.0
 
     def compose(self) -> ComposeResult:
-        self.view = View(self.setup, self.session, self.loader)
+        self.view = ChatView(self.setup, self.session, self.loader)
         self.transcript = self.view.transcript
         self.composer = self.view.composer
         self.status = self.view.status
@@ -85,7 +85,7 @@ class ChatScreen(Screen[None]):
         self.loader.start(self.view.model)
         self.refresh_status()
         self.set_interval(0.25, self._tick)
-        self.set_interval(0.1, self.answering.look)
+        self.set_interval(0.1, self.answering.show_other_changes)
         self.set_timer(2.0, self._clean_up)
         if self.setup.with_tools:
             self.run_command("/tools on")
@@ -160,7 +160,7 @@ class ChatScreen(Screen[None]):
     @on(Composer.Sent)
     def _send_typed(self, message: Composer.Sent) -> None:
         self.completions.offer([])
-        self.answering.look()
+        self.answering.show_other_changes()
         line = message.text.strip()
         if not is_command(line) and self.answering.take_decision(line):
             self.composer.clear()
@@ -219,7 +219,7 @@ class ChatScreen(Screen[None]):
         try:
             self.front.commander.run(line)
         except ContextLengthError as error:
-            self.offer_room(error)
+            self.offer_context_choices(error)
         except EdgeInferError as error:
             self.view.show_error(error)
         self.refresh_status()
@@ -245,13 +245,13 @@ class ChatScreen(Screen[None]):
         return True
 
     @on(Answering.ContextFull)
-    def _room_wanted(self, message: Answering.ContextFull) -> None:
-        self.offer_room(message.error)
+    def _offer_context_choices(self, message: Answering.ContextFull) -> None:
+        self.offer_context_choices(message.error)
 
-    def offer_room(self, error: EdgeInferError) -> None:
+    def offer_context_choices(self, error: EdgeInferError) -> None:
         """Show that the context is full, and offer the choices."""
         questions = [turn for turn in self.session.path if turn.role == "user"]
-        choices = [*_ROOM_CHOICES] if len(questions) > 1 else []
+        choices = [*_FULL_CONTEXT_CHOICES] if len(questions) > 1 else []
         if self.session.engine is not None:
             n_tokens = context.prompt_tokens(self.session, self.session.engine, self.session.path)
             choices += self._larger_context(n_tokens)

@@ -76,7 +76,7 @@ class Transcript(ScrollView, can_focus=True):
         self.entries.append(entry)
         self._relayout()
 
-    def redrawn(self, entry: Entry) -> None:
+    def update_entry(self, entry: Entry) -> None:
         """Lay out a changed entry; cheap for the last one, which grows."""
         if self.entries and entry is self.entries[-1]:
             self._grow_last()

@@ -31,13 +31,13 @@ from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.event_stream import Collected
 from edgeinfer.runtime.events import Progress
 from edgeinfer.runtime.interface import Engine, Generation
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tui.composer import Composer
 from edgeinfer.tui.drawing.entry import AnswerEntry, Entry, Question, Remark, Welcome
 from edgeinfer.tui.transcript import Transcript
 
 
-class Part(NamedTuple):
+class StatusPart(NamedTuple):
     """A part of the status line. A higher `weight` stays longer; `shortens`: its end may be cut off."""
 
     text: str
@@ -58,10 +58,10 @@ class Status(Widget):
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[StatusPart, ...] = ()
         self._hint = ""
 
-    def show(self, parts: tuple[Part, ...], hint: str = "") -> None:
+    def show(self, parts: tuple[StatusPart, ...], hint: str = "") -> None:
         """Show these parts; draw only if something changed."""
         if (parts, hint) != (self._parts, self._hint):
             self._parts, self._hint = parts, hint
@@ -84,7 +84,7 @@ class Status(Widget):
         return line.truncate(width, ellipsis=True)
 
 
-def _length(parts: list[Part]) -> int:
+def _length(parts: list[StatusPart]) -> int:
     return sum(len(p.text) for p in parts) + 3 * (len(parts) - 1)
 
 
@@ -208,7 +208,7 @@ class Streaming:
             self.entry.wait(_waiting_for(self.answer.progress))
         else:
             return
-        self.transcript.redrawn(self.entry)
+        self.transcript.update_entry(self.entry)
 
     @property
     def tokens_per_s(self) -> float:
@@ -225,7 +225,7 @@ def _waiting_for(prefill: Progress) -> str:
     return f"reading {prefill.done_tokens:,} of {prefill.total_tokens:,} tokens…"
 
 
-class View:
+class ChatView:
     """Shows `session` in the widgets of the chat screen.
 
     `streaming` is the answer being generated and `summarising` the summary, None if there is none;
@@ -275,19 +275,19 @@ class View:
         self.refresh_status()
 
     def entry(self, turn: Turn) -> Entry:
-        page = self.session.alternatives(turn.id)
+        alternative = self.session.alternatives(turn.id)
         if turn.role == "user":
-            return Question(turn, page)
+            return Question(turn, alternative)
         if self.streaming is not None and self.streaming.answer.turn.id == turn.id:
             return self.streaming.entry
-        return AnswerEntry(turn, page, streaming=turn.status == "streaming")
+        return AnswerEntry(turn, alternative, streaming=turn.status == "streaming")
 
     def grow(self, turn: Turn | None, new: Collected) -> None:
         """Show what has been added to an answer that another process writes."""
         for entry in self.transcript.entries:
             if turn is not None and isinstance(entry, AnswerEntry) and entry.turn_id == turn.id:
                 entry.grow(new.text, new.reasoning)
-                self.transcript.redrawn(entry)
+                self.transcript.update_entry(entry)
 
     def note_prompt(self, answer: AnswerWriter) -> None:
         """Report the answer's cached prompt tokens to `edgeinfer ps`."""
@@ -305,8 +305,8 @@ class View:
         for entry in self.transcript.entries:
             if isinstance(entry, AnswerEntry) and any(u.id == use.id for u in entry.turn.calls):
                 calls = tuple(use if u.id == use.id else u for u in entry.turn.calls)
-                entry.finish(msgspec.structs.replace(entry.turn, calls=calls), entry.page)
-                self.transcript.redrawn(entry)
+                entry.finish(msgspec.structs.replace(entry.turn, calls=calls), entry.alternative)
+                self.transcript.update_entry(entry)
 
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
         """Show an error with its hint, and put the text back into the input field."""
@@ -325,33 +325,33 @@ class View:
 
     def refresh_status(self) -> None:
         state, at_right = self._state()
-        figures = numbers(self.session, self.streaming, cached_tokens=self.cached_tokens)
-        parts = (Part(self.model, 7, "bold", shortens=True), *state, *figures)
+        figures = answer_statistics(self.session, self.streaming, cached_tokens=self.cached_tokens)
+        parts = (StatusPart(self.model, 7, "bold", shortens=True), *state, *figures)
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
 
-    def _state(self) -> tuple[list[Part], str]:
+    def _state(self) -> tuple[list[StatusPart], str]:
         if self.streaming is not None:
             rate = self.streaming.tokens_per_s
             text = f"writing {rate:.0f} tok/s" if rate else "writing"
             text = text if self.streaming.tokens else "reading"
-            return [Part(text, 10, "$accent")], "Esc stops"
+            return [StatusPart(text, 10, "$accent")], "Esc stops"
         if self.session.answer_elsewhere is not None:
-            return [Part("another program is writing", 10, "$accent")], "F1 help"
+            return [StatusPart("another program is writing", 10, "$accent")], "F1 help"
         if self.summarising is not None:
-            return [Part("summarising…", 10, "$accent")], "Esc stops"
+            return [StatusPart("summarising…", 10, "$accent")], "Esc stops"
         if self.calling:
-            return [Part(self.calling, 10, "$accent", shortens=True)], "Esc stops"
+            return [StatusPart(self.calling, 10, "$accent", shortens=True)], "Esc stops"
         if self.loader.progress:
-            return [Part(self.loader.progress, 10, "$accent")], "F1 help"
+            return [StatusPart(self.loader.progress, 10, "$accent")], "F1 help"
         if self.transcript.selection is not None:
             return [], "e edit · c copy · y code · f fork · Esc"
-        return [Part(self.start_text, 6, shortens=True)], "F1 help"
+        return [StatusPart(self.start_text, 6, shortens=True)], "F1 help"
 
 
-def numbers(
+def answer_statistics(
     session: ChatSession, streaming: Streaming | None = None, *, cached_tokens: int = 0
-) -> list[Part]:
+) -> list[StatusPart]:
     """Return context, rate, first token and cached tokens of the last answer.
 
     While an answer is `streaming`, the rate is left out: the state shows it; so are all of them until
@@ -361,21 +361,21 @@ def numbers(
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine
     if not answers or (streaming is not None and not streaming.tokens):
-        return [Part(f"context {engine.info.n_ctx:,}", 6)] if engine else []
+        return [StatusPart(f"context {engine.info.n_ctx:,}", 6)] if engine else []
     stats = answers[-1].stats
     n_ctx = engine.info.n_ctx if engine else stats.n_ctx
     is_opened = session.answer is None and bool(cached_tokens)
     cached = f"{cached_tokens:,} tokens cached"
     share = 100 * stats.context_tokens // n_ctx if n_ctx else 0
     return [
-        Part(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),
-        *([Part(cached, 7)] if is_opened else _of_answer(stats, writing=streaming is not None)),
+        StatusPart(f"context {stats.context_tokens:,}/{n_ctx:,}", 8, "$warning" if share >= 80 else ""),
+        *([StatusPart(cached, 7)] if is_opened else _of_answer(stats, writing=streaming is not None)),
     ]
 
 
-def _of_answer(stats: Stats, *, writing: bool) -> list[Part]:
+def _of_answer(stats: Stats, *, writing: bool) -> list[StatusPart]:
     return [
-        Part("" if writing else f"{stats.tokens_per_s:.1f} tok/s", 7),
-        Part(f"first {stats.ttft_ms:,.0f} ms", 5),
-        Part(f"cached {stats.cached_tokens:,}" if stats.cached_tokens else "", 4),
+        StatusPart("" if writing else f"{stats.tokens_per_s:.1f} tok/s", 7),
+        StatusPart(f"first {stats.ttft_ms:,.0f} ms", 5),
+        StatusPart(f"cached {stats.cached_tokens:,}" if stats.cached_tokens else "", 4),
     ]

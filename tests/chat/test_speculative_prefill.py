@@ -24,7 +24,7 @@ class Composer:
         self.ahead = SpeculativePrefill(session, lambda: self.now)
         self.reading = None  # the last one, which the engine has not ended yet as far as it is known
 
-    def look(self, text, attachments=(), editing=None):
+    def check_input(self, text, attachments=(), editing=None):
         if begins := self.ahead.check_input(text, attachments, editing):
             self.reading = self.ahead.submit()
         return begins

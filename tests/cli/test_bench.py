@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 import pytest
 
-from edgeinfer.bench import _LONG, Plan, Sample, Side, Target, measure, rows
+from edgeinfer.bench import _LONG, MeasuredServer, Plan, Sample, Target, measure, rows
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs.bench import BenchResult
 from edgeinfer.errors import ServeError
@@ -104,7 +104,7 @@ def other():
 )
 async def test_every_test_of_any_openai_compatible_server(other, lacks, path, note):
     server = other(**lacks)
-    side = Side("theirs", Target(url=server.url, model="m", key="secret"), "bench-1")
+    side = MeasuredServer("theirs", Target(url=server.url, model="m", key="secret"), "bench-1")
     rounds, noise = await measure([side], PLAN, lambda stage, fraction: None)
     assert [set(samples) for samples in rounds[0].values()] == [EVERY_TEST]
     assert len(noise) == PLAN.rounds
@@ -120,7 +120,7 @@ async def test_every_test_of_any_openai_compatible_server(other, lacks, path, no
 
 async def test_no_server_is_asked_what_another_may_have_cached(other):
     servers = [other(), other()]
-    sides = [Side(server.url, Target(url=server.url), "bench-1") for server in servers]
+    sides = [MeasuredServer(server.url, Target(url=server.url), "bench-1") for server in servers]
     await measure(sides, PLAN, lambda stage, fraction: None)
     lone = [{body["prompt"] for _, body, _ in server.requests} for server in servers]
     assert {text[:20] for text in lone[0] & lone[1]} <= {_LONG[:20]}
@@ -138,7 +138,7 @@ async def test_no_server_is_asked_what_another_may_have_cached(other):
 )
 async def test_server_that_cannot_be_measured_is_named(other, lacks, message, monkeypatch):
     monkeypatch.setattr("edgeinfer.bench._MOST_S", 10)
-    side = Side("theirs", Target(url=other(**lacks).url), "bench-1")
+    side = MeasuredServer("theirs", Target(url=other(**lacks).url), "bench-1")
     with pytest.raises(ServeError, match=message):
         await side.prepare()
 
@@ -147,9 +147,9 @@ async def test_unreachable_server_and_an_endless_answer(other, monkeypatch):
     server = other(body=b"data: {}\n" * 10_000)
     monkeypatch.setattr("edgeinfer.bench._MOST_BYTES", 5000)
     with pytest.raises(ServeError):
-        await Side("theirs", Target(url=server.url), "bench-1").prepare()
+        await MeasuredServer("theirs", Target(url=server.url), "bench-1").prepare()
     with pytest.raises(ServeError, match="does not answer"):
-        await Side("theirs", Target(url="http://127.0.0.1:1"), "bench-1").prepare()
+        await MeasuredServer("theirs", Target(url="http://127.0.0.1:1"), "bench-1").prepare()
 
 
 def test_rows_compare_each_round_with_the_first_server():

@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 from tools_here import tools_config
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.chat.startup import describe_start
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
@@ -358,7 +358,7 @@ def test_system_means_the_same_in_every_verb(verb, tmp_path):
         ("Be brief.", "Be brief."),
     ):
         options = build_parser().parse_args([verb, "--system", typed])
-        assert requesting.system_prompt(options.system, config) == prompt
+        assert typed_options.system_prompt(options.system, config) == prompt
 
 
 def test_saved_system_prompt_is_sent(engine, monkeypatch):
@@ -427,11 +427,11 @@ def test_traces_of_a_run_begin_with_its_start(engine, tmp_path, monkeypatch):
 
 
 def test_input_without_an_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(requesting, "_MAX_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr(typed_options, "_MAX_TEXT_BYTES", 1 << 20)
     with pytest.raises(UsageError, match="stdin has more than 1 MiB"), open("/dev/zero", "rb") as zeros:
-        requesting.read_text(zeros, "stdin")
+        typed_options.read_text(zeros, "stdin")
     with pytest.raises(UsageError, match="--schema has more than 1 MiB"):
-        requesting._file_text("/dev/zero", "--schema")
+        typed_options._file_text("/dev/zero", "--schema")
 
 
 @pytest.mark.parametrize("typed", [["nosuch"], ["qwen3-4b"], ["./gone.gguf"], ["nosuch", "--plain"]])

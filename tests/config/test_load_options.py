@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import doctor
@@ -47,7 +47,7 @@ def test_table_is_the_engines_options() -> None:
 def test_typed_option_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
     value = other(option)
     argv = ["run", "m", "hello", option.flag, str(value)]
-    assert getattr(requesting.load_options(parse(*argv), LoadConfig()), option.field) == value
+    assert getattr(typed_options.load_options(parse(*argv), LoadConfig()), option.field) == value
     chosen = selection.launch_choice(argv).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
 
@@ -58,7 +58,7 @@ def test_configured_option_reaches_the_engine_and_the_launcher(option, tmp_path,
     path = tmp_path / "config.toml"
     path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(value).decode()}\n")
     monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
-    loaded = requesting.load_options(parse("run", "m"), load_config().load)
+    loaded = typed_options.load_options(parse("run", "m"), load_config().load)
     assert getattr(loaded, option.field) == value
     chosen = selection.launch_choice(["run", "m"]).options
     assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
@@ -88,7 +88,7 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
     """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
     requested = LoadOptions(**{option.field: other(option)})
     typed = parse("warm", *app_host.warm_argv("m", requested))
-    built = requesting.load_options(typed, LoadConfig())
+    built = typed_options.load_options(typed, LoadConfig())
     assert built == requested
     inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=built)
     assert inputs.name == ("m" if not option.of_snapshot else inputs.name)

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.chat import presets
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
@@ -76,7 +76,7 @@ def _key(struct: type[msgspec.Struct], field: str) -> str | None:
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
 def test_typed_option_reaches_the_request(option: SamplingOption) -> None:
     options = build_parser().parse_args(["run", "m", "hello", f"{option.flag}={option.high}"])
-    assert getattr(requesting.sampling(options, Sampling()), option.field) == option.high
+    assert getattr(typed_options.sampling(options, Sampling()), option.field) == option.high
 
 
 def test_model_may_set_every_option_but_the_seed() -> None:

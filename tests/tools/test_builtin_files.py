@@ -13,7 +13,7 @@ from edgeinfer.config.config_file import config_path
 from edgeinfer.platform import paths
 from edgeinfer.tools import builtin_files
 from edgeinfer.tools.builtin_files import TOOLS, BuiltinFiles
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 
 @pytest.fixture

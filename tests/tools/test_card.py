@@ -64,9 +64,9 @@ def test_a_card_shows_the_call_character_for_character():
         text = card(arguments).text()
         assert shown_arguments(text) == arguments
         assert all(c in "\n\t" or c.isprintable() for c in text)
-        plain = card(arguments).plain()["arguments"]
+        plain = card(arguments).page_fields()["arguments"]
         assert {name: unescape(value) for name, value in plain.items()} == arguments
-        diff = card({"path": "a"}, diff=arguments["path"] or "+").plain()["diff"]
+        diff = card({"path": "a"}, diff=arguments["path"] or "+").page_fields()["diff"]
         assert unescape(diff) == (arguments["path"] or "+")
 
 

@@ -10,11 +10,11 @@ from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import ToolServerError, UsageError
 from edgeinfer.tools import loop
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.builtin import wrong_names
+from edgeinfer.tools.builtin import argument_names_error
 from edgeinfer.tools.loop import ChatTools
 from edgeinfer.tools.sandbox import Sandbox
+from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tools.toolbox import records_path
-from edgeinfer.tools.uses import ToolUse
 
 pytestmark = pytest.mark.slow  # starts programs
 
@@ -234,7 +234,7 @@ def test_call_with_wrong_arguments_asks_for_nothing(open_tools, arguments, wrong
     ],
 )
 def test_a_servers_schema_names_missing_and_unknown_arguments(schema, said):
-    assert wrong_names(schema, {"a": 1}) == said
+    assert argument_names_error(schema, {"a": 1}) == said
 
 
 def test_rounds_are_limited(open_tools, monkeypatch):

@@ -17,8 +17,8 @@ from tools_here import SERVERS, tools_config
 from edgeinfer.errors import OfflineError, ToolServerError
 from edgeinfer.tools.mcp_client import CallResult, McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text
 from edgeinfer.tools.toolbox import Toolbox
-from edgeinfer.tools.uses import Stop, StoppedError, safe_text
 
 pytestmark = pytest.mark.slow  # starts programs
 

@@ -13,8 +13,8 @@ from edgeinfer.errors import ToolServerError
 from edgeinfer.tools import mcp_client
 from edgeinfer.tools.mcp_client import McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.tool_use import Stop, StoppedError
 from edgeinfer.tools.toolbox import Toolbox
-from edgeinfer.tools.uses import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 

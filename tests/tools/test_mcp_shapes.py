@@ -13,7 +13,7 @@ from tools_here import command
 from edgeinfer.errors import ToolServerError
 from edgeinfer.tools.mcp_client import CallResult, McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 

@@ -14,7 +14,7 @@ import pytest
 
 from edgeinfer.tools import sandbox as module
 from edgeinfer.tools.sandbox import Sandbox
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
 MARK = "86399.5"  # an argument of `sleep` that no other process has

@@ -14,7 +14,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.tools.loop import ChatTools
-from edgeinfer.tools.prefix import prefill_request, with_tools
+from edgeinfer.tools.prompt_prefix import prefill_request, with_tools
 
 pytestmark = pytest.mark.model
 

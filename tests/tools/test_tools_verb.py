@@ -12,8 +12,8 @@ from tools_here import command
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig, config_path
 from edgeinfer.host import Host
+from edgeinfer.tools.tool_use import shown_name
 from edgeinfer.tools.toolbox import Toolbox, records_path
-from edgeinfer.tools.uses import shown_name
 
 pytestmark = pytest.mark.slow  # starts programs
 

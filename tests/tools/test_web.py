@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from edgeinfer.tools import web
-from edgeinfer.tools.uses import Stop, StoppedError
+from edgeinfer.tools.tool_use import Stop, StoppedError
 from edgeinfer.tools.web import Web
 
 HERE = ("127.0.0.1",)

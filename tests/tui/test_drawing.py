@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from edgeinfer.chat.history.values import Attachment, Stats, Turn
 from edgeinfer.tui.drawing.entry import AnswerEntry, Question, Remark, Welcome
 from edgeinfer.tui.drawing.lines import Line, Span, clean
-from edgeinfer.tui.drawing.markdown import Body
+from edgeinfer.tui.drawing.markdown import RenderedMarkdown
 
 DOCUMENT = """# Title
 
@@ -54,11 +54,11 @@ End <b>html</b> and ![img](https://e.example/x.png).
 
 
 def texts(source, width=60):
-    return [line.text for line in Body(source, width).lines]
+    return [line.text for line in RenderedMarkdown(source, width).lines]
 
 
 def styles(source, width=60):
-    return {s.style for line in Body(source, width).lines for s in line.spans}
+    return {s.style for line in RenderedMarkdown(source, width).lines for s in line.spans}
 
 
 @pytest.mark.parametrize("width", [20, 33, 60, 100])
@@ -70,14 +70,14 @@ def test_no_line_is_wider_than_asked(width):
 def test_appended_text_is_drawn_as_the_whole(seed):
     """The incremental drawing must not differ from the full one, however the pieces fall."""
     chance = random.Random(seed)
-    body, position = Body("", 50), 0
+    body, position = RenderedMarkdown("", 50), 0
     while position < len(DOCUMENT):
         size = chance.randint(1, 12)
         body.append(DOCUMENT[position : position + size])
         position += size
         if chance.random() < 0.1:
-            assert body.lines == Body(DOCUMENT[:position], 50).lines
-    assert body.lines == Body(DOCUMENT, 50).lines
+            assert body.lines == RenderedMarkdown(DOCUMENT[:position], 50).lines
+    assert body.lines == RenderedMarkdown(DOCUMENT, 50).lines
 
 
 def test_blocks_are_drawn_as_expected():
@@ -116,10 +116,10 @@ def test_columns_are_aligned_and_formulas_and_tasks_kept():
 @settings(max_examples=300, deadline=None)
 @given(MARKDOWN, st.randoms(use_true_random=False), st.sampled_from([10, 24, 60]))
 def test_any_text_is_drawn_and_any_split_as_the_whole(text, dice, width):
-    body = Body("", width)
+    body = RenderedMarkdown("", width)
     for piece in split(text, dice):
         body.append(piece)
-    assert body.lines == Body(text, width).lines
+    assert body.lines == RenderedMarkdown(text, width).lines
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for line in body.lines for c in line.text)
     links = [s.style for line in body.lines for s in line.spans if s.style.startswith("link:")]
     assert all(style[5:].lower().startswith(("http://", "https://", "mailto:")) for style in links)
@@ -144,7 +144,7 @@ def test_code_blocks_are_numbered_across_the_document():
 
 
 def test_fence_that_is_not_closed_yet_is_code():
-    assert any(line.fill == "code" for line in Body("text\n\n```python\nx = 1", 40).lines)
+    assert any(line.fill == "code" for line in RenderedMarkdown("text\n\n```python\nx = 1", 40).lines)
 
 
 def test_unknown_language_is_plain():
@@ -157,7 +157,7 @@ def test_control_characters_are_removed():
         "x\x1b]0;title\x07\n\n```\n\x1b[2J\n```\n`\x1b[H` [\x1b](https://a\x1b.b) ![\x1b](x)\n\n"
         "| \x1b |\n|---|\n| \x9b |"
     )
-    for line in Body(evil, 40).lines:
+    for line in RenderedMarkdown(evil, 40).lines:
         assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in line.text)
         assert not any("\x1b" in s.style for s in line.spans)
     question = Question(

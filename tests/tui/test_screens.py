@@ -17,7 +17,7 @@ from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.dialogs import ChoiceScreen, HelpScreen, help_content
 from edgeinfer.tui.screens.model_picker import ModelScreen, pull_text
-from edgeinfer.tui.screens.sessions import SessionScreen, ago
+from edgeinfer.tui.screens.sessions import SessionScreen, format_age
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ class TestSessions:
         ("ms", "text"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")]
     )
     def test_ago(self, ms, text):
-        assert ago(ms) == text
+        assert format_age(ms) == text
 
 
 async def test_theme_is_picked_and_kept(drive):

@@ -28,7 +28,7 @@ from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import path_errors
 from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.tool_use import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")
 #: After this time (ms) without a new piece of an answer, its process counts as dead.

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.units import format_cost
 
 Role = Literal["user", "assistant"]

@@ -20,9 +20,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from edgeinfer import __version__, requesting
+from edgeinfer import __version__, typed_options
 from edgeinfer.agents import endpoint
-from edgeinfer.bench import MOST_STREAMS, Plan, Row, Sample, Side, Target, markdown, measure, rows
+from edgeinfer.bench import (
+    MOST_STREAMS,
+    MeasuredServer,
+    Plan,
+    Row,
+    Sample,
+    Target,
+    markdown,
+    measure,
+    rows,
+)
 from edgeinfer.cli.options import (
     add_attached_options,
     add_load_options,
@@ -144,7 +154,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         raise UsageError(f"--streams allows at most {MOST_STREAMS} concurrent answers")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [host.resolve(name) for name in options.models or [host.config.default_model]]
-    draft = requesting.load_options(options, host.config.load).draft
+    draft = typed_options.load_options(options, host.config.load).draft
     names = [host.files(ref, draft=draft).name for ref in models] + [
         target.label for target in options.against
     ]
@@ -154,11 +164,11 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
     with (
         stoppable("stopped"),
         StageProgress(sys.stderr, quiet=options.quiet) as progress,
-        _OwnServers(options) as servers,
+        _StartedEndpoints(options) as servers,
     ):
         targets = [*(servers.start(ref.text) for ref in models), *options.against]
         named = zip(names, targets, strict=True)
-        sides = [Side(name, target, servers.conversation, meter) for name, target in named]
+        sides = [MeasuredServer(name, target, servers.conversation, meter) for name, target in named]
         rounds, noise = asyncio.run(measure(sides, plan, progress.report))
         for number, samples in enumerate(rounds):
             for side, ref in zip(sides, models, strict=False):
@@ -175,7 +185,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
     )
 
 
-class _OwnServers:
+class _StartedEndpoints:
     """Endpoints started with the typed load options, which build no snapshot and count no usage.
 
     At the end they are stopped, and the cached prefixes of `conversation` are deleted.
@@ -187,7 +197,7 @@ class _OwnServers:
         self.conversation = f"bench-{secrets.token_hex(8)}"
         self._pids: dict[str, int] = {}
 
-    def __enter__(self) -> _OwnServers:
+    def __enter__(self) -> _StartedEndpoints:
         self._folder = tempfile.mkdtemp(prefix="edgeinfer-bench-")
         config = Path(self._folder) / "config.toml"
         with contextlib.suppress(FileNotFoundError):
@@ -222,7 +232,7 @@ class _OwnServers:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
 
-    def measure_start(self, model: str, side: Side) -> dict[str, Sample]:
+    def measure_start(self, model: str, side: MeasuredServer) -> dict[str, Sample]:
         """Stop an endpoint, then measure the time from exec to the first token: of `run`, and of the
         next turn in a conversation that the endpoint had cached before it was started again.
         """

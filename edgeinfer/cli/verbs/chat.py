@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.cli.options import (
@@ -111,19 +111,19 @@ def _plain(setup: ChatSetup) -> ChatResult:
 def _setup(options: argparse.Namespace, host: Host) -> ChatSetup:
     from edgeinfer.chat.startup import ChatSetup  # 100 ms in a cold process: numpy
 
-    sampling = requesting.typed_sampling(options)
+    sampling = typed_options.typed_sampling(options)
     if options.max_tokens:
         sampling["max_tokens"] = options.max_tokens
     config = host.config
     return ChatSetup(
         host=host,
         model=options.model or config.default_model,
-        options=requesting.load_options(options, config.load),
+        options=typed_options.load_options(options, config.load),
         config=config.chat,
         continue_last=options.continue_last,
         with_tools=options.tools,
         conversation=Conversation(
-            system_prompt=requesting.system_prompt(options.system or "", config), sampling=sampling
+            system_prompt=typed_options.system_prompt(options.system or "", config), sampling=sampling
         ),
     )
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer import __version__, error_text, requesting
+from edgeinfer import __version__, error_text, typed_options
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config, offline
@@ -267,7 +267,7 @@ def _larger_than_memory() -> list[Finding]:
     paths = [path for path in resolve(config.default_model).parts if path.is_file()]
     if not paths:
         return []
-    options = requesting.load_options(argparse.Namespace(), config.load)
+    options = typed_options.load_options(argparse.Namespace(), config.load)
     shape, plan = header_plan([gguf.check(path) for path in paths], options, machine)
     if not plan.from_disk:
         return []

@@ -111,10 +111,10 @@ class EvalResult(Result, frozen=True, kw_only=True):
         for n, (name, score) in enumerate(zip(self.candidates, self.scores, strict=True)):
             passed = f"{round(score.value * len(self.items))} of {len(self.items)}"
             interval = f"{score.low:.0%} – {score.high:.0%}"
-            rows.append([name, passed, f"{score.value:.0%}", interval, self.beside(n)])
+            rows.append([name, passed, f"{score.value:.0%}", interval, self.compare_with_first(n)])
         return rows
 
-    def beside(self, n: int) -> str:
+    def compare_with_first(self, n: int) -> str:
         """Describe the difference of candidate `n` from the first; "" for the first itself."""
         if not n:
             return ""

@@ -16,7 +16,7 @@ import msgspec
 
 from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import RemoteEndpoint
-from edgeinfer.agents.table import AGENTS, Agent, AgentTarget, find_program, run_agent
+from edgeinfer.agents.known_agents import AGENTS, Agent, AgentTarget, find_program, run_agent
 from edgeinfer.cli.options import add_load_option
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
@@ -87,14 +87,14 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     find_program(agent)  # fail before a model is loaded
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
-    recalling = threading.Thread(target=_recall, args=(agent, remote, model), daemon=True)
+    recalling = threading.Thread(target=_prefill_preamble, args=(agent, remote, model), daemon=True)
     recalling.start()
     target = AgentTarget(url=remote.url, model=model, n_ctx=n_ctx, key=remote.key or "none")
     status = run_agent(agent, target, options.arguments)
     return LaunchResult(agent=agent.name, model=model, status=status)
 
 
-def _recall(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
+def _prefill_preamble(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
     """Restore the system preamble from disk while the agent starts; a failure only costs time."""
     cwd = Path.cwd()
     is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))

@@ -72,7 +72,7 @@ class QuantizeResult(TimedResult, frozen=True, kw_only=True):
         return text
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedModel(msgspec.Struct, frozen=True):
     """A model of a comparison. Speeds are medians of three runs, in tokens per second.
 
     `divergence` and `same_top` as in `QuantizeResult`; None for the source.
@@ -90,7 +90,7 @@ class Compared(msgspec.Struct, frozen=True):
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
     """Quantizations compared with their source, which is the first; `evaluation` has the same order."""
 
-    models: list[Compared]
+    models: list[ComparedModel]
     evaluation: EvalResult
 
     def human(self) -> str:
@@ -100,7 +100,7 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
             loss = "-", "-"
             if model.divergence is not None:
                 loss = f"{model.divergence:.4f}", f"{model.same_top:.1%}"
-            score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.beside(n)
+            score = f"{self.evaluation.scores[n].value:.0%}", self.evaluation.compare_with_first(n)
             rows.append((model.name, format_bytes(model.size_bytes), *speeds, *loss, *score))
         notes = [
             f"KL: nats a token compared with {self.models[0].name}; score: {self.evaluation.set}, "
@@ -174,7 +174,7 @@ def _compare(
     for result in quantized:
         row = result.model.name, result.model.quantization, result.model.size_bytes
         rows.append((*row, result.divergence, result.same_top))
-    models = [Compared(*row, *_speed(row[0], host)) for row in rows]
+    models = [ComparedModel(*row, *_speed(row[0], host)) for row in rows]
     quiet = ["--quiet"] if options.quiet else []
     typed = ["eval", "basics", *(model.name for model in models), *quiet]
     evaluation = eval.run(build_parser("eval").parse_args(typed), host)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.chat.attachments import read, with_attachments
 from edgeinfer.cli.options import (
     SYSTEM,
@@ -43,7 +43,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.tracing import Span, generation_spans, start_spans, write
-from edgeinfer.tools.uses import ToolUse, call_messages, uses_of
+from edgeinfer.tools.tool_use import ToolUse, call_messages, uses_of
 from edgeinfer.units import format_ms
 
 if TYPE_CHECKING:
@@ -116,10 +116,10 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
     if options.tools and options.raw:
         message = "--raw sends the prompt unchanged, so it cannot offer tools"
         raise UsageError(message, hint="leave out --raw or --tools")
-    answer_fields = requesting.answer_fields(options)
-    system = options.system and requesting.system_prompt(options.system, host.config)
+    answer_fields = typed_options.answer_fields(options)
+    system = options.system and typed_options.system_prompt(options.system, host.config)
     try:
-        engine = host.engine(ref or model, requesting.load_options(options, host.config.load))
+        engine = host.engine(ref or model, typed_options.load_options(options, host.config.load))
     except UnknownModelError as error:
         quoted = 'put a prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
         raise UnknownModelError(
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         prompt=prompt if options.raw else None,
         pictures=pictures if options.raw else (),
         messages=() if options.raw else _turns(system, prompt, pictures),
-        sampling=requesting.sampling(options, engine.info.sampling),
+        sampling=typed_options.sampling(options, engine.info.sampling),
         max_tokens=options.max_tokens,
         **answer_fields,
     )
@@ -311,7 +311,7 @@ def _refuse_misspelt_model(word: str, host: Host) -> None:
 def _with_stdin(prompt: str) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
-    piped = requesting.read_text(sys.stdin.buffer, "stdin", errors="replace")
+    piped = typed_options.read_text(sys.stdin.buffer, "stdin", errors="replace")
     return f"{prompt}\n\n{piped}" if prompt and piped.strip() else prompt or piped
 
 

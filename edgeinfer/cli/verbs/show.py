@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.cli.options import add_load_option, add_model
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
@@ -362,7 +362,7 @@ def _memory(
     headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host, draft: Sequence[str]
 ) -> MemoryShown:
     machine = read_machine()
-    load_options = requesting.load_options(options, host.config.load)
+    load_options = typed_options.load_options(options, host.config.load)
     draft_headers = [gguf.check(Path(path)) for path in draft]
     shape, plan = header_plan(headers, load_options, machine, draft_headers)
     devices = _planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.cli.options import add_attached_options, add_load_options
 from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
@@ -210,7 +210,7 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
     name = options.model or receipt.model
     if not options.model and name.startswith(("/", ".", "~")):  # a receipt opens no files
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
-    load = requesting.load_options(options, host.config.load)
+    load = typed_options.load_options(options, host.config.load)
     if options.kv_type is None:
         load = msgspec.structs.replace(load, kv_type=receipt.kv_type)
     return host.engine(name, msgspec.structs.replace(load, is_counted=False))

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_model, add_quiet
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import TimedResult
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
     format.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
-    load_options = requesting.load_options(options, host.config.load)
+    load_options = typed_options.load_options(options, host.config.load)
     files = host.files(ref, draft=load_options.draft)
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
         model=ref.name,
         files=files,
         options=load_options,
-        system=requesting.system_prompt(options.system, host.config) or files.system_prompt,
+        system=typed_options.system_prompt(options.system, host.config) or files.system_prompt,
         given_name=options.name or _own_name(options.system, load_options),
     )
     progress = StageProgress(sys.stderr, quiet=options.quiet)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
     """Prefill system prompt and tools into the on-disk prefix cache; return the number of tokens."""
     from edgeinfer.tools.loop import ChatTools  # only for this option
-    from edgeinfer.tools.prefix import prefill_request, with_tools
+    from edgeinfer.tools.prompt_prefix import prefill_request, with_tools
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
         for notice in tools.prepare():

@@ -11,8 +11,8 @@ import msgspec
 from starlette.responses import Response
 
 from edgeinfer import __version__
+from edgeinfer.agents.known_agents import AGENTS
 from edgeinfer.agents.prompt_normalization import predict_prefix
-from edgeinfer.agents.table import AGENTS
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.verify import ReceiptCheck, Verification

@@ -34,7 +34,7 @@ from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web.render import Growing, render_turn
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.uses import Stop, ToolUse
+from edgeinfer.tools.tool_use import Stop, ToolUse
 
 if TYPE_CHECKING:
     from edgeinfer.tools.loop import Card, ChatTools
@@ -56,7 +56,7 @@ class _ShownCard:
     """A tool call's card that pages show, with the user's decision."""
 
     def __init__(self, card: Card, folder: str) -> None:
-        self.plain: dict[str, object] = {**card.plain(), "folder": folder, "number": next(_CARDS)}
+        self.plain: dict[str, object] = {**card.page_fields(), "folder": folder, "number": next(_CARDS)}
         self.decided: queue.SimpleQueue[Decision] = queue.SimpleQueue()
         self.is_decided = False
 

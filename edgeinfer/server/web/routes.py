@@ -414,7 +414,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
             session.back_to(session.turn(body.turn).id if body.turn else session.conversation.head_id)
             session.fork()
         else:
-            session.page(session.turn(body.turn).id, body.step)
+            session.show_alternative(session.turn(body.turn).id, body.step)
         return wire.Opened(id=session.conversation.id, note=note)
 
     return await all_conversations.change(conversation_id, work)
@@ -424,7 +424,7 @@ async def _tools_text(context: RequestContext) -> str:
     """List the tools by server; failed servers are asked again. Raises UsageError."""
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
-    return "\n".join([tools.text(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
+    return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
 
 
 WEB = Dialect(

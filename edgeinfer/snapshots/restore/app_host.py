@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from edgeinfer import requesting
+from edgeinfer import typed_options
 from edgeinfer.config.config_file import Config, LoadConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
 from edgeinfer.errors import (
@@ -254,7 +254,7 @@ class AppHost(Host):
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
         """Return whether options beyond the configuration are used for the first time; log it."""
         requested = snapshot_options(options)
-        usual = snapshot_options(requesting.load_options(argparse.Namespace(), self.config.load))
+        usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
         name = format.snapshot_name(model, requested)
         if requested == usual or name in format.generations():
             return False

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Literal
 
 from edgeinfer.chat.history.values import Turn
-from edgeinfer.tools.uses import ToolUse
+from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, style_line
-from edgeinfer.tui.drawing.markdown import Body
+from edgeinfer.tui.drawing.markdown import RenderedMarkdown
 
 #: A pasted question longer than this is folded to its first lines.
 _FOLD_LINES = 16
@@ -57,12 +57,16 @@ def _rows(text: str, width: int) -> int:
 class TurnEntry(Entry):
     """A turn. `page` is its number among its alternatives, and their count."""
 
-    def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1)) -> None:
+    def __init__(self, turn: Turn, alternative: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
         self.turn = turn
         self.turn_id = turn.id
-        self.page = page
+        self.alternative = alternative
         self.folded = True
+
+    @property
+    def _alternative_label(self) -> str:
+        return f"‹ {self.alternative[0]}/{self.alternative[1]} ›"
 
     def toggle(self) -> None:
         self.folded = not self.folded
@@ -83,11 +87,13 @@ class Question(TurnEntry):
             tokens = f" · {attached.tokens:,} tokens" if attached.tokens else ""
             rows += style_line(f"+ {clean(attached.name)}{tokens}", "attachment").fold(width - 2)
         drawn = [
-            row.put_under("question").prefix("  " if i else "❯ ", "prompt")
+            row.with_base_style("question").prefix("  " if i else "❯ ", "prompt")
             for i, row in enumerate(rows)
         ]
-        if self.page[1] > 1 and drawn:
-            drawn[0] = drawn[0].label_right(f"‹ {self.page[0]}/{self.page[1]} ›", "page", width)
+        if self.alternative[1] > 1 and drawn:
+            drawn[0] = drawn[0].label_right(
+                f"‹ {self.alternative[0]}/{self.alternative[1]} ›", "page", width
+            )
         cut = [] if self.turn.cut_summary is None else _cut_mark(self.turn.cut_summary, width)
         return cut + drawn
 
@@ -105,28 +111,30 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 class AnswerEntry(TurnEntry):
     """A model's turn. It grows by `grow` while it streams; `finish` draws it completely."""
 
-    def __init__(self, turn: Turn, page: tuple[int, int] = (1, 1), *, streaming: bool = False) -> None:
-        super().__init__(turn, page)
+    def __init__(
+        self, turn: Turn, alternative: tuple[int, int] = (1, 1), *, streaming: bool = False
+    ) -> None:
+        super().__init__(turn, alternative)
         self.streaming = streaming
         self.waiting = ""
-        self._body: Body | None = None
-        self._thought: Body | None = None
+        self._body: RenderedMarkdown | None = None
+        self._thought: RenderedMarkdown | None = None
 
     def grow(self, text: str, reasoning: str) -> None:
         """Append to the answer or its reasoning."""
         if self._body is None or self._thought is None:
-            self._body = Body(self.turn.content, max(self._width, 20) - 2)
-            self._thought = Body(self.turn.reasoning, max(self._width, 20) - 4)
+            self._body = RenderedMarkdown(self.turn.content, max(self._width, 20) - 2)
+            self._thought = RenderedMarkdown(self.turn.reasoning, max(self._width, 20) - 4)
         if text:
             self._body.append(text)
         if reasoning:
             self._thought.append(reasoning)
         self.invalidate()
 
-    def finish(self, turn: Turn, page: tuple[int, int]) -> None:
+    def finish(self, turn: Turn, alternative: tuple[int, int]) -> None:
         """Replace the answer by `turn`, and draw it completely."""
         self.turn = turn
-        self.page = page
+        self.alternative = alternative
         self.streaming = False
         self.waiting = ""
         self._body = self._thought = None
@@ -158,16 +166,16 @@ class AnswerEntry(TurnEntry):
             lines += self._foot(width, bool(lines))
         return lines
 
-    def _bodies(self, width: int) -> tuple[Body, Body]:
+    def _bodies(self, width: int) -> tuple[RenderedMarkdown, RenderedMarkdown]:
         if self._body is None or self._thought is None:
-            self._body = Body(self.turn.content, width - 2)
-            self._thought = Body(self.turn.reasoning, width - 4)
+            self._body = RenderedMarkdown(self.turn.content, width - 2)
+            self._thought = RenderedMarkdown(self.turn.reasoning, width - 4)
         if self._body.width != width - 2:
             self._body.redraw(width - 2)
             self._thought.redraw(width - 4)
         return self._body, self._thought
 
-    def _reasoning(self, thought: Body, answered: bool) -> list[Line]:
+    def _reasoning(self, thought: RenderedMarkdown, answered: bool) -> list[Line]:
         n_words = len(thought.source.split())
         verb = "Thinking" if self.streaming and not answered else "Thought"
         head = style_line(f"  {'▸' if self.folded else '▾'} {verb} · {n_words:,} words", "fold")
@@ -196,8 +204,8 @@ class AnswerEntry(TurnEntry):
         elif self.turn.cut_off_note:
             lines += style_line(f"◌ {self.turn.cut_off_note}", "dim").wrap(width - 2)
         lines = [line.prefix("  ") for line in lines]
-        if self.page[1] > 1:
-            lines.append(style_line(f"  ‹ {self.page[0]}/{self.page[1]} ›", "page"))
+        if self.alternative[1] > 1:
+            lines.append(style_line(f"  {self._alternative_label}", "page"))
         if not has_text and not lines:
             lines.append(style_line("  (empty answer)", "dim"))
         return [BLANK, *lines] if has_text and lines else lines

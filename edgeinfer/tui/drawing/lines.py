@@ -61,7 +61,7 @@ class Line(NamedTuple):
         inside = tuple(Span(a - start, b - start, style) for a, b, style in spans if a < b)
         return Line(piece, inside, self.fill)
 
-    def put_under(self, style: str) -> Line:
+    def with_base_style(self, style: str) -> Line:
         """Apply `style` below the line's own styles."""
         return self._replace(spans=(Span(0, len(self.text), style), *self.spans))
 
@@ -95,7 +95,7 @@ def style_line(text: str, style: str) -> Line:
     return Line(text, (Span(0, len(text), style),) if text else ())
 
 
-def hang(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
+def hanging_indent(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
     """Put `first` before the first line and as many blank cells before the others."""
     blank = " " * cell_len(first)
     return [

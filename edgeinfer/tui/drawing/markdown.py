@@ -12,7 +12,7 @@ from markdown_it.tree import SyntaxTreeNode
 from rich.cells import cell_len
 
 from edgeinfer.chat.markdown import GrowingMarkdown
-from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hang, style_line
+from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, hanging_indent, style_line
 
 #: Style by Pygments token name; other tokens look like plain code.
 _STYLES = {
@@ -95,7 +95,7 @@ _INLINE = {"em": "em", "strong": "strong", "s": "strike"}
 _BULLETS = ("•", "◦", "▪")
 
 
-class Drawer:
+class BlockRenderer:
     """Draws blocks and numbers their code blocks from `first_code` on."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
@@ -123,7 +123,7 @@ class Drawer:
                 return paragraph(node, width)
             case "heading":
                 level = min(int(node.tag[1:]), 3)
-                return [line.put_under(f"h{level}") for line in paragraph(node, width)]
+                return [line.with_base_style(f"h{level}") for line in paragraph(node, width)]
             case "fence" | "code_block":
                 self.next_code += 1
                 language = node.info.strip().split(" ")[0]
@@ -132,7 +132,7 @@ class Drawer:
                 return self._list(node, width, depth)
             case "blockquote":
                 inside = self._blocks(node.children, width - 2, depth)
-                return [line.put_under("quote").prefix("▎ ", "quote-bar") for line in inside]
+                return [line.with_base_style("quote").prefix("▎ ", "quote-bar") for line in inside]
             case "table":
                 return draw_table(node, width)
             case "hr":
@@ -154,7 +154,7 @@ class Drawer:
             inside = self._blocks(item.children, max(width - len(mark), 8), depth + 1, tight=tight)
             if lines and not tight:
                 lines.append(BLANK)
-            lines += hang(inside or [BLANK], mark, "bullet")
+            lines += hanging_indent(inside or [BLANK], mark, "bullet")
         return lines
 
 
@@ -262,7 +262,7 @@ def _row(
     return lines
 
 
-class Body:
+class RenderedMarkdown:
     """A document and its lines. Its settled blocks do not change when text is appended."""
 
     def __init__(self, source: str, width: int) -> None:
@@ -285,13 +285,13 @@ class Body:
     def _draw(self, text: str) -> None:
         settled, last = self._document.add(text)
         del self.lines[self._settled_lines :]
-        drawer = Drawer(self.width, self._settled_codes + 1)
+        renderer = BlockRenderer(self.width, self._settled_codes + 1)
         for block in settled:
-            self._add(drawer.draw(block))
+            self._add(renderer.draw(block))
         self._settled_lines = len(self.lines)
-        self._settled_codes = drawer.next_code - 1
+        self._settled_codes = renderer.next_code - 1
         for block in last:
-            self._add(drawer.draw(block))
+            self._add(renderer.draw(block))
 
     def _add(self, lines: list[Line]) -> None:
         if self.lines and lines:

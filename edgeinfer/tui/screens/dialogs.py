@@ -22,7 +22,7 @@ from edgeinfer.tui.textual_internals import keymap
 Answer = TypeVar("Answer")
 
 
-def sheet(title: str, keys: str, *, small: bool = False) -> Vertical:
+def dialog_frame(title: str, keys: str, *, small: bool = False) -> Vertical:
     """Return a screen's frame with its title, and its keys at the bottom."""
     frame = Vertical(classes="sheet -small" if small else "sheet")
     frame.border_title, frame.border_subtitle = title, keys
@@ -44,7 +44,7 @@ class ListScreen(ModalScreen[Answer]):
         return field
 
     @property
-    def at(self) -> int:
+    def selected_index(self) -> int:
         """Index of the selected row, -1 if there is none."""
         highlighted = self.query_one(OptionList).highlighted
         return -1 if highlighted is None else highlighted
@@ -52,7 +52,7 @@ class ListScreen(ModalScreen[Answer]):
     def action_step(self, by: int) -> None:
         listed = self.query_one(OptionList)
         if listed.option_count:
-            listed.highlighted = min(max(self.at + by, 0), listed.option_count - 1)
+            listed.highlighted = min(max(self.selected_index + by, 0), listed.option_count - 1)
 
 
 class ChoiceScreen(ModalScreen[str | None]):
@@ -67,7 +67,7 @@ class ChoiceScreen(ModalScreen[str | None]):
         self._choices = choices
 
     def compose(self) -> ComposeResult:
-        with sheet(self._title, "Enter takes · Esc leaves", small=True):
+        with dialog_frame(self._title, "Enter takes · Esc leaves", small=True):
             yield Static(self._text, classes="text", markup=False)
             yield OptionList(
                 *(
@@ -88,7 +88,7 @@ class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
 
     def compose(self) -> ComposeResult:
-        with sheet("Help", "↑↓ scroll · Esc leaves"):
+        with dialog_frame("Help", "↑↓ scroll · Esc leaves"):
             with VerticalScroll() as scroll:
                 yield Static("", id="help")
             scroll.can_focus = True

@@ -21,7 +21,7 @@ from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.models.fits import is_restricted
 from edgeinfer.models.progress import progress_text
 from edgeinfer.tui.bindings import bindings
-from edgeinfer.tui.screens.dialogs import ListScreen, sheet
+from edgeinfer.tui.screens.dialogs import ListScreen, dialog_frame
 from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ModelScreen(ListScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         title = "No model is here yet" if self.first else "Models"
-        with sheet(title, _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
+        with dialog_frame(title, _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
                 text = f"Enter fetches {self.requested} and starts the chat. Or pick another."
                 yield Static(text, classes="text first", markup=False)
@@ -134,7 +134,8 @@ class ModelScreen(ListScreen[str | None]):
 
     @property
     def selection(self) -> ModelChoice | None:
-        return self.rows[self.at] if 0 <= self.at < len(self.rows) else None
+        index = self.selected_index
+        return self.rows[index] if 0 <= index < len(self.rows) else None
 
     @on(OptionList.OptionHighlighted)
     def _detail(self) -> None:

@@ -20,7 +20,7 @@ from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 from edgeinfer.tui.drawing.lines import clean
-from edgeinfer.tui.screens.dialogs import ListScreen, sheet
+from edgeinfer.tui.screens.dialogs import ListScreen, dialog_frame
 
 
 class SessionScreen(ListScreen[int | None]):
@@ -39,7 +39,7 @@ class SessionScreen(ListScreen[int | None]):
         self.summaries: list[Summary] = []
 
     def compose(self) -> ComposeResult:
-        with sheet("Conversations", "Enter open · ^D delete · ^U undo"):
+        with dialog_frame("Conversations", "Enter open · ^D delete · ^U undo"):
             yield self.field("Search", self._query)
             yield OptionList(id="found")
 
@@ -68,7 +68,11 @@ class SessionScreen(ListScreen[int | None]):
 
     @property
     def selection(self) -> Summary | None:
-        return self.summaries[self.at] if 0 <= self.at < len(self.summaries) else None
+        return (
+            self.summaries[self.selected_index]
+            if 0 <= self.selected_index < len(self.summaries)
+            else None
+        )
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
@@ -103,7 +107,7 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
     title = clean(summary.title)
     title = title if len(title) <= room else title[: room - 1] + "…"
     head = Content.assemble(
-        (title, "bold"), (f"   {ago(now_ms - summary.updated_ms)} · {summary.length}", "dim")
+        (title, "bold"), (f"   {format_age(now_ms - summary.updated_ms)} · {summary.length}", "dim")
     )
     if not summary.snippet:
         return head
@@ -118,7 +122,7 @@ def _snippet(text: str) -> Content:
     return Content.assemble(*parts)
 
 
-def ago(ms: int) -> str:
+def format_age(ms: int) -> str:
     """Return the time since then: `now`, `5 min`, `3 h` or `12 d`."""
     minutes = ms // 60_000
     if minutes < 1:

@@ -18,7 +18,7 @@ from other_processes import has_ended, wait_until
 
 from edgeinfer.agents import endpoint
 from edgeinfer.agents.endpoint import RemoteEndpoint
-from edgeinfer.agents.table import AGENTS, AgentTarget, agent_of
+from edgeinfer.agents.known_agents import AGENTS, AgentTarget, agent_of
 from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
 
@@ -83,7 +83,7 @@ def test_foreign_listener_is_sent_nothing(stranger):
         listener = socket.create_server(("127.0.0.1", 0))
     with listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert endpoint.look_at(url, "secret-key-0123456789") is None
+        assert endpoint.probe(url, "secret-key-0123456789") is None
         with pytest.raises(ServeError, match="another user"):
             RemoteEndpoint(url=url, model="m", key="secret-key-0123456789").request("GET", "/props")
         for _ in range(2):
@@ -106,7 +106,7 @@ def test_health_is_requested_without_the_key(serve):
     thread.start()
     with listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert endpoint.look_at(url, "secret-key-0123456789") is None
+        assert endpoint.probe(url, "secret-key-0123456789") is None
         thread.join(20)
     assert received[0].startswith(b"GET /health ")
     assert b"secret" not in received[0]
