@@ -300,9 +300,9 @@ class MeasuredServer:
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
         """Send all requests concurrently; return the answers, and the energy used (J)."""
         if self._meter:
-            self._meter.used()
+            self._meter.read_joules()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
-        return answers, self._meter.used() if self._meter else None
+        return answers, self._meter.read_joules() if self._meter else None
 
     async def round(self, plan: Plan) -> dict[str, Sample]:
         """Measure every test once. Raises ServeError."""

@@ -87,8 +87,8 @@ class Host:
     ) -> None:
         self.start = start or Start(reason="started without the launcher")
         self._config = config
-        self._cache_report = process_metadata.Note(process_metadata.CACHE_REPORT)
-        self._replicas = process_metadata.Note(process_metadata.REPLICAS)
+        self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
+        self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
         # the time since exec is this process's processor time: it has hardly waited
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 

@@ -20,7 +20,7 @@ import msgspec
 
 from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
-from edgeinfer.platform.process import start_dying
+from edgeinfer.platform.process import start_child
 
 #: Limit (s) of /health, which an edgeinfer endpoint answers immediately.
 _HEALTH_S = 5.0
@@ -131,7 +131,7 @@ def start(
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        start_process = start_dying if dies_with_parent else subprocess.Popen
+        start_process = start_child if dies_with_parent else subprocess.Popen
         process = start_process(
             command,
             env=environment,

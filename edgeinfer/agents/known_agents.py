@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.platform.process import start_dying
+from edgeinfer.platform.process import start_child
 
 #: Name of this provider in agents that need one.
 PROVIDER = "edgeinfer"
@@ -283,7 +283,7 @@ def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> in
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return start_dying(command, signal.SIGTERM, env={**os.environ, **environment})
+        return start_child(command, signal.SIGTERM, env={**os.environ, **environment})
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
 

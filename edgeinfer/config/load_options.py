@@ -239,7 +239,7 @@ def snapshot_options(options: object) -> dict[str, str]:
     }
 
 
-def differing(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
+def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
     """Return the first wanted option that is neither in `requested` nor in `actual`, or ""."""
     for name, value in wanted.items():
         if value not in (requested.get(name), actual.get(name)):
@@ -247,9 +247,9 @@ def differing(wanted: dict[str, str], requested: dict[str, str], actual: dict[st
     return ""
 
 
-def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return `differing`, or the first `exact` option that only the snapshot has; "" if none."""
-    if adapters := differing(wanted, requested, actual):
+def first_mismatch(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
+    """Return `first_difference`, or the first `exact` option that only the snapshot has; "" if none."""
+    if adapters := first_difference(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)
     unrequested = (
@@ -262,7 +262,7 @@ def unmet(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, s
     return next(unrequested, "")
 
 
-def check(options: object) -> None:
+def refuse_out_of_range(options: object) -> None:
     """Raise ValueError for the first field of `options` that is out of range."""
     for option in LOAD_OPTIONS:
         option.parse(str(getattr(options, option.field)))

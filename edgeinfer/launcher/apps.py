@@ -25,9 +25,13 @@ class LaunchedApp:
     """A running app, its supervisor and link. `fds`, of its request, are for a later cold start."""
 
     def __init__(
-        self, child: supervise.Child, link: _socket.socket, request: LaunchRequest, fds: list[int]
+        self,
+        supervisor: supervise.Supervisor,
+        link: _socket.socket,
+        request: LaunchRequest,
+        fds: list[int],
     ) -> None:
-        self.child = child
+        self.supervisor = supervisor
         self.link = link
         self.request = request
         self.fds = fds
@@ -54,7 +58,7 @@ class Apps:
         self._exec_ns = exec_ns
         self._main_ns = main_ns
 
-    def reset_clock(self) -> None:
+    def measure_from_now(self) -> None:
         """Measure the next app's launch from now."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
@@ -64,17 +68,17 @@ class Apps:
         """Resume if requested and possible, otherwise start cold. Raises `selection.find`'s errors."""
         if choice.resume == "never":
             reason = EdgeInferError("you asked for a cold start (--resume=never)")
-            return self.cold(request, fds, reason)
+            return self.start_cold(request, fds, reason)
         try:
             folder, manifest = choice.find()
-            return self.resume(choice, folder, manifest, request, fds)
+            return self.start_resumed(choice, folder, manifest, request, fds)
         except EdgeInferError as error:
             if choice.resume == "always":
                 raise
             reason = error
         except OSError as error:
             reason = EdgeInferError(f"the snapshot could not be resumed: {error}")
-        return self.cold(request, fds, reason, hint_for(reason, choice))
+        return self.start_cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
         """Start the app of the verb. Raises what `start` raises."""
@@ -95,7 +99,7 @@ class Apps:
             messages.send(app.link, messages.WorkerStarted(), [client_link.fileno()])
         client_link.close()
 
-    def resume(
+    def start_resumed(
         self,
         choice: selection.LaunchChoice,
         folder: str,
@@ -106,16 +110,16 @@ class Apps:
         """Begin to restore an app from this snapshot. Raises OSError."""
         link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
-        child = supervise.resume(manifest, folder, app_link.fileno())
+        supervisor = supervise.resume(manifest, folder, app_link.fileno())
         app_link.close()
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
-        app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
+        app = self._send_request(LaunchedApp(supervisor, link, request, fds), spawn_ns)
         # record the last use: the least recently used snapshots are pruned
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
-    def cold(
+    def start_cold(
         self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
         """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
@@ -123,25 +127,25 @@ class Apps:
         spawn_ns = time.monotonic_ns()
         link_fd = app_link.fileno()
         command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
-        child = supervise.start(command, link_fd, dict(os.environ))
+        supervisor = supervise.start(command, link_fd, dict(os.environ))
         app_link.close()
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = error.message, hint
-        app = self._adopt(LaunchedApp(child, link, request, fds), spawn_ns)
-        self.close_carried(app)
+        app = self._send_request(LaunchedApp(supervisor, link, request, fds), spawn_ns)
+        self.close_sent_descriptors(app)
         return app
 
-    def close_carried(self, app: LaunchedApp) -> None:
+    def close_sent_descriptors(self, app: LaunchedApp) -> None:
         """Close the descriptors that a worker has received; a verb's next app needs them."""
         if app.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
             del app.fds[3:]
 
-    def _adopt(self, app: LaunchedApp, spawn_ns: int) -> LaunchedApp:
+    def _send_request(self, app: LaunchedApp, spawn_ns: int) -> LaunchedApp:
         """Poll a new app, and send it its request."""
         self.running.append(app)
-        self._poll.register(app.child.status_fd, select.POLLIN)
+        self._poll.register(app.supervisor.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
         request, is_verb = app.request, app.role == "verb"
         process_env.describe(request)
@@ -159,14 +163,14 @@ class Apps:
         quietly(messages.send, app.link, request, fds)
         return app
 
-    def forget(self, app: LaunchedApp) -> None:
+    def drop(self, app: LaunchedApp) -> None:
         """Drop an app that has ended, and reap its supervisor."""
         self.running.remove(app)
-        self._poll.unregister(app.child.status_fd)
+        self._poll.unregister(app.supervisor.status_fd)
         quietly(self._poll.unregister, app.link.fileno())
-        os.close(app.child.status_fd)
+        os.close(app.supervisor.status_fd)
         app.link.close()
-        quietly(os.waitpid, app.child.pid, 0)
+        quietly(os.waitpid, app.supervisor.pid, 0)
 
 
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:

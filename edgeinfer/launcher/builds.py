@@ -29,7 +29,7 @@ class Builds:
         self._poll = poll
         self._wanted: dict[str, str] = {}
         self._builds: dict[int, int] = {}
-        self._now = 0
+        self._warm_pid = 0
 
     def want(self, request: messages.WantSnapshot) -> None:
         """Record a snapshot that would have helped this launch, or build it immediately."""
@@ -62,22 +62,22 @@ class Builds:
         os.waitpid(pid, 0)
         return True
 
-    def start_now(self, argv: tuple[str, ...], fds: list[int]) -> None:
+    def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
         """Run `edgeinfer warm` outside the app's namespaces; its output goes to `fds`."""
-        self.stop_now()
-        self._now = _start(["warm", *argv], fds, (1, 2))
+        self.stop_warm()
+        self._warm_pid = _start(["warm", *argv], fds, (1, 2))
 
-    def take(self, argv: tuple[str, ...], fds: list[int]) -> None:
+    def start_take(self, argv: tuple[str, ...], fds: list[int]) -> None:
         """Run `edgeinfer snapshots take` for this launch; its JSON goes to the first of `fds`."""
         command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
         self.watch(_start([*command, *argv], fds, (1,)))
 
-    def stop_now(self) -> None:
+    def stop_warm(self) -> None:
         """Stop the `warm` that an app requested, if it still runs."""
-        if self._now:
-            quietly(os.kill, self._now, _signal.SIGINT)
-            quietly(os.waitpid, self._now, 0)
-            self._now = 0
+        if self._warm_pid:
+            quietly(os.kill, self._warm_pid, _signal.SIGINT)
+            quietly(os.waitpid, self._warm_pid, 0)
+            self._warm_pid = 0
 
 
 def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
@@ -86,7 +86,7 @@ def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
     def prepare() -> None:
         process.die_with_parent()
         os.setsid()
-        process.silence()
+        process.redirect_to_null()
         for stream in streams:
             os.dup2(fds[0], stream)
 
@@ -101,7 +101,7 @@ def detach(module: str, *arguments: str) -> int:
 
     def prepare() -> None:
         os.setsid()
-        process.silence()
+        process.redirect_to_null()
         process.close_all_but()
         for number in supervise.FORWARDED:
             _signal.signal(number, _signal.SIG_DFL)

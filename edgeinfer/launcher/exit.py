@@ -40,7 +40,7 @@ def fail(error: EdgeInferError) -> NoReturn:
     os._exit(error_text.exit_code(error))
 
 
-def die_of(number: int) -> NoReturn:
+def end_by_signal(number: int) -> NoReturn:
     """End by this signal, so that the parent process sees how the app ended."""
     _signal.signal(number, _signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -99,10 +99,10 @@ class Terminal:
         except OSError:
             pass
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the modes and the screen after an app that died without doing so."""
         if self._fd is not None and self._modes is not None:
-            _put_back(self._fd, self._modes)
+            _restore(self._fd, self._modes)
 
 
 def _modes_of(fd: int) -> list[object] | None:
@@ -114,7 +114,7 @@ def _modes_of(fd: int) -> list[object] | None:
         return None
 
 
-def _put_back(fd: int, modes: list[object]) -> None:
+def _restore(fd: int, modes: list[object]) -> None:
     """Restore the modes and the screen. Never raises."""
     import termios
 
@@ -128,14 +128,14 @@ def _put_back(fd: int, modes: list[object]) -> None:
 def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
     for number in _SIGNALS:
         _signal.signal(number, _signal.SIG_IGN)
-    process.silence(fd)
+    process.redirect_to_null(fd)
     if not os.read(read_fd, 1):
         time.sleep(_DYING_S)
-        _mend(fd, modes)
+        _restore_after_death(fd, modes)
     sys.exit(0)
 
 
-def _mend(fd: int, modes: list[object]) -> None:
+def _restore_after_death(fd: int, modes: list[object]) -> None:
     """Restore modes and screen, or only the screen if a shell has already set its own modes."""
     import termios
 
@@ -143,4 +143,4 @@ def _mend(fd: int, modes: list[object]) -> None:
     if now[3] & termios.ISIG:  # the app reads signal keys as input; shells do not
         os.write(fd, RESTORE)
     else:
-        _put_back(fd, modes)
+        _restore(fd, modes)

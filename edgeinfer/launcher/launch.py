@@ -72,7 +72,7 @@ class Launcher:
             for app in apps:
                 if app not in self._apps.running:
                     continue
-                if fd == app.child.status_fd:
+                if fd == app.supervisor.status_fd:
                     self._read_supervisor(app)
                 elif fd == app.link.fileno():
                     self._read_app(app)
@@ -83,12 +83,12 @@ class Launcher:
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
             if app.role == "verb" or number == _signal.SIGCONT:
-                quietly(os.kill, app.child.pid, number)
+                quietly(os.kill, app.supervisor.pid, number)
         if self._main is None and number in exit.ASKED_TO_END:
-            exit.die_of(number)
+            exit.end_by_signal(number)
 
     def _read_supervisor(self, app: LaunchedApp) -> None:
-        data = os.read(app.child.status_fd, 4096)
+        data = os.read(app.supervisor.status_fd, 4096)
         app.report += data
         *lines, app.report = app.report.split(b"\n")
         for line in lines:
@@ -99,7 +99,7 @@ class Launcher:
     def _handle_report(self, app: LaunchedApp, line: str) -> None:
         event, _, detail = line.partition(" ")
         if event == "restored":
-            self._apps.close_carried(app)
+            self._apps.close_sent_descriptors(app)
         elif event == "stopped" and app is self._main:
             self._stop()
         elif event == "failed":
@@ -117,7 +117,7 @@ class Launcher:
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
         """Start cold with the same request after CRIU failed to restore the snapshot."""
-        self._apps.forget(app)
+        self._apps.drop(app)
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", reason)
             return
@@ -125,12 +125,14 @@ class Launcher:
             hint = "build it again: `edgeinfer warm`"
             exit.fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
-        cold_app = self._apps.cold(app.request, app.fds, error, hint_for(error, self._apps.choice))
+        cold_app = self._apps.start_cold(
+            app.request, app.fds, error, hint_for(error, self._apps.choice)
+        )
         if app is self._main:
             self._main = cold_app
 
     def _handle_end(self, app: LaunchedApp, ending: str) -> None:
-        self._apps.forget(app)
+        self._apps.drop(app)
         if app is self._main:
             self._finish(app, ending)
 
@@ -146,11 +148,11 @@ class Launcher:
         elif isinstance(message, messages.StartWorker):
             self._apps.start_worker(app, message)
         elif isinstance(message, messages.WarmNow):
-            self._builds.start_now(message.argv, fds)
+            self._builds.start_warm(message.argv, fds)
         elif isinstance(message, messages.StopWarming):
-            self._builds.stop_now()
+            self._builds.stop_warm()
         elif isinstance(message, messages.TakeSnapshot):
-            self._builds.take(message.argv, fds)
+            self._builds.start_take(message.argv, fds)
         elif isinstance(message, messages.WantSnapshot):
             self._builds.want(message)
 
@@ -162,7 +164,7 @@ class Launcher:
         number = int(text)
         crashed = event == "signal" or number == exit.UNEXPECTED
         if crashed:
-            self._terminal.put_back()
+            self._terminal.restore()
         if crashed and self._serves and not self._asked_to_end:
             self._restart(app, ending)
             return
@@ -175,7 +177,7 @@ class Launcher:
             self._leave(128 + number)
             return
         self._terminal.dismiss_guard()
-        exit.die_of(number)
+        exit.end_by_signal(number)
 
     def _restart(self, app: LaunchedApp, ending: str) -> None:
         alive_s = time.monotonic() - app.started_s
@@ -186,7 +188,7 @@ class Launcher:
         self._main = None
         if wait_s:
             time.sleep(wait_s)
-        self._apps.reset_clock()
+        self._apps.measure_from_now()
         self._main = self._apps.start_verb()
 
     def _leave(self, code: int) -> None:

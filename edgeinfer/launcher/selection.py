@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, differing, unmet
+from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, first_difference, first_mismatch
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
@@ -64,10 +64,10 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
                 options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
-    models = {format.model_part(name) for name in format.generations()}
+    models = {format.model_prefix_of(name) for name in format.generations()}
     if warm := _warm(line.first_word, models):
         model = warm
-    elif format.part_of(model) not in models:  # without a snapshot, the error names this model
+    elif format.model_prefix(model) not in models:  # without a snapshot, the error names this model
         model = line.named_model or model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -75,7 +75,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 def _warm(word: str, models: set[str]) -> str:
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    return next((name for name in spellings if name and format.part_of(name) in models), "")
+    return next((name for name in spellings if name and format.model_prefix(name) in models), "")
 
 
 def read_config() -> dict[str, Any]:
@@ -101,7 +101,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """
     root, has_others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
-    names = [name for name in all_of if format.model_part(name) == format.part_of(model)]
+    names = [name for name in all_of if format.model_prefix_of(name) == format.model_prefix(model)]
     if names:
         _refuse_unsafe(root)
     candidates: list[tuple[bool, str, str, format.Manifest]] = []
@@ -113,10 +113,10 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
         except EdgeInferError as error:
             refused = error
             continue
-        if format.is_given(manifest.name, manifest.model, manifest.requested):
+        if format.has_user_name(manifest.name, manifest.model, manifest.requested):
             continue
         has_others = True
-        if not unmet(options, manifest.requested, manifest.actual):
+        if not first_mismatch(options, manifest.requested, manifest.actual):
             exact = manifest.requested == options
             candidates.append((exact, format.generation_of(folder), folder, manifest))
     for _, _, folder, manifest in sorted(candidates, key=lambda item: item[:2], reverse=True):
@@ -144,7 +144,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     name = matching[0]
     _refuse_unsafe(root)
     manifest = format.read_manifest(all_of[name][0])
-    field = differing(options, manifest.requested, manifest.actual)
+    field = first_difference(options, manifest.requested, manifest.actual)
     if field:
         had = manifest.requested.get(field) or manifest.actual.get(field, "none")
         raise SnapshotMissingError(

@@ -33,14 +33,16 @@ FORWARDED = (
 _LOG_BYTES = 4000
 
 
-class Child:
+class Supervisor:
     """The supervisor of a running app: its pid, and the pipe on which it reports."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid, self.status_fd = pid, status_fd
 
 
-def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S) -> Child:
+def resume(
+    manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S
+) -> Supervisor:
     """Begin to restore a snapshot with the link `link_fd`; the pipe reports the end.
 
     A restore that takes more than `limit_s` seconds is ended. Raises OSError.
@@ -70,10 +72,10 @@ def resume(manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RE
         _main(work, status_write, keep=(status_write, link_fd, wake_read))
     for fd in (status_write, wake_read, wake_write):
         os.close(fd)
-    return Child(pid, status_read)
+    return Supervisor(pid, status_read)
 
 
-def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Child:
+def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Supervisor:
     """Start a cold app: a new interpreter with the link at `link_fd`. Raises OSError."""
     status_read, status_write = os.pipe()
 
@@ -91,7 +93,7 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Chil
     if pid == 0:
         _main(work, status_write, keep=(status_write, link_fd))
     os.close(status_write)
-    return Child(pid, status_read)
+    return Supervisor(pid, status_read)
 
 
 def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...]) -> NoReturn:
@@ -102,7 +104,7 @@ def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...
         process.die_with_parent()
         os.setsid()
         _signal.set_wakeup_fd(-1)
-        process.silence()
+        process.redirect_to_null()
         process.close_all_but(*keep)
         work(tell)
     except BaseException as error:  # noqa: BLE001  the main of a process

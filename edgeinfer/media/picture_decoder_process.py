@@ -26,7 +26,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from edgeinfer.platform.confinement import allow_computing_alone
+from edgeinfer.platform.confinement import allow_only_computation
 from edgeinfer.platform.process import die_with_parent
 
 #: Limits of the process: address space and CPU time. A picture of `MAX_PIXELS` takes about 400 MB.
@@ -72,7 +72,7 @@ def limit(cpu_s: int) -> None:
         (resource.RLIMIT_NOFILE, 0),
     ):
         resource.setrlimit(limited, (most, most))
-    allow_computing_alone()
+    allow_only_computation()
 
 
 def _decode(data: bytes, kind: str) -> Image.Image:

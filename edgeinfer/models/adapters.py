@@ -21,7 +21,7 @@ from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress
 from edgeinfer.models.pull import PullOptions, fetch_first_working
 from edgeinfer.models.pull_plan import plan_pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.store import changing
+from edgeinfer.models.store import locked_work_folder
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import sync
 
@@ -36,7 +36,7 @@ class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
     n_tensors: int
 
 
-def place(name: str) -> Path:
+def adapter_path(name: str) -> Path:
     """Return the file of a pulled adapter; it need not exist."""
     return paths.adapters_dir() / f"{names.model_name(name)}.gguf"
 
@@ -83,22 +83,22 @@ def pull_adapter(
     if len(base_files) > 1:
         problem = f"{base} is split into {len(base_files)} files; a base must be one file"
         raise ConversionError(problem, hint="name another quantization of it: `--base MODEL:TYPE`")
-    header = gguf.check(base_files[0])
-    todo = plan_pull(text, load_catalog(), options.name)
-    planned = todo.ref.name
-    source = todo.candidates[0][0]
+    header = gguf.read_model_header(base_files[0])
+    plan = plan_pull(text, load_catalog(), options.name)
+    planned = plan.ref.name
+    source = plan.candidates[0][0]
     if isinstance(source, sources.HubQuant):  # an adapter has no quantization
         planned = source.repo.replace("/", ".").lower()
     ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)
     paths.private_dir(paths.adapters_dir())
-    with changing(ref, FETCHED_IS_KEPT, ".adapter") as work:
-        fetched, _ = fetch_first_working(todo, work, job, options)
+    with locked_work_folder(ref, FETCHED_IS_KEPT, ".adapter") as work:
+        fetched, _ = fetch_first_working(plan, work, job, options)
         target = work / "adapter.gguf.part"
         first = fetched[0].path
         folder = first if first.is_dir() else link_files(fetched, work / "adapter")
         convert_adapter(folder, header, base, target)
         sync(target)
-        os.replace(target, place(ref.name))
+        os.replace(target, adapter_path(ref.name))
         shutil.rmtree(work, ignore_errors=True)
-    return _describe(place(ref.name))
+    return _describe(adapter_path(ref.name))

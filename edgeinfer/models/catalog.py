@@ -27,7 +27,7 @@ from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
 #: Keys of a shipped model that describe its bytes; dropped if the user gives other sources.
-_OF_THE_BYTES = ("sha256", "size-bytes", "file-name")
+_FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
 #: Mean bits per weight of whole files by type: embeddings and output often have a larger type.
 _BITS_PER_WEIGHT = {
@@ -181,7 +181,7 @@ class Catalog(msgspec.Struct, frozen=True):
         return self.models.get(name)
 
 
-def nearest(name: str, candidates: Any) -> str | None:
+def similar_names_hint(name: str, candidates: Any) -> str | None:
     """Return a hint with those `candidates` that are nearest to `name`, or None."""
     names = list(dict.fromkeys(candidates))
     near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
@@ -208,7 +208,7 @@ def load_catalog(user: Path | None = None) -> Catalog:
     for name, table in _read(user).items() if user.exists() else ():
         shipped = tables.get(name, {})
         if "sources" in table:
-            shipped = {key: value for key, value in shipped.items() if key not in _OF_THE_BYTES}
+            shipped = {key: value for key, value in shipped.items() if key not in _FILE_KEYS}
         tables[name] = shipped | table
         origin[name] = user
     places_of = {name: f'{path}: model "{name}"' for name, path in origin.items()}
@@ -258,9 +258,9 @@ def _check(model: Model) -> None:
     ):
         raise UsageError("a source with http: is not encrypted; use its https: address")
     if model.sha256:
-        names.digest(model.sha256)
+        names.parse_digest(model.sha256)
     if model.file_name:
-        names.file_name(model.file_name)
+        names.check_file_name(model.file_name)
     for key in ("parameters", "active-parameters"):
         count = getattr(model, key.replace("-", "_"))
         if count and not _PARAMETERS.fullmatch(count):

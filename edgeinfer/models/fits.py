@@ -51,7 +51,7 @@ _SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
 _CARD_BYTES_PER_S, _CARD_SHARE = 150e9, 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
 #: Chat models offered on a first run, the best first.
-_OFFERED = """
+_FIRST_RUN_MODELS = """
     qwen3-30b-a3b-instruct-2507 phi-4 qwen3-4b-instruct-2507 llama-3.2-3b-instruct
     smollm2-1.7b-instruct llama-3.2-1b-instruct lfm2-700m lfm2-350m
 """.split()
@@ -171,14 +171,16 @@ def fit(
     if memory.total_bytes and needed > memory.total_bytes * _MEMORY_SHARE:
         group = "embedding" if group == "embedding" else "too big"
         room = int(memory.total_bytes * _MEMORY_SHARE)
-        speed = _pace_from_disk(size_bytes, active_share, room, speed)
+        speed = _tokens_per_s_from_disk(size_bytes, active_share, room, speed)
         why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
     elif needed > memory.available_bytes:
         shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
     return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
 
 
-def _pace_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
+def _tokens_per_s_from_disk(
+    size_bytes: int, active_share: float, room_bytes: int, speed: float
+) -> float:
     """Return the tokens/s (at most `speed`) of a model larger than its `room_bytes` of memory.
 
     For a mixture of experts, half of the weights read per token are assumed to be experts.
@@ -245,7 +247,7 @@ def first_run_choices() -> list[FirstRunChoice]:
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
-    for model in map(estimator.catalog.models.__getitem__, (*_OFFERED, DEFAULT_MODEL)):
+    for model in map(estimator.catalog.models.__getitem__, (*_FIRST_RUN_MODELS, DEFAULT_MODEL)):
         figures = estimator.fit_of(model)
         is_comfortable = figures.group == "comfortable" and not figures.shortage
         if is_comfortable or model.name == DEFAULT_MODEL:
@@ -310,6 +312,8 @@ def refuse_unfit_draft(model: ModelRef, draft: str) -> None:
     if not model.parts or not model.parts[0].is_file():
         return  # resolving the model itself gives a better error
     paths = (files.paths[0], model.parts[0])
-    problem = draft_problem(*(header_shape([gguf.check(path, vocabulary=False)]) for path in paths))
+    problem = draft_problem(
+        *(header_shape([gguf.read_model_header(path, vocabulary=False)]) for path in paths)
+    )
     if problem:
         raise ModelLoadError(f"{draft} cannot draft for {model.name}: {problem}", hint=UNFIT_DRAFT_HINT)

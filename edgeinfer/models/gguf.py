@@ -250,7 +250,7 @@ def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = F
     return _Walker(view, name, vocabulary).header()
 
 
-def check(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
+def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
     """Read and check the header of a model for llama.cpp. Raises InvalidGgufError."""
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:

@@ -80,7 +80,7 @@ def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
-        can_see=bool(projector or model.projector or projectors.beside(model.paths[0])),
+        can_see=bool(projector or model.projector or projectors.in_folder_of(model.paths[0])),
     )
 
 

@@ -53,12 +53,12 @@ def parse_reference(text: str) -> Reference:
     return Reference(model_name(name.lower()), quant.upper())
 
 
-def folder(ref: Reference) -> Path:
+def pulled_folder(ref: Reference) -> Path:
     """Return the folder of a pulled model; it need not exist."""
     return paths.models_dir() / ref.folder
 
 
-def digest(text: str) -> str:
+def parse_digest(text: str) -> str:
     """Parse a SHA-256 in hexadecimal, with or without `sha256:`. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
@@ -66,7 +66,7 @@ def digest(text: str) -> str:
     return plain
 
 
-def file_name(text: str) -> str:
+def check_file_name(text: str) -> str:
     """Return the last component of `text`. Raises UsageError if it is not a safe file name."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
@@ -77,7 +77,7 @@ def file_name(text: str) -> str:
 def sanitize_file_name(text: str) -> str:
     """Make a path's or URL's last component a safe file name. Raises UsageError if none is left."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
-    return file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
+    return check_file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
 
 def is_path(text: str) -> bool:

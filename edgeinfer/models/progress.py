@@ -102,7 +102,7 @@ class Job:
         self._marks.append((time.monotonic(), done))
         self._report()
 
-    def at(self, done: int, total: int | None = None) -> None:
+    def report(self, done: int, total: int | None = None) -> None:
         """Report `done` bytes of the stage. Raises InterruptedByUser once cancelled."""
         self.check()
         now = time.monotonic()
@@ -131,7 +131,7 @@ class Job:
             raise InterruptedByUser(f"stopped; {FETCHED_IS_KEPT}", hint=hint)
 
     @contextmanager
-    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+    def call_on_cancel(self, wake: Callable[[], None]) -> Iterator[None]:
         """Call `wake` from another thread if the task is cancelled during the block."""
         if not self._cancellable:
             yield

@@ -39,7 +39,7 @@ def is_projector(file_name: str) -> bool:
     return "mmproj" in file_name.lower() and file_name.lower().endswith(".gguf")
 
 
-def beside(model: Path) -> list[Path]:
+def in_folder_of(model: Path) -> list[Path]:
     """List the projectors in the model's folder, by name."""
     try:
         return sorted(path for path in model.parent.iterdir() if is_projector(path.name))
@@ -49,7 +49,7 @@ def beside(model: Path) -> list[Path]:
 
 def check(path: str | Path) -> GgufHeader:
     """Read and check a projector's header for llama.cpp. Raises InvalidGgufError."""
-    header = gguf.check(path, vocabulary=False)
+    header = gguf.read_model_header(path, vocabulary=False)
     if header.architecture != _ARCHITECTURE:
         problem = f"{path} is not a projector: architecture {header.architecture!r}"
         raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
@@ -82,7 +82,7 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
         raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
 
 
-def fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
+def find_fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
     """Return the smallest valid projector that fits the model, or ""."""
     projectors = []
     for path in candidates:

@@ -21,8 +21,8 @@ from edgeinfer.models.converting.checkpoint_files import DIRECT
 from edgeinfer.models.fetching.fetch import fetch
 from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
-from edgeinfer.models.pull_plan import Fetched, PullPlan, plan_pull
-from edgeinfer.models.store import PulledModel, changing
+from edgeinfer.models.pull_plan import FetchedFile, PullPlan, plan_pull
+from edgeinfer.models.store import PulledModel, locked_work_folder
 from edgeinfer.platform.disk import sha256_of
 
 
@@ -54,18 +54,18 @@ def pull(
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.retry_policy)
-    todo = _in_type(plan_pull(text, load_catalog(), options.name), options.quantize)
+    plan = _with_type(plan_pull(text, load_catalog(), options.name), options.quantize)
     if options.sha256:
-        todo = msgspec.structs.replace(todo, sha256=names.digest(options.sha256), size_bytes=0)
-    with changing(todo.ref, FETCHED_IS_KEPT) as work:
-        pulled = None if options.again else _already_here(todo, job)
-        if pulled is not None and (not options.sha256 or pulled.sha256 == todo.sha256):
+        plan = msgspec.structs.replace(plan, sha256=names.parse_digest(options.sha256), size_bytes=0)
+    with locked_work_folder(plan.ref, FETCHED_IS_KEPT) as work:
+        pulled = None if options.again else _find_unchanged(plan, job)
+        if pulled is not None and (not options.sha256 or pulled.sha256 == plan.sha256):
             _refuse_other_type(pulled, options.quantize)
             return pulled
-        fetched, source = fetch_first_working(todo, work, job, options)
-        if fetched[0].checkpoint and not todo.quantize:
-            todo = _in_type(todo, _named_type(todo))
-        return _publish(todo, fetched, source, work, job)
+        fetched, source = fetch_first_working(plan, work, job, options)
+        if fetched[0].checkpoint and not plan.quantize:
+            plan = _with_type(plan, _type_in_source(plan))
+        return _publish(plan, fetched, source, work, job)
 
 
 def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
@@ -75,22 +75,22 @@ def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
         raise UsageError(f"{pulled.name} is here already, in {pulled.quantization}", hint=hint)
 
 
-def _in_type(todo: PullPlan, type_name: str) -> PullPlan:
+def _with_type(plan: PullPlan, type_name: str) -> PullPlan:
     if not type_name:
-        return todo
+        return plan
     parse_file_type(type_name)
-    return msgspec.structs.replace(todo, quantize=type_name.upper())
+    return msgspec.structs.replace(plan, quantize=type_name.upper())
 
 
-def _named_type(todo: PullPlan) -> str:
+def _type_in_source(plan: PullPlan) -> str:
     """Return the type in `OWNER/REPO:TYPE`, or ""."""
-    parts = chain(*todo.candidates)
+    parts = chain(*plan.candidates)
     return next((source.quant for source in parts if isinstance(source, sources.HubQuant)), "")
 
 
-def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
+def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
     """Return the record if every file still matches it; changed files are hashed again."""
-    record = store.read_record(names.folder(todo.ref))
+    record = store.read_record(names.pulled_folder(plan.ref))
     if record is None:
         return None
     fresh = []
@@ -104,7 +104,7 @@ def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
             return None
         if info.st_mtime_ns != file.mtime_ns:
             job.begin("verifying", path.name, total=info.st_size)
-            if sha256_of(path, job.at) != file.sha256:
+            if sha256_of(path, job.report) != file.sha256:
                 return None
         fresh.append(msgspec.structs.replace(file, mtime_ns=info.st_mtime_ns))
     if tuple(fresh) != record.all_files:
@@ -115,28 +115,28 @@ def _already_here(todo: PullPlan, job: Job) -> PulledModel | None:
 
 
 def fetch_first_working(
-    todo: PullPlan, work: Path, job: Job, options: PullOptions
-) -> tuple[list[Fetched], str]:
+    plan: PullPlan, work: Path, job: Job, options: PullOptions
+) -> tuple[list[FetchedFile], str]:
     """Fetch from the first candidate that works. Raises the last error, with the messages of all."""
     failures: list[CatalogError] = []
-    for parts in todo.candidates:
+    for parts in plan.candidates:
         source = " + ".join(map(str, parts))
         try:
-            fetched = fetch(parts, todo, work, job, in_place=options.in_place)
-            if todo.projector is not None:
-                fetched.append(_projector(todo, todo.projector, work, job))
-            _verify(fetched, todo, source, work, job, options.sha256)
+            fetched = fetch(parts, plan, work, job, in_place=options.in_place)
+            if plan.projector is not None:
+                fetched.append(_projector(plan, plan.projector, work, job))
+            _verify(fetched, plan, source, work, job, options.sha256)
             return fetched, source
         except (DownloadError, ChecksumError, InvalidGgufError) as error:
             failures.append(error)
-            if len(failures) < len(todo.candidates):
+            if len(failures) < len(plan.candidates):
                 job.note(f"{error.message}; trying the next source")
     raise _summary(failures)
 
 
-def _projector(todo: PullPlan, source: sources.Source, work: Path, job: Job) -> Fetched:
-    plan = PullPlan(ref=todo.ref, candidates=(), projector=source)
-    *_, fetched_file = fetch((source,), plan, work, job, in_place=False)
+def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> FetchedFile:
+    projector_plan = PullPlan(ref=plan.ref, candidates=(), projector=source)
+    *_, fetched_file = fetch((source,), projector_plan, work, job, in_place=False)
     fetched_file.is_projector = True
     return fetched_file
 
@@ -150,7 +150,7 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 
 
 def _verify(
-    fetched: list[Fetched], todo: PullPlan, source: str, work: Path, job: Job, wanted_sha256: str
+    fetched: list[FetchedFile], plan: PullPlan, source: str, work: Path, job: Job, wanted_sha256: str
 ) -> None:
     """Compare with every known digest and check the headers; rename a wrong file to `.bad`.
 
@@ -164,14 +164,14 @@ def _verify(
         if file.path.is_dir():
             continue
         # the catalogue's size and digest describe a single file
-        whole = todo if n_files == 1 and not file.is_projector else None
+        whole = plan if n_files == 1 and not file.is_projector else None
         size = file.size_bytes
         job.begin("verifying", file.file_name, total=size, index=index, n_files=n_files)
         if whole and whole.size_bytes and size != whole.size_bytes:
             problem = f"{file.file_name} of {source} has {size} bytes, not {whole.size_bytes}"
             raise ChecksumError(f"{problem}; {_set_aside(file, work)}")
-        file.found_sha256 = sha256_of(file.path, job.at)
-        pin = store.pinned_digest(todo.ref, source, file.file_name) if file.pinned else ""
+        file.found_sha256 = sha256_of(file.path, job.report)
+        pin = store.pinned_digest(plan.ref, source, file.file_name) if file.pinned else ""
         promises = (
             (whole.sha256 if whole else "", "--sha256" if wanted_sha256 else "the catalogue"),
             (file.sha256, "its source"),
@@ -186,7 +186,7 @@ def _verify(
             if file.is_projector:
                 projectors.check_fits(file.path, gguf.read_header(fetched[0].path))
             elif not file.checkpoint:
-                gguf.check_part(gguf.check(file.path), file.file_name, index, n_files)
+                gguf.check_part(gguf.read_model_header(file.path), file.file_name, index, n_files)
         except InvalidGgufError as error:
             if file.is_projector:
                 job.note(f"{source}: the projector is left out, so no pictures: {error.message}")
@@ -197,7 +197,7 @@ def _verify(
             raise InvalidGgufError(f"{source}: {error.message}; {outcome}", hint=error.hint) from error
 
 
-def _set_aside(file: Fetched, work: Path) -> str:
+def _set_aside(file: FetchedFile, work: Path) -> str:
     if not file.is_ours:
         return "the file was not changed"
     if not file.pinned:  # a copy of a local file
@@ -208,26 +208,28 @@ def _set_aside(file: Fetched, work: Path) -> str:
     return f"the file is kept as {bad}"
 
 
-def _publish(todo: PullPlan, fetched: list[Fetched], source: str, work: Path, job: Job) -> PulledModel:
-    store.pin_files(todo.ref, source, fetched)
+def _publish(
+    plan: PullPlan, fetched: list[FetchedFile], source: str, work: Path, job: Job
+) -> PulledModel:
+    store.pin_files(plan.ref, source, fetched)
     if fetched[0].checkpoint:
-        direct = todo.quantize if todo.quantize in DIRECT else ""
+        direct = plan.quantize if plan.quantize in DIRECT else ""
         from edgeinfer.models.converting.fetched import convert_fetched  # 150 ms: numpy, gguf
 
         fetched = convert_fetched(fetched, direct, work, job)
     projector = next((file for file in fetched if file.is_projector), None)
     fetched = [file for file in fetched if file is not projector]
-    original = gguf.check(fetched[0].path).quantization
+    original = gguf.read_model_header(fetched[0].path).quantization
     requantized_from = ""
-    if todo.quantize and original != todo.quantize:
+    if plan.quantize and original != plan.quantize:
         from edgeinfer.models.quantizing import quantize_fetched
 
-        fetched = quantize_fetched(fetched, todo.quantize, work, job)
+        fetched = quantize_fetched(fetched, plan.quantize, work, job)
         requantized_from = original
     record = store.publish(
-        todo.ref,
+        plan.ref,
         fetched,
-        base=todo.ref.name,
+        base=plan.ref.name,
         source=source,
         requantized_from=requantized_from,
         projector=projector,

@@ -10,7 +10,7 @@ import msgspec
 
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.models.catalog import Catalog, Model, nearest
+from edgeinfer.models.catalog import Catalog, Model, similar_names_hint
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import sha256_of
@@ -31,7 +31,7 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     projector: sources.Source | None = None
 
 
-class Fetched(msgspec.Struct, kw_only=True):
+class FetchedFile(msgspec.Struct, kw_only=True):
     """One complete file of a source, not yet verified. `is_ours` is false for a file imported in place.
 
     `sha256` is the source's digest ("" if it has none), `found_sha256` the computed one. `pinned` is
@@ -53,11 +53,11 @@ class Fetched(msgspec.Struct, kw_only=True):
         return self.path.stat().st_size
 
     @classmethod
-    def made_here(cls, path: Path, job: Job) -> Fetched:
+    def hash_result(cls, path: Path, job: Job) -> FetchedFile:
         """Hash a file that was made from fetched ones; its name is that of `path` without ".part"."""
         name = path.name.removesuffix(".part")
         job.begin("verifying", name, total=path.stat().st_size)
-        return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.at))
+        return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.report))
 
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
@@ -73,7 +73,7 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
-        hint = names.path_hint(text) or nearest(ref.name, catalog.models)
+        hint = names.path_hint(text) or similar_names_hint(ref.name, catalog.models)
         raise UnknownModelError(f"no model is called {text!r}", hint=hint)
     return _of_entry(entry, ref, given_ref)
 
@@ -88,7 +88,7 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
         quantize=entry.quantize.upper(),
         file_name=entry.file_name,
         size_bytes=entry.size_bytes,
-        sha256=entry.sha256 and names.digest(entry.sha256),
+        sha256=entry.sha256 and names.parse_digest(entry.sha256),
         projector=entry.projector_source,
     )
 

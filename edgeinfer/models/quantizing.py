@@ -23,15 +23,15 @@ from edgeinfer.models.fetching.fetch import copy_into
 from edgeinfer.models.gguf import FILE_TYPES, FULL_PRECISION, TensorInfo, parse_file_type
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import Job, OnProgress
-from edgeinfer.models.pull_plan import Fetched
+from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.store import PulledModel, changing
+from edgeinfer.models.store import PulledModel, locked_work_folder
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.platform.process import child_command, start_dying
+from edgeinfer.platform.process import child_command, start_child
 
 
-class Quantized(msgspec.Struct, frozen=True, kw_only=True):
+class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result compared with its source. Perplexities are of the shipped text, None if not measured.
 
     `divergence` is the mean KL divergence of the result from the source, in nats per token; `same_top`
@@ -55,7 +55,7 @@ def quantize(
     progress: OnProgress | None = None,
     cancel: threading.Event | None = None,
     options: QuantizeOptions | None = None,
-) -> Quantized:
+) -> QuantizeResult:
     """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
 
     Raises what `ModelRef.files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
@@ -68,13 +68,13 @@ def quantize(
     kind = parse_file_type(type_name)
     origin = model.pulled
     ref = _reference(text, FILE_TYPES[kind], origin, options)
-    with changing(ref) as work:
-        before = gguf.check(source.paths[0])
-        record = store.read_record(names.folder(ref)) if options.keep else None
+    with locked_work_folder(ref) as work:
+        before = gguf.read_model_header(source.paths[0])
+        record = store.read_record(names.pulled_folder(ref)) if options.keep else None
         if record is None:
             target = work / f"{ref.name}-{FILE_TYPES[kind]}.gguf.part"
             run_quantizer(Path(source.paths[0]), target, kind, job, options)
-            quantized = Fetched.made_here(target, job)
+            quantized = FetchedFile.hash_result(target, job)
             record = store.publish(
                 ref,
                 [quantized],
@@ -87,7 +87,7 @@ def quantize(
     score = {}
     if options.perplexity:
         score = score_model(str(record.paths[0]), job, options, compared=source.paths[0])
-    return Quantized(
+    return QuantizeResult(
         model=record,
         source_bytes=sum(Path(path).stat().st_size for path in source.paths),
         source_type=before.quantization,
@@ -100,14 +100,14 @@ def quantize(
     )
 
 
-def _own_projector(path: str, work: Path, job: Job) -> Fetched:
+def _own_projector(path: str, work: Path, job: Job) -> FetchedFile:
     """Link or copy the projector for the result: its source may be removed later."""
     target = work / "mmproj.gguf.part"
     try:
         os.link(path, target)
     except OSError:
         copy_into(work, Path(path), job).rename(target)
-    return Fetched.made_here(target, job)
+    return FetchedFile.hash_result(target, job)
 
 
 def _reference(
@@ -125,14 +125,16 @@ def _reference(
     return ref
 
 
-def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+def quantize_fetched(
+    fetched: list[FetchedFile], type_name: str, work: Path, job: Job
+) -> list[FetchedFile]:
     """Quantize a verified download to the requested type. Raises what `quantize` raises."""
     kind = parse_file_type(type_name)
     first = fetched[0]
     # llama.cpp finds the other parts of a split file by name
     for file in fetched:
         file.path = file.path.rename(file.path.with_name(file.file_name)) if file.is_ours else file.path
-    stem = names.file_name(first.file_name).removesuffix(".gguf")
+    stem = names.check_file_name(first.file_name).removesuffix(".gguf")
     target = work / f"{stem}-{FILE_TYPES[kind]}.gguf.part"
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
@@ -140,7 +142,7 @@ def quantize_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Jo
         for file in fetched:  # the next pull looks for fetched files by this name
             if file.is_ours and file.path.suffix != ".part":
                 file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
-    return [Fetched.made_here(target, job)]
+    return [FetchedFile.hash_result(target, job)]
 
 
 def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str, Any]:
@@ -151,7 +153,7 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
-        with start_dying(
+        with start_child(
             child_command(module, *args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -159,11 +161,11 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
         ) as process:
             assert process.stdout is not None
             try:
-                with job.waking(process.kill):
+                with job.call_on_cancel(process.kill):
                     for line in process.stdout:
                         event = msgspec.json.decode(line, type=dict[str, Any])
                         if event["event"] == "progress":
-                            job.at(event["done"], event["total"])
+                            job.report(event["done"], event["total"])
                 job.check()
             except BaseException:
                 process.kill()
@@ -247,7 +249,7 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
         event = run_child(child, msgspec.json.encode(wish).decode(), job=job)
         if event["event"] == "error":
             raise _quantizer_error(event, target, kind)
-        gguf.check(target)
+        gguf.read_model_header(target)
     except BaseException:
         target.unlink(missing_ok=True)
         raise

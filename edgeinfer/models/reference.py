@@ -20,7 +20,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import gguf, names, projectors, sources
-from edgeinfer.models.catalog import Model, load_catalog, nearest
+from edgeinfer.models.catalog import Model, load_catalog, similar_names_hint
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.names import Reference
@@ -97,7 +97,9 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
             return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
         names_here = [*load_catalog().models, *(model.name for model in list_pulled())]
-        hint = names.path_hint(self.text) or nearest(self.text.partition(":")[0].lower(), names_here)
+        hint = names.path_hint(self.text) or similar_names_hint(
+            self.text.partition(":")[0].lower(), names_here
+        )
         error = UnknownModelError(f"no model is called {self.text!r}", hint=hint)
         return _with_suggestions(error, self.text)
 
@@ -135,10 +137,10 @@ def _find_pulled(text: str) -> PulledModel | None:
         source_text = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == source_text), None)
     ref = names.parse_reference(text)
-    exact = read_record(names.folder(ref))
+    exact = read_record(names.pulled_folder(ref))
     if exact is not None or not ref.quant:
         return exact
-    plain = read_record(names.folder(Reference(ref.name)))
+    plain = read_record(names.pulled_folder(Reference(ref.name)))
     return plain if plain is not None and plain.quantization == ref.quant else None
 
 
@@ -203,8 +205,8 @@ def _projector(pulled: PulledModel, entry: Model | None) -> str:
         return str(path)
     if pulled.projector is not None:
         return str(pulled.folder / pulled.projector.path)
-    candidates = projectors.beside(pulled.paths[0])
-    return projectors.fitting(candidates, gguf.read_header(pulled.paths[0])) if candidates else ""
+    candidates = projectors.in_folder_of(pulled.paths[0])
+    return projectors.find_fitting(candidates, gguf.read_header(pulled.paths[0])) if candidates else ""
 
 
 def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
@@ -223,6 +225,6 @@ def _files_of_path(path: Path) -> ModelFiles:
         problem = f"{path} is a folder: convert it once, then use it by its name"
         raise ModelNotPulledError(problem, hint=f"`edgeinfer pull {path}`")
     parts = names.split_parts(path)
-    first, *_ = [gguf.check(part) for part in parts]
-    projector = projectors.fitting(projectors.beside(parts[0]), first)
+    first, *_ = [gguf.read_model_header(part) for part in parts]
+    projector = projectors.find_fitting(projectors.in_folder_of(parts[0]), first)
     return ModelFiles(name=path.stem, paths=tuple(map(str, parts)), projector=projector)

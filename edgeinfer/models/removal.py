@@ -57,7 +57,7 @@ def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
 def _remove(text: str, pulled: PulledModel | None, *, forget: bool) -> RemovedModel:
     ref = pulled.reference if pulled is not None else names.parse_reference(text)
     with model_lock(ref):
-        folder, partial = names.folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
+        folder, partial = names.pulled_folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
         has_pin = forget and store.pins_path(ref).exists()
         if not (folder.exists() or partial.exists() or has_pin):
             return _remove_adapter(text, ref)

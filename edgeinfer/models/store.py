@@ -24,9 +24,16 @@ import msgspec
 from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
-from edgeinfer.models.pull_plan import Fetched
+from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import bytes_below, is_locked, locked, room_errors, sync, write_whole
+from edgeinfer.platform.disk import (
+    bytes_below,
+    disk_full_errors,
+    is_locked,
+    locked,
+    sync,
+    write_durably,
+)
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -36,7 +43,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
+def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
     """Hold the model's lock and yield a folder for unfinished files, removed if it stays empty.
 
     `kept` is the note of an error about preserved data; `suffix`: the folder's suffix if it is not a
@@ -44,7 +51,7 @@ def changing(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
-        with room_errors(paths.models_dir(), kept), model_lock(ref):
+        with disk_full_errors(paths.models_dir(), kept), model_lock(ref):
             work.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 yield work
@@ -109,7 +116,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        return names.folder(self.reference)
+        return names.pulled_folder(self.reference)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -166,7 +173,7 @@ def write_record(record: PulledModel) -> None:
 
 
 def _write_json(path: Path, value: msgspec.Struct) -> None:
-    write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    write_durably(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def list_pulled() -> list[PulledModel]:
@@ -180,15 +187,15 @@ def list_pulled() -> list[PulledModel]:
 
 def publish(
     ref: Reference,
-    fetched: list[Fetched],
+    fetched: list[FetchedFile],
     *,
     base: str,
     source: str,
     requantized_from: str,
-    projector: Fetched | None = None,
+    projector: FetchedFile | None = None,
 ) -> PulledModel:
     """Store verified files as the model `ref`, and return its record."""
-    folder = names.folder(ref)
+    folder = names.pulled_folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_place(file, folder) for file in fetched)
@@ -216,7 +223,7 @@ def publish(
     return record
 
 
-def _place(file: Fetched, folder: Path) -> PulledFile:
+def _place(file: FetchedFile, folder: Path) -> PulledFile:
     path = file.path
     if file.is_ours:
         sync(file.path)
@@ -273,7 +280,7 @@ def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
     return pins.get((source, file_name), "")
 
 
-def pin_files(ref: Reference, source: str, fetched: Iterable[Fetched]) -> None:
+def pin_files(ref: Reference, source: str, fetched: Iterable[FetchedFile]) -> None:
     """Pin the SHA-256 of every file that has no pin yet."""
     old = read_pins(ref).pins
     have = {(pin.source, pin.file_name) for pin in old}

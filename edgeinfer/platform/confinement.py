@@ -124,7 +124,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def allow_computing_alone() -> None:
+def allow_only_computation() -> None:
     """Refuse all further system calls except those of a computation; threads may start.
 
     The process keeps its descriptors, but opens no others and reaches no other process. Does nothing on
@@ -141,7 +141,7 @@ def refuse_hidden_memory() -> None:
 
     Modes with setuid or setgid bits are refused, and so are larger socket buffers. Sockets are limited
     to those of a network namespace, and pairs; other calls stay allowed. Call
-    `linux.refuse_new_privileges` first. Works where `allow_computing_alone` does. Raises OSError.
+    `linux.refuse_new_privileges` first. Works where `allow_only_computation` does. Raises OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:

@@ -21,7 +21,7 @@ from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: ioctl number (linux/fs.h) that lets a file share blocks of another file of the same filesystem.
 _FICLONERANGE = 0x4020940D
 
@@ -35,7 +35,7 @@ def free_bytes(place: str | Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def need_room(folder: Path, n_bytes: int, content: str) -> None:
+def require_free_space(folder: Path, n_bytes: int, content: str) -> None:
     """Raise DiskFullError if the disk of `folder` has less than `n_bytes` free."""
     free = free_bytes(folder)
     if free < n_bytes:
@@ -44,12 +44,12 @@ def need_room(folder: Path, n_bytes: int, content: str) -> None:
 
 
 @contextmanager
-def room_errors(place: Path, but: str = "") -> Iterator[None]:
+def disk_full_errors(place: Path, but: str = "") -> Iterator[None]:
     """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError; `but` ends its message: what is not lost."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in _DISK_FULL:
             raise
         problem = f"the disk of {place} is full: {error.strerror}"
         raise DiskFullError(f"{problem}; {but}" if but else problem) from error
@@ -117,16 +117,16 @@ def new_file(
 
 
 @contextmanager
-def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+def durable_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """Yield a `new_file`; sync it and its folder to the disk. Raises DiskFullError."""
-    with room_errors(path), new_file(path, mode) as file:
+    with disk_full_errors(path), new_file(path, mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     sync(path.parent)
 
 
-def open_own(path: Path) -> int:
+def open_private(path: Path) -> int:
     """Open a regular file that only this user can access; never waits for a FIFO. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
@@ -136,9 +136,9 @@ def open_own(path: Path) -> int:
     return descriptor
 
 
-def write_whole(path: Path, content: bytes, mode: int | None = None) -> None:
+def write_durably(path: Path, content: bytes, mode: int | None = None) -> None:
     """Replace `path` by `content`, atomically and durably. Raises DiskFullError."""
-    with whole_file(path, mode) as file:
+    with durable_file(path, mode) as file:
         file.write(content)
 
 
@@ -274,4 +274,4 @@ class CacheTable(Generic[T]):
         raw = msgspec.json.encode(dict(list(table.items())[-MOST_ENTRIES:]))
         with contextlib.suppress(OSError, DiskFullError):
             paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(paths.cache_dir() / self._name, raw)
+            write_durably(paths.cache_dir() / self._name, raw)

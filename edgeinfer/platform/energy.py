@@ -37,7 +37,7 @@ _KINDS = (
 
 
 class EnergyMeter:
-    """Reads the joules between two calls of `used`.
+    """Reads the joules between two calls of `read_joules`.
 
     RAPL and hwmon's sockets count the processors' energy; a power meter or a battery measures the
     machine's power, which is integrated between calls, at most once a second. `source` describes the
@@ -61,7 +61,7 @@ class EnergyMeter:
         ranges = (_number(file.with_name("max_energy_range_uj")) for file in self._files)
         self._wraps = [wrap or 1 << 64 for wrap in ranges]
 
-    def used(self) -> float | None:
+    def read_joules(self) -> float | None:
         """Return the joules since the last call, 0 at first.
 
         Return None once they cannot be read any more, or once a battery is being charged.

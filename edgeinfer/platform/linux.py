@@ -71,7 +71,7 @@ def map_this_user(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def own_proc() -> None:
+def mount_proc() -> None:
     """Mount a /proc for this pid namespace. Later outside mounts are visible here, ours not outside."""
     mount("none", "/", "", _MS_REC | _MS_SLAVE)
     mount("proc", "/proc", "proc", 0)
@@ -108,7 +108,7 @@ def become_init(flags: int, uid: int, gid: int) -> None:
     if flags & CLONE_NEWUSER:
         map_this_user(uid, gid)
     if flags:
-        own_proc()
+        mount_proc()
     else:
         _check(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: The default model, and the variable in which a shipped file names the model inside it.
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
 #: Prefixes of model names in external stores: Ollama's, Hugging Face's, LM Studio's.
-FOUND = ("ollama/", "hf:", "lmstudio/")
+EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
 #: Address where Ollama's clients look for it, and the variable for another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"

@@ -64,7 +64,7 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def silence(*keep: int) -> None:
+def redirect_to_null(*keep: int) -> None:
     """Point the standard streams, except those in `keep`, at /dev/null. Raises OSError."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for fd in (0, 1, 2):
@@ -97,7 +97,7 @@ def die_with_parent(number: int = _SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
+def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
     """Return a `preexec_fn` with which Linux ends the child, even after exec, when this thread ends."""
     if sys.platform != "linux":
         return None
@@ -113,7 +113,7 @@ def dying_with_parent(number: int = _SIGKILL) -> Callable[[], None] | None:
     return prepare
 
 
-def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
+def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
     """Start a child that Linux ends with this thread. Raises what `subprocess.Popen` raises.
 
     Signal handlers run afterwards: Python drops an exception that one raises during a fork.
@@ -128,7 +128,7 @@ def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
     arrived: list[int] = []
     before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in handled}
     try:
-        return subprocess.Popen(command, preexec_fn=dying_with_parent(number), **settings)
+        return subprocess.Popen(command, preexec_fn=die_with_parent_hook(number), **settings)
     finally:
         for handled_number, handler in before.items():
             signal.signal(handled_number, handler)
@@ -136,7 +136,7 @@ def start_dying(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
             signal.raise_signal(arrived_number)
 
 
-def step_back() -> None:
+def use_lowest_priority() -> None:
     """Give this process, and the session that it leads, the lowest CPU priority.
 
     With `sched_autogroup_enabled`, Linux first shares the CPU among sessions; niceness counts only
@@ -156,10 +156,10 @@ def step_back() -> None:
             return
 
 
-def stay_back() -> None:
+def keep_lowest_priority() -> None:
     """Lower the priority of the session that this process has just started, if its parent's was low."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
-        step_back()
+        use_lowest_priority()
 
 
 def activated_descriptors() -> list[int]:

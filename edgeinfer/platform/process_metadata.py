@@ -19,7 +19,7 @@ CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
-class Note:
+class ProcessRecord:
     """A named record that this process publishes; only the latest value is kept."""
 
     def __init__(self, name: str) -> None:
@@ -36,7 +36,7 @@ class Note:
             os.pwrite(self._fd, raw, 0)
 
 
-def left_by(pid: int, name: str, kind: type[T]) -> T | None:
+def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
     """Return the record of process `pid`; None if it has none, or belongs to another user."""
     folder = f"/proc/{pid}/fd"
     try:

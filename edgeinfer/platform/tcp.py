@@ -30,7 +30,7 @@ _UID_AND_INODE = struct.Struct("=II")
 _kernel: socket.socket | None = None
 
 
-def ask_through(kernel: socket.socket) -> None:
+def use_netlink_socket(kernel: socket.socket) -> None:
     """Use this netlink socket from now on.
 
     The kernel translates user ids to the namespace of the socket's creation: for a socket of a resumed

@@ -69,7 +69,7 @@ class GpuOffload:
         self._device_context: DeviceContext | None = None
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._note = process_metadata.Note(process_metadata.LAYERS)
+        self._note = process_metadata.ProcessRecord(process_metadata.LAYERS)
         self.loaded = self.cpu
 
     def begin(self, request: OffloadRequest) -> None:

@@ -71,7 +71,10 @@ def _refuse_sizes(name: str) -> None:
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.models.catalog import load_catalog, nearest  # 8 ms, only for an unknown name
+    from edgeinfer.models.catalog import (  # 8 ms, only for an unknown name
+        load_catalog,
+        similar_names_hint,
+    )
 
-    hint = nearest(f"{base}-{tag}", load_catalog().models)
+    hint = similar_names_hint(f"{base}-{tag}", load_catalog().models)
     raise UnknownModelError(f"there is no model {name!r}", hint=hint)

@@ -38,7 +38,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
             partial.chmod(0o644)
             disk.sync(partial)
             partial.replace(library)
-        disk.write_whole(backends.facts_path(library), msgspec.json.encode(facts), 0o644)
+        disk.write_durably(backends.facts_path(library), msgspec.json.encode(facts), 0o644)
         for leftover in library.parent.glob(f"{library.stem}*.part*"):
             leftover.unlink()
     return f"{name} is installed" if is_new else f"{name} was here already"

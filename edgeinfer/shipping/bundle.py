@@ -18,9 +18,9 @@ import msgspec
 from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
 from edgeinfer.models import names, store
 from edgeinfer.models.progress import Job, progress_on
-from edgeinfer.models.pull_plan import Fetched
-from edgeinfer.models.store import PulledFile, PulledModel, changing
-from edgeinfer.platform.disk import need_room, room_errors, sha256_of_part, share_blocks
+from edgeinfer.models.pull_plan import FetchedFile
+from edgeinfer.models.store import PulledFile, PulledModel, locked_work_folder
+from edgeinfer.platform.disk import disk_full_errors, require_free_space, sha256_of_part, share_blocks
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
@@ -66,7 +66,7 @@ def _damage_error(message: str) -> ChecksumError:
 def bring_out(shipped: Shipped, job: Job) -> PulledModel:
     """Store the bundled model if necessary. Raises ChecksumError, DiskFullError, ModelBusyError."""
     bundled = read(shipped)
-    with changing(bundled.reference) as work:
+    with locked_work_folder(bundled.reference) as work:
         record = store.read_record(bundled.folder)
         if (
             record is None
@@ -79,7 +79,7 @@ def bring_out(shipped: Shipped, job: Job) -> PulledModel:
 
 
 def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> PulledModel:
-    need_room(work, bundled.size_bytes, bundled.name)
+    require_free_space(work, bundled.size_bytes, bundled.name)
     places = zip(bundled.files, offsets(bundled), strict=True)
     start = shipped.bundle_offset
     fetched = [_take(shipped, file, start + offset, work, job) for file, offset in places]
@@ -92,23 +92,23 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
     )
 
 
-def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> Fetched:
+def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> FetchedFile:
     """Clone or copy the file at `start` of the shipped file, and hash it."""
-    name = names.file_name(bundled.path)
+    name = names.check_file_name(bundled.path)
     target = work / f"{name}.part"
-    with shipped.path.open("rb") as source, room_errors(target), target.open("wb") as out:
+    with shipped.path.open("rb") as source, disk_full_errors(target), target.open("wb") as out:
         cloned = _clone(source.fileno(), start, bundled.size_bytes, out.fileno())
 
         def copy(chunk: bytes, done: int) -> None:
             if not cloned:
                 out.write(chunk)
-            job.at(start - shipped.bundle_offset + done)
+            job.report(start - shipped.bundle_offset + done)
 
         digest = sha256_of_part(source.fileno(), start, bundled.size_bytes, copy)
     if digest != bundled.sha256:
         target.unlink()
         raise _damage_error(f"{name} in {shipped.path} is damaged")
-    return Fetched(path=target, file_name=name, found_sha256=digest)
+    return FetchedFile(path=target, file_name=name, found_sha256=digest)
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:

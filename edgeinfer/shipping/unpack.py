@@ -77,7 +77,7 @@ def _refuse_unsafe(folder: Path) -> Path:
 def _disk_errors(folder: Path) -> Iterator[None]:
     """Add hints to the errors of a full disk and of an unwritable folder."""
     try:
-        with disk.room_errors(folder.parent, "the unpacked files were removed"):
+        with disk.disk_full_errors(folder.parent, "the unpacked files were removed"):
             yield
     except DiskFullError as error:
         raise DiskFullError(error.message, hint=_ROOM) from error
@@ -100,7 +100,7 @@ def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
 def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
     with shipped.path.open("rb") as file:
         index = payload.read_index(file, shipped)
-        disk.need_room(folder.parent, index.size + _MARGIN_BYTES, "the application")
+        disk.require_free_space(folder.parent, index.size + _MARGIN_BYTES, "the application")
         scratch = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder.parent))
         try:
             _unpack_blocks(shipped, index, scratch, folder, progress, file.fileno())

@@ -125,7 +125,7 @@ def newest(channel: Channel, folder: Path) -> Release:
             f"the release's manifest expired on {day}",
             hint="check this machine's clock; if it is right, the server hides newer releases",
         )
-    disk.write_whole(folder / SEEN, str(release.issued_s).encode())
+    disk.write_durably(folder / SEEN, str(release.issued_s).encode())
     return release
 
 
@@ -170,7 +170,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     partial = fetch_verified(file, url, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
-        with partial.open("rb") as fetched, disk.whole_file(candidate, _mode(program)) as out:
+        with partial.open("rb") as fetched, disk.durable_file(candidate, _mode(program)) as out:
             shutil.copyfileobj(fetched, out)
         job.begin("checking", f"{release.version} on this machine")
         _try_out(candidate, release.version, folder / "trial.toml")
@@ -288,7 +288,7 @@ def _swap(program: Path, candidate: Path, folder: Path) -> None:
 def _name_source(file: Path) -> None:
     app = unpack.app_root() / payload.open_shipped(file).app
     if app.is_dir():
-        disk.write_whole(app / unpack.SOURCE, os.fsencode(file))
+        disk.write_durably(app / unpack.SOURCE, os.fsencode(file))
 
 
 def _place(file: Path, target: Path) -> None:
@@ -297,7 +297,7 @@ def _place(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
     except OSError:
-        with file.open("rb") as source, disk.whole_file(target, _mode(file)) as out:
+        with file.open("rb") as source, disk.durable_file(target, _mode(file)) as out:
             shutil.copyfileobj(source, out)
 
 

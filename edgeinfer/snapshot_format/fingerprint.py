@@ -30,7 +30,7 @@ def stamp(path: str) -> str:
     return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
 
 
-def program_places() -> tuple[str, str]:
+def program_paths() -> tuple[str, str]:
     """Return the paths of this program and its virtual environment ("" for the shipped file).
 
     A user may have several programs; each has its own snapshots.
@@ -40,13 +40,13 @@ def program_places() -> tuple[str, str]:
 
 def program_tag() -> str:
     """Return this program's part of its snapshots' folder names."""
-    return short_hash("\n".join(program_places()))
+    return short_hash("\n".join(program_paths()))
 
 
 def machine_keys() -> dict[str, str]:
     """Return what a snapshot must match: program, interpreter, kernel, page size, processor, user."""
     system = os.uname()
-    program, environment = program_places()
+    program, environment = program_paths()
     return {
         "edgeinfer": edgeinfer.__version__,
         "python": sys.version.split()[0],
@@ -87,7 +87,7 @@ def _cpu() -> str:
     return "; ".join(values)
 
 
-def own_files() -> dict[str, str]:
+def package_stamps() -> dict[str, str]:
     """Return the stamps of our sources and package folder: a new version makes snapshots stale."""
     files = [
         p

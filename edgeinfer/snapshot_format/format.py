@@ -169,7 +169,7 @@ def read_manifest(folder: str) -> Manifest:
 def safe_name(model: str) -> str:
     """Convert a model's name or path to the first part of a snapshot's name, without separators."""
     plain = model.lower()
-    if plain.startswith(paths.FOUND):  # letter case and Ollama's `:latest` do not matter
+    if plain.startswith(paths.EXTERNAL_PREFIXES):  # letter case and Ollama's `:latest` do not matter
         plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
@@ -202,14 +202,14 @@ def refuse_bad_name(given: str) -> None:
         )
 
 
-def is_given(name: str, model: str, requested: dict[str, str]) -> bool:
+def has_user_name(name: str, model: str, requested: dict[str, str]) -> bool:
     """Return whether a user gave this name; such a snapshot is resumed only by its name."""
     return name != snapshot_name(model, requested)
 
 
-def given_part(name: str, model: str, requested: dict[str, str]) -> str:
+def user_name_of(name: str, model: str, requested: dict[str, str]) -> str:
     """Return the name that a user gave a snapshot called `name`, "" for none."""
-    is_named = name and is_given(name, model, requested)
+    is_named = name and has_user_name(name, model, requested)
     return name.partition(OPTION_SEPARATOR)[2] if is_named else ""
 
 
@@ -221,12 +221,12 @@ def _option_part(name: str, value: str) -> str:
     return name.removeprefix("n_") + value
 
 
-def part_of(model: str) -> str:
-    """Return the `model_part` of this model's snapshots, ignoring letter case."""
+def model_prefix(model: str) -> str:
+    """Return the `model_prefix_of` of this model's snapshots, ignoring letter case."""
     return safe_name(model).lower()
 
 
-def model_part(name: str) -> str:
+def model_prefix_of(name: str) -> str:
     """Return the part of a snapshot's name for its model, in lower case."""
     return name.partition(OPTION_SEPARATOR)[0].lower()
 

@@ -43,13 +43,13 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
         """Digest of program, machine, files and options (64 hex). Raises OSError without a file."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         inputs = (self.files, snapshot_options(self.options), self.system, _without_digests(adapters))
-        stamps = fingerprint.own_files()
+        stamps = fingerprint.package_stamps()
         stamps |= {path: fingerprint.stamp(path) for path in read_files(self.files, self.options)}
         parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(inputs), *stamps.items())
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     @property
-    def as_loaded(self) -> LoadOptions:
+    def options_to_repeat(self) -> LoadOptions:
         """Options with the choices of the other load, if known."""
         return self.actual or self.options
 
@@ -69,7 +69,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
         """Return the description for a process resumed from this snapshot ("" for none)."""
-        given = format.given_part(snapshot, self.model, snapshot_options(self.options))
+        given = format.user_name_of(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
@@ -82,7 +82,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             options=options,
-            actual=msgspec.structs.replace(self.as_loaded, lora=lora),
+            actual=msgspec.structs.replace(self.options_to_repeat, lora=lora),
             adapters=adapters,
             stamps=stamps | stamps_of(self.files, options),
         )

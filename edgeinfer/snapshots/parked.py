@@ -54,7 +54,7 @@ LAZY_MODULES = """
 """.split()
 
 
-class Parked(msgspec.Struct, frozen=True, kw_only=True):
+class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The process's facts before it disconnects from the builder. `files` are mapped or read.
 
     `pid` and the inodes of its link and its wake pipe are needed to restore it.
@@ -109,7 +109,7 @@ class Stages:
         messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 
 
-def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, Parked]:
+def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, ParkedProcess]:
     """Load, warm up, prefill and park as the builder requests. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
 
@@ -143,7 +143,7 @@ def prepare(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, P
     engine.park()
     loaded.weights = mapped_weights()
     stages.begin("")
-    parked = Parked(
+    parked = ParkedProcess(
         info=engine.info,
         actual=actual(engine),
         canary=canary,
@@ -170,7 +170,7 @@ def mapped_files() -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 
 
-def _let_go(link: socket.socket, parked: Parked) -> None:
+def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
     """Answer the builder, then replace its socket by an unconnected one."""
     gc.collect()  # must be first: closing leftovers could close the descriptor number of `mine`
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -182,7 +182,7 @@ def _let_go(link: socket.socket, parked: Parked) -> None:
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
     gc.freeze()  # keep all objects: collections after a resume neither visit nor write them
-    process.silence()
+    process.redirect_to_null()
     number = mine.detach()
     link.detach()
     process.close_all_but(number, LINK_FD, WAKE_FD)
@@ -198,7 +198,7 @@ def main() -> None:
         os._exit(1)
     try:
         inputs = msgspec.json.decode(received[0].content, type=SnapshotInputs)
-        loaded, parked = prepare(link, inputs)
+        loaded, parked = load_and_park(link, inputs)
     except (EdgeInferError, OSError) as error:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
@@ -209,12 +209,12 @@ def main() -> None:
     app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
 
 
-def _sleep(link: socket.socket, parked: Parked, loaded: LoadedModel) -> int:
+def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> int:
     """Disconnect from the builder and wait for the resume; return its time (monotonic clock, ns)."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
-    _let_go(link, parked)
-    app_process.forget_random_state(loaded.droppable)
+    _disconnect(link, parked)
+    app_process.clear_random_state(loaded.droppable)
     sleeper.poll()  # the dump happens here
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)

@@ -26,7 +26,7 @@ from edgeinfer.errors import (
     SnapshotsUnavailableError,
 )
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import free_bytes, write_whole
+from edgeinfer.platform.disk import free_bytes, write_durably
 from edgeinfer.snapshot_format import fingerprint, format
 
 
@@ -66,7 +66,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     canary: str = ""
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class ListedSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot with its state: "ready", or why it cannot be used here. `last_used_s` is Unix time."""
 
     details: Details
@@ -97,7 +97,7 @@ def is_named(folder: Path) -> bool:
         manifest = format.read_manifest(str(folder))
     except EdgeInferError:
         return False
-    return format.is_given(manifest.name, manifest.model, manifest.requested)
+    return format.has_user_name(manifest.name, manifest.model, manifest.requested)
 
 
 def is_orphan(folder: Path) -> bool:
@@ -106,12 +106,12 @@ def is_orphan(folder: Path) -> bool:
     A snapshot with an unreadable manifest is not an orphan.
     """
     try:
-        return not (is_own(folder) or all(map(os.path.exists, _program_places(folder))))
+        return not (is_own(folder) or all(map(os.path.exists, _program_paths_of(folder))))
     except EdgeInferError:
         return False
 
 
-def _program_places(folder: Path) -> list[str]:
+def _program_paths_of(folder: Path) -> list[str]:
     """Return the paths of the builder's program and environment. Raises SnapshotError."""
     keys = format.read_manifest(str(folder)).keys
     return [path for path in (keys.get("program"), keys.get("environment")) if path]
@@ -123,7 +123,7 @@ def state_of(folder: Path) -> tuple[bool, str]:
         if is_orphan(folder):
             return False, "the program that built it was removed"
         if not is_own(folder):
-            return False, f"belongs to another program: {_program_places(folder)[0]}"
+            return False, f"belongs to another program: {_program_paths_of(folder)[0]}"
         manifest = format.read_manifest(str(folder))
         fingerprint.refuse_stale(manifest, str(folder))
     except EdgeInferError as error:
@@ -144,7 +144,7 @@ def last_used_s(folder: Path) -> float:
         return 0.0
 
 
-def list_snapshots() -> list[Listed]:
+def list_snapshots() -> list[ListedSnapshot]:
     """List every snapshot by name: the newest generation for each name and program."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in format.generations(str(paths.snapshots_dir())).items():
@@ -158,12 +158,14 @@ def list_snapshots() -> list[Listed]:
             continue
         fresh, state = state_of(folder)
         used, n_bytes = last_used_s(folder), disk_bytes(folder)
-        row = Listed(details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=n_bytes)
+        row = ListedSnapshot(
+            details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=n_bytes
+        )
         rows.append(row)
     return sorted(rows, key=lambda item: item.details.name)
 
 
-def own() -> list[Path]:
+def list_own() -> list[Path]:
     """List the newest generation of each of this program's snapshots, including unusable ones."""
     by_name = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
@@ -173,7 +175,7 @@ def find(name: str) -> Path:
     """Find a snapshot by full or given name, or a model's only one. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    of_model = [key for key in all_of if format.model_part(key) == format.part_of(name)]
+    of_model = [key for key in all_of if format.model_prefix_of(key) == format.model_prefix(name)]
     matching = format.matching_names(all_of, name) or of_model
     if len(matching) == 1:
         return Path(all_of[matching[0]][0])
@@ -198,11 +200,11 @@ def remove_snapshot(folder: Path) -> None:
 def remove_snapshots_of(model: str) -> list[str]:
     """Remove the snapshots of a removed model, which cannot be resumed; return their names."""
     for failure in list_failures():
-        if format.model_part(failure.name) == format.part_of(model):
+        if format.model_prefix_of(failure.name) == format.model_prefix(model):
             forget_failure(failure.name)
     removed = []
     for name, folders in format.generations().items():
-        if format.model_part(name) == format.part_of(model):
+        if format.model_prefix_of(name) == format.model_prefix(model):
             for folder in folders:
                 remove_snapshot(Path(folder))
             removed.append(name)
@@ -273,7 +275,7 @@ def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
         )
-        write_whole(_failure_path(name), msgspec.json.encode(failure), 0o600)
+        write_durably(_failure_path(name), msgspec.json.encode(failure), 0o600)
 
 
 def forget_failure(name: str) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import paths, process_metadata
-from edgeinfer.platform.process_metadata import left_by
+from edgeinfer.platform.process_metadata import read_process_record
 from edgeinfer.runtime.events import CacheReport
 from edgeinfer.runtime.options import LayersInfo, ReplicasInfo
 from edgeinfer.snapshots.inputs import ProcessDescription
@@ -25,7 +25,7 @@ from edgeinfer.snapshots.inputs import ProcessDescription
 T = TypeVar("T")
 
 
-class Running(msgspec.Struct, frozen=True, kw_only=True):
+class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A running launch: its launcher's pid, its command line, and the memory of all its processes.
 
     `private_bytes` is unshared memory; `shared_bytes` is file-backed: shared or droppable.
@@ -52,7 +52,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join((self.verb, *self.arguments))
 
 
-def processes(*, everywhere: bool = False) -> list[Running]:
+def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
     """List this user's launches, oldest first: those with our folders, or all (`everywhere`)."""
     parents, mine = _parents(), os.getpid()
     found = []
@@ -66,7 +66,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
         sizes = [_memory(child) for child in (pid, *below)]
         apps = _apps(below)
         found.append(
-            Running(
+            RunningLaunch(
                 pid=pid,
                 verb=typed[0],
                 arguments=tuple(typed[1:]),
@@ -84,7 +84,7 @@ def processes(*, everywhere: bool = False) -> list[Running]:
 
 
 def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
-    descriptions = (left_by(pid, name, kind) for pid in apps)
+    descriptions = (read_process_record(pid, name, kind) for pid in apps)
     return tuple(note for note in descriptions if note is not None)
 
 

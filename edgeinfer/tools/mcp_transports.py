@@ -23,7 +23,7 @@ import msgspec
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import EdgeInferError, ToolServerError
-from edgeinfer.platform.process import start_dying
+from edgeinfer.platform.process import start_child
 
 if TYPE_CHECKING:
     import httpx2
@@ -116,7 +116,7 @@ class StdioTransport:
                         prefix="edgeinfer-server-", ignore_cleanup_errors=True
                     )
                     folder = Path(stack.enter_context(empty))
-                self._child = start_dying(
+                self._child = start_child(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ import msgspec
 from edgeinfer.config.config_file import ToolsConfig
 from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import write_whole
+from edgeinfer.platform.disk import write_durably
 from edgeinfer.runtime.requests import Tool
 from edgeinfer.tools.builtin import Builtin
 from edgeinfer.tools.builtin_files import BuiltinFiles
@@ -224,7 +224,7 @@ class Toolbox:
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):
             paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(records_path(), msgspec.json.encode(self._records), 0o600)
+            write_durably(records_path(), msgspec.json.encode(self._records), 0o600)
 
     def close(self) -> None:
         """End every server. Idempotent."""

@@ -48,8 +48,8 @@ crash_at = os.environ.get("CRASH_AT")
 if crash_at == "library":
     Path.replace = lambda *_: os._exit(9)
 if crash_at == "description":
-    write = disk.write_whole
-    disk.write_whole = lambda path, *rest: path.name == "libggml-cuda.json" and os._exit(9) or write(path, *rest)
+    write = disk.write_durably
+    disk.write_durably = lambda path, *rest: path.name == "libggml-cuda.json" and os._exit(9) or write(path, *rest)
 if "AS_ANOTHER" in os.environ:
     ctypes.CDLL("libcuda.so.1")  # from a folder that is only this user's
     ctypes.CDLL(None).setfsuid(65_534)

@@ -224,13 +224,13 @@ def test_rapl_counts_packages_alone_and_wraps(tmp_path):
     meter = machine(
         tmp_path, **RAPL, power_supply__BAT0__status="Discharging", power_supply__BAT0__power_now=1
     )
-    assert (meter.used(), meter.reason) == (0.0, "")
+    assert (meter.read_joules(), meter.reason) == (0.0, "")
     assert "RAPL" in meter.source
     counter = tmp_path / "class/powercap/intel-rapl:0/energy_uj"
     counter.write_text("500000\n")  # behind its range
-    assert meter.used() == pytest.approx(1.5)
+    assert meter.read_joules() == pytest.approx(1.5)
     counter.unlink()
-    assert meter.used() is None
+    assert meter.read_joules() is None
     assert "no longer reported" in meter.reason
 
 
@@ -242,9 +242,9 @@ def test_sockets_of_hwmon_are_added(tmp_path):
         "energy2_input": 9,
     }
     meter = machine(tmp_path, **{f"hwmon__hwmon0__{name}": text for name, text in sensors.items()})
-    meter.used()
+    meter.read_joules()
     (tmp_path / "class/hwmon/hwmon0/energy2_input").write_text("3000009")
-    assert meter.used() == pytest.approx(3.0)
+    assert meter.read_joules() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("status", ["Discharging", "Charging"])
@@ -252,17 +252,17 @@ def test_battery_is_integrated_while_it_is_in_use(tmp_path, status):
     meter = machine(
         tmp_path, power_supply__BAT0__status=status, power_supply__BAT0__power_now=20_000_000
     )
-    first = meter.used()
+    first = meter.read_joules()
     if status == "Charging":
         assert (first, meter.source) == (None, "")
         assert "virtual machines have none" in meter.reason
         return
     assert "battery" in meter.source
-    while not (used := meter.used()):
+    while not (used := meter.read_joules()):
         pass
     assert used < 20 * 60
     (tmp_path / "class/power_supply/BAT0/status").write_text("Charging")
-    assert meter.used() is None
+    assert meter.read_joules() is None
 
 
 def test_counter_that_cannot_be_read_is_named(tmp_path):

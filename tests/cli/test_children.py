@@ -88,8 +88,8 @@ def test_no_child_outlives_its_verb(begin, smollm2, tmp_path, verb, number):
 
 DYING = """
 import subprocess, sys, time
-from edgeinfer.platform.process import dying_with_parent
-child = subprocess.Popen(["sleep", "600"], preexec_fn=dying_with_parent({number}))
+from edgeinfer.platform.process import die_with_parent_hook
+child = subprocess.Popen(["sleep", "600"], preexec_fn=die_with_parent_hook({number}))
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -106,11 +106,11 @@ def test_a_child_dies_with_its_parent(number, ends_by):
 
 INTERRUPTED = """
 import os, signal
-from edgeinfer.platform.process import start_dying
+from edgeinfer.platform.process import start_child
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
-    start_dying(["true"])
+    start_child(["true"])
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -123,7 +123,7 @@ def test_a_signal_in_the_midst_of_a_fork_is_not_lost():
 ORPHAN = """
 import os, subprocess, sys, time
 from edgeinfer.platform import process
-prepare, parent = process.dying_with_parent(), os.getpid()
+prepare, parent = process.die_with_parent_hook(), os.getpid()
 if os.fork() == 0:  # the parent that the child was to follow ends before the child is prepared
     while os.getppid() == parent:
         time.sleep(0.01)

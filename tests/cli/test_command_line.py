@@ -21,7 +21,7 @@ from edgeinfer.config.config_file import Config
 from edgeinfer.errors import kebab
 from edgeinfer.host import Host
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
-from edgeinfer.snapshots.running import Running
+from edgeinfer.snapshots.running import RunningLaunch
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
@@ -255,7 +255,7 @@ def test_web_refuses_an_unknown_model_though_an_endpoint_runs(as_json, monkeypat
 
 def test_endpoint_of_another_home_is_not_ours(monkeypatch):
     def serving(pid, *arguments):
-        return Running(
+        return RunningLaunch(
             pid=pid, verb="serve", arguments=arguments, age_s=1, apps=1, private_bytes=0, shared_bytes=0
         )
 

@@ -11,7 +11,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
-from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options, unmet
+from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, first_mismatch, snapshot_options
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.launcher import selection
@@ -102,9 +102,11 @@ def test_options_of_one_model_are_not_used_for_another() -> None:
 
 
 def test_no_draft_model_needs_no_snapshot_of_its_own_if_the_model_has_none():
-    assert unmet({"draft": "none"}, {}, {"draft": "none"}) == ""
-    assert unmet({"draft": "none"}, {}, {"draft": "small"}) == "draft"
-    assert unmet({}, {"draft": "none"}, {"draft": "none"}) == "draft"  # the catalogue may name one
+    assert first_mismatch({"draft": "none"}, {}, {"draft": "none"}) == ""
+    assert first_mismatch({"draft": "none"}, {}, {"draft": "small"}) == "draft"
+    assert (
+        first_mismatch({}, {"draft": "none"}, {"draft": "none"}) == "draft"
+    )  # the catalogue may name one
 
 
 def test_hint_of_a_cold_start_is_the_whole_command():

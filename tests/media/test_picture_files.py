@@ -133,7 +133,7 @@ def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
 
 _LIMITED = """
 import os, socket, subprocess, threading
-from edgeinfer.platform.confinement import allow_computing_alone
+from edgeinfer.platform.confinement import allow_only_computation
 
 reached = []
 attempts = {
@@ -144,7 +144,7 @@ attempts = {
     "kill": lambda: os.kill(os.getppid(), 0),
     "unlink": lambda: os.unlink("/tmp/nothing-of-this-name"),
 }
-allow_computing_alone()
+allow_only_computation()
 for name, attempt in attempts.items():
     try:
         attempt()

@@ -32,7 +32,7 @@ from edgeinfer.models.gguf import read_header
 from edgeinfer.models.listing import every_model
 from edgeinfer.models.reference import find, resolve
 from edgeinfer.platform import disk
-from edgeinfer.snapshot_format.format import part_of, safe_name
+from edgeinfer.snapshot_format.format import model_prefix, safe_name
 
 TINY = gguf_bytes()
 
@@ -279,7 +279,7 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     assert names == {"ollama/tiny:1b", *foreign}
     assert resolve("ollama/big:latest").files().name == "ollama/big"
     assert len({safe_name(name) for name in names}) == 4
-    assert part_of("Ollama/Big:latest") == part_of("ollama/big")
+    assert model_prefix("Ollama/Big:latest") == model_prefix("ollama/big")
 
 
 def test_store_cache_searches_again_once_stale(external, monkeypatch) -> None:

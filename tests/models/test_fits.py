@@ -152,7 +152,7 @@ def test_first_run_offers_models_that_suit_the_machine(
 
 def test_offered_models_are_chat_models_of_the_catalogue() -> None:
     catalog = load_catalog()
-    assert {catalog.models[name].purpose for name in fits._OFFERED} == {"chat"}
+    assert {catalog.models[name].purpose for name in fits._FIRST_RUN_MODELS} == {"chat"}
 
 
 def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fits) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import InvalidGgufError
-from edgeinfer.models.gguf import FILE_TYPES, TENSOR_TYPES, ArrayInfo, check, read_header
+from edgeinfer.models.gguf import FILE_TYPES, TENSOR_TYPES, ArrayInfo, read_header, read_model_header
 
 
 def test_smollm2_header(smollm2: Path) -> None:
-    header = check(smollm2)
+    header = read_model_header(smollm2)
     facts = header.architecture, header.quantization, header.n_layer, header.n_ctx_train
     assert facts == ("llama", "Q4_1", 30, 8192)
     assert (header.n_params, header.n_vocab, header.n_embd) == (134_515_008, 49_152, 576)
@@ -19,7 +19,7 @@ def test_smollm2_header(smollm2: Path) -> None:
 
 
 def test_gemma_header_steps_over_a_large_vocabulary(gemma3: Path) -> None:
-    header = check(gemma3)
+    header = read_model_header(gemma3)
     assert header.metadata["tokenizer.ggml.tokens"] == ArrayInfo(8, 262_144)
     assert header.n_vocab == 262_144
     assert header.number("gemma3.attention.sliding_window") == 512

@@ -12,7 +12,7 @@ from made_gguf import text as name
 from other_processes import run_python
 
 from edgeinfer.errors import EdgeInferError, InvalidGgufError
-from edgeinfer.models.gguf import GgufHeader, check, parse
+from edgeinfer.models.gguf import GgufHeader, parse, read_model_header
 
 SEED = 538_630
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -160,14 +160,14 @@ def all_cases() -> list[Case]:
 def test_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
     path.write_bytes(file_of(BASE, [tensor("a"), tensor("b", offset=128)]))
-    assert check(path).n_params == 64
+    assert read_model_header(path).n_params == 64
 
 
 def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
     key = entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(3)
     path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
-    assert check(path).n_vocab == 3
+    assert read_model_header(path).n_vocab == 3
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
@@ -175,7 +175,7 @@ def test_only_a_regular_file_is_read(make: Callable[[Path], None], tmp_path: Pat
     path = tmp_path / "model.gguf"
     make(path)
     with pytest.raises(InvalidGgufError, match="not a regular file"):
-        check(path)
+        read_model_header(path)
 
 
 @pytest.mark.parametrize(("fault", "content"), all_cases(), ids=[fault for fault, _ in all_cases()])
@@ -183,7 +183,7 @@ def test_malformed_header_is_our_error(fault: str, content: bytes, tmp_path: Pat
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(InvalidGgufError) as caught:
-        check(path)
+        read_model_header(path)
     assert str(path) in caught.value.message
 
 

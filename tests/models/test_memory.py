@@ -9,7 +9,7 @@ from other_processes import run_python
 
 from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
-from edgeinfer.models.gguf import GgufHeader, TensorInfo, check
+from edgeinfer.models.gguf import GgufHeader, TensorInfo, read_model_header
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.memory_plan import Plan
 from edgeinfer.runtime.model_shape import Shape, make_buffers
@@ -64,7 +64,7 @@ def llama_buffers(model: Path) -> list:
 def test_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
     """Weights and KV cache to the printed digit; compute within 10 %."""
     model = request.getfixturevalue(which)
-    shape = header_shape([check(model)])
+    shape = header_shape([read_model_header(model)])
     weights, contexts = llama_buffers(model)
     assert shape.weights_bytes / 2**20 == pytest.approx(weights, abs=0.02)
     for case, (kv, compute) in zip(SHAPES, contexts, strict=True):

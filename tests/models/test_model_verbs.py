@@ -293,7 +293,7 @@ def test_progress_on_a_terminal_is_written_in_place() -> None:
         job = Job(report)
         job.begin("downloading", "x.gguf", total=100)
         job.note("the connection was dropped")
-        job.at(100)
+        job.report(100)
         job.begin("verifying", "x.gguf", total=100)
     first, last = out.getvalue().split("\n")
     assert first.endswith("\x1b[Kdownloading x.gguf: the connection was dropped")

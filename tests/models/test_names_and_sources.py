@@ -14,8 +14,8 @@ from edgeinfer.platform import paths
     ("check", "text", "name"),
     [
         *((names.model_name, name, name) for name in ("a", "qwen3-0.6b", "x_y", "a" * 96)),
-        (names.file_name, "a/b/x.gguf", "x.gguf"),
-        (names.digest, "SHA256:" + "Ab" * 32, "ab" * 32),
+        (names.check_file_name, "a/b/x.gguf", "x.gguf"),
+        (names.parse_digest, "SHA256:" + "Ab" * 32, "ab" * 32),
     ],
 )
 def test_good_text_is_taken(check: Callable[[str], str], text: str, name: str) -> None:
@@ -23,8 +23,11 @@ def test_good_text_is_taken(check: Callable[[str], str], text: str, name: str) -
 
 
 def test_reference_has_a_folder_of_its_own() -> None:
-    assert names.folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
-    assert names.folder(names.parse_reference("qwen3-4b:q8_0")) == paths.models_dir() / "qwen3-4b+q8_0"
+    assert names.pulled_folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
+    assert (
+        names.pulled_folder(names.parse_reference("qwen3-4b:q8_0"))
+        == paths.models_dir() / "qwen3-4b+q8_0"
+    )
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
 
 
@@ -34,7 +37,7 @@ def test_reference_has_a_folder_of_its_own() -> None:
 )
 def test_file_names_are_sanitized(text: str, name: str) -> None:
     assert names.sanitize_file_name(text) == name
-    assert names.file_name(name) == name
+    assert names.check_file_name(name) == name
 
 
 @pytest.mark.parametrize(
@@ -71,8 +74,8 @@ BAD = {
         "a\n",
     ],
     names.parse_reference: ["x:", "x:Q9", "x:../y", ":Q8_0", "x:Q8_0:Q8_0"],
-    names.digest: ["", "ab" * 31, "zz" * 32, "../" + "a" * 61, "a" * 65],
-    names.file_name: ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201],
+    names.parse_digest: ["", "ab" * 31, "zz" * 32, "../" + "a" * 61, "a" * 65],
+    names.check_file_name: ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201],
     sources.parse: [
         *"x hf:x hf:a/b:Q9 hf:a/../x.gguf hf:a/b/../x.gguf hf:a/b//x hf:a/b@../x:Q8_0".split(),
         *"https:///x https://user@h/x https://h/x#y wheel:n/x wheel:n==1/../x wheel:-n==1/x".split(),

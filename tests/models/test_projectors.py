@@ -74,11 +74,11 @@ def test_the_smallest_that_fits_the_models_width_is_chosen(tmp_path):
     large = make_projector(tmp_path / "mmproj-large.gguf", "gemma3", 640)
     (tmp_path / "mmproj-broken.gguf").write_bytes(b"GGUF")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    candidates = projectors.beside(tmp_path / "model.gguf")
+    candidates = projectors.in_folder_of(tmp_path / "model.gguf")
     assert len(candidates) == 4
-    assert projectors.fitting(candidates, model_header(640)) == str(small)
-    assert projectors.fitting([large, wide], model_header(640)) == str(large)
-    assert projectors.fitting(candidates, model_header(512)) == ""
+    assert projectors.find_fitting(candidates, model_header(640)) == str(small)
+    assert projectors.find_fitting([large, wide], model_header(640)) == str(large)
+    assert projectors.find_fitting(candidates, model_header(512)) == ""
 
 
 def test_a_file_takes_the_projector_beside_it(tmp_path):

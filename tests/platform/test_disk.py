@@ -14,8 +14,8 @@ from edgeinfer.platform.disk import CacheTable
 
 def test_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    disk.write_whole(path, b"first", 0o600)
-    with pytest.raises(ValueError, match="closed"), disk.whole_file(path) as file:
+    disk.write_durably(path, b"first", 0o600)
+    with pytest.raises(ValueError, match="closed"), disk.durable_file(path) as file:
         file.close()  # so that what is written cannot be flushed
     assert path.read_bytes() == b"first"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -52,17 +52,17 @@ def test_files_that_vanish_have_no_size(tmp_path):
 def test_fifo_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(PermissionError, match="not a regular file"):
-        disk.open_own(tmp_path / "fifo")
+        disk.open_private(tmp_path / "fifo")
 
 
 def test_disk_full_error_names_the_place(tmp_path):
     with (
         pytest.raises(DiskFullError, match=r"full; all is well"),
-        disk.room_errors(tmp_path / "full", "all is well"),
+        disk.disk_full_errors(tmp_path / "full", "all is well"),
     ):
         raise OSError(28, "full")
     with pytest.raises(DiskFullError, match="thing needs"):
-        disk.need_room(tmp_path, 1 << 62, "thing")
+        disk.require_free_space(tmp_path, 1 << 62, "thing")
     assert disk.free_bytes(tmp_path / "not/there/yet") == disk.free_bytes(tmp_path)
 
 

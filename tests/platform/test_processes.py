@@ -47,7 +47,7 @@ SESSION = Path("/proc/self/autogroup")
 STEP_BACK = """
 import os
 from edgeinfer.platform import process
-process.step_back()
+process.use_lowest_priority()
 try:
     session = open("/proc/self/autogroup").read()
 except OSError:

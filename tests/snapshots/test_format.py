@@ -79,7 +79,7 @@ def test_names_carry_the_options_or_what_was_given():
     assert format.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
     adapters = {"lora": "/a/red.gguf:0.5,/b/v1.2-blue.gguf"}
     assert format.snapshot_name("m", adapters).startswith("m,lora+red+v1.2-blue+")
-    assert format.model_part("m,work") == "m"
+    assert format.model_prefix_of("m,work") == "m"
 
 
 def test_generations_are_newest_first_and_only_published_ones(tmp_path):

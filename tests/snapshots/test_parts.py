@@ -528,7 +528,7 @@ def test_orphaned_snapshots_are_pruned_first(root, tmp_path):
 
 
 def test_own_files_are_those_of_the_whole_package():
-    stamped = {os.path.relpath(path, fingerprint.PACKAGE) for path in fingerprint.own_files()}
+    stamped = {os.path.relpath(path, fingerprint.PACKAGE) for path in fingerprint.package_stamps()}
     assert stamped >= {
         "cli/main.py",
         "launcher/launch.py",
@@ -586,7 +586,7 @@ import sys
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.snapshots.restore import app_process
 env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"
-app_process.adopt(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
+app_process.adopt_environment(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
 print(resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from other_processes import wait_until
 
-from edgeinfer.platform.process_metadata import REPLICAS, left_by
+from edgeinfer.platform.process_metadata import REPLICAS, read_process_record
 from edgeinfer.runtime.options import ReplicasInfo
 
 from .conftest import MODEL, Endpoint, Person
@@ -41,7 +41,9 @@ class Serving(Endpoint):
 
     def apps(self) -> list[int]:
         """The processes with a model, the endpoint's first."""
-        return sorted(super().apps(), key=lambda pid: left_by(pid, REPLICAS, ReplicasInfo) is None)
+        return sorted(
+            super().apps(), key=lambda pid: read_process_record(pid, REPLICAS, ReplicasInfo) is None
+        )
 
     def cached_tokens(self, text: str) -> int:
         """Return how many tokens of a request were cached."""
@@ -109,7 +111,7 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
             )
             wait_until(lambda: len(serving.begun) > 8, "each to have begun: one computes eight at once")
             endpoint, victim, _ = serving.apps()
-            assert left_by(endpoint, REPLICAS, ReplicasInfo) is not None
+            assert read_process_record(endpoint, REPLICAS, ReplicasInfo) is not None
             os.kill(victim, signal.SIGKILL)
         codes = [code for _, code in answers.values()]
         assert len(codes) == 20

@@ -110,7 +110,9 @@ def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
         assert snapshot.result["was_built"]
         assert snapshot.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
-        description = process_metadata.left_by(app, process_metadata.DESCRIPTION, ProcessDescription)
+        description = process_metadata.read_process_record(
+            app, process_metadata.DESCRIPTION, ProcessDescription
+        )
         assert SECRET not in repr(description)
         for path in somebody.snapshot(f"{MODEL},live").rglob("*"):
             content = path.read_bytes() if path.is_file() else b""

@@ -51,7 +51,7 @@ from edgeinfer.host import Host
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
-from edgeinfer.platform.process import start_dying
+from edgeinfer.platform.process import start_child
 from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
@@ -240,7 +240,7 @@ class _StartedEndpoints:
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]
         pipe = subprocess.PIPE
         began = time.perf_counter()
-        with start_dying(
+        with start_child(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=self._environment
         ) as process:
             assert process.stdout is not None

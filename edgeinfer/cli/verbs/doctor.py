@@ -268,7 +268,7 @@ def _larger_than_memory() -> list[Finding]:
     if not paths:
         return []
     options = typed_options.load_options(argparse.Namespace(), config.load)
-    shape, plan = header_plan([gguf.check(path) for path in paths], options, machine)
+    shape, plan = header_plan([gguf.read_model_header(path) for path in paths], options, machine)
     if not plan.from_disk:
         return []
     warning = disk_warning(shape, machine, plan, read_rate(paths[-1]))

@@ -33,7 +33,7 @@ from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import path_errors, write_whole
+from edgeinfer.platform.disk import path_errors, write_durably
 from edgeinfer.platform.machine import read_gpus
 from edgeinfer.runtime.llama import backends, libedgeinfer
 from edgeinfer.runtime.requests import limit_preparation
@@ -234,7 +234,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
         ],
         str(folder / f"{name}-{hashlib.blake2b(report_key, digest_size=8).hexdigest()}.md"),
     )
-    write_whole(Path(result.path), result.report().encode(), 0o600)
+    write_durably(Path(result.path), result.report().encode(), 0o600)
     return result
 
 

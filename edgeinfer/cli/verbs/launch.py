@@ -27,7 +27,7 @@ from edgeinfer.errors import ServeError
 from edgeinfer.host import Host
 from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
-from edgeinfer.snapshots.running import Running, processes
+from edgeinfer.snapshots.running import RunningLaunch, processes
 
 #: Idle time (s) after which an endpoint started for an agent exits; its prefix cache stays on disk for
 #: the next one.
@@ -169,7 +169,7 @@ def urls(config: Config) -> Iterator[str]:
         yield _url("127.0.0.1", port)
 
 
-def _port(launched: Running, configured: str) -> str:
+def _port(launched: RunningLaunch, configured: str) -> str:
     flags = dict(zip(launched.arguments, launched.arguments[1:], strict=False))
     return flags.get("--port", configured)
 

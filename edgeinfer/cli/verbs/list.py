@@ -21,7 +21,7 @@ from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
 from edgeinfer.models.store import unfinished_pulls
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.snapshot_format.format import generations, model_part, part_of
+from edgeinfer.snapshot_format.format import generations, model_prefix, model_prefix_of
 from edgeinfer.units import format_bytes
 
 #: Headings of the groups that `--fits` shows.
@@ -140,9 +140,9 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
     models_here = [model for model, _ in every_model(catalog)]
     summaries = [model for model in models_here if isinstance(model, ModelSummary)]
     broken = [model for model in models_here if isinstance(model, UnusableModel)]
-    counts = Counter(model_part(name) for name in generations())
+    counts = Counter(model_prefix_of(name) for name in generations())
     rows = (
-        ModelRow(**msgspec.structs.asdict(model), snapshots=counts.get(part_of(model.name), 0))
+        ModelRow(**msgspec.structs.asdict(model), snapshots=counts.get(model_prefix(model.name), 0))
         for model in summaries
         if model.pulled or not options.pulled
     )

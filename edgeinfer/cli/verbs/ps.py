@@ -13,7 +13,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.host import Host
-from edgeinfer.snapshots.running import Running, processes
+from edgeinfer.snapshots.running import RunningLaunch, processes
 from edgeinfer.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _USAGE_DAYS = 30
 class PsResult(Result, frozen=True, kw_only=True):
     """This user's running edgeinfer processes with this data folder; `--everywhere`: with any."""
 
-    running: tuple[Running, ...]
+    running: tuple[RunningLaunch, ...]
 
     def human(self) -> str:
         if not self.running:
@@ -35,13 +35,13 @@ class PsResult(Result, frozen=True, kw_only=True):
         return "\n\n".join(filter(None, (table(rows), reports)))
 
 
-def _reports(process: Running) -> list[str]:
+def _reports(process: RunningLaunch) -> list[str]:
     lines = [f"{replica.model}: {replica.words}" for replica in process.replicas]
     lines += [f"{layers.model}: layers on GPUs: {layers.layers}" for layers in process.layers]
     return lines + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 
 
-def _row(process: Running) -> tuple[str, ...]:
+def _row(process: RunningLaunch) -> tuple[str, ...]:
     return (
         str(process.pid),
         format_duration(process.age_s),

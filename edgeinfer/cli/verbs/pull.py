@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     if stores.is_name(source) or not (anew or names.is_path(source)):
         external = _check_external(source)
         if external is not None and not options.name:
-            if options.sha256 and names.digest(options.sha256) != external.sha256:
+            if options.sha256 and names.parse_digest(options.sha256) != external.sha256:
                 raise ChecksumError(f"{source} has SHA-256 {external.sha256}, not {options.sha256}")
             return external
         if external is not None:
@@ -157,7 +157,7 @@ def _check_external(source: str) -> PullResult | None:
     if not stores.is_name(source) and (stored is None or stored.problem):
         return None
     files = ref.files()
-    header = gguf.check(files.paths[0])
+    header = gguf.read_model_header(files.paths[0])
     return PullResult(
         name=files.name,
         title=header.text("general.name") or files.name,

@@ -34,7 +34,7 @@ from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import Host, Start
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
-from edgeinfer.platform.disk import path_errors, write_whole
+from edgeinfer.platform.disk import path_errors, write_durably
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
@@ -213,9 +213,9 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
             with path.open("ab") as file:
                 file.write(line)
             return
-        write_whole(path, line, None if is_private else 0o600)
+        write_durably(path, line, None if is_private else 0o600)
         if is_private:
-            write_whole(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
+            write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
     command = ["edgeinfer", "verify", str(path), *(["--content", str(secret)] if is_private else [])]
     sys.stderr.write(f"edgeinfer: receipt in {path}; check it: {shlex.join(command)}\n")
 

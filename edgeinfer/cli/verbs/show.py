@@ -275,7 +275,7 @@ def _describe(
     options: argparse.Namespace,
     host: Host,
 ) -> ShowResult:
-    headers = [gguf.check(path) for path in parts]
+    headers = [gguf.read_model_header(path) for path in parts]
     first = headers[0] if headers else None
     header = _header(headers) if headers else None
     pulled = ref.pulled if ref is not None else None
@@ -363,7 +363,7 @@ def _memory(
 ) -> MemoryShown:
     machine = read_machine()
     load_options = typed_options.load_options(options, host.config.load)
-    draft_headers = [gguf.check(Path(path)) for path in draft]
+    draft_headers = [gguf.read_model_header(Path(path)) for path in draft]
     shape, plan = header_plan(headers, load_options, machine, draft_headers)
     devices = _planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu)
     warning = ""

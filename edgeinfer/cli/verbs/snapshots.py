@@ -30,14 +30,14 @@ from edgeinfer.snapshots import registry, running
 from edgeinfer.snapshots.builder import builder, jobs
 from edgeinfer.snapshots.builder.jobs import take as build
 from edgeinfer.snapshots.inputs import ProcessDescription
-from edgeinfer.snapshots.registry import Details, Failure, Listed
+from edgeinfer.snapshots.registry import Details, Failure, ListedSnapshot
 from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
     """Every snapshot, and its state on this machine."""
 
-    snapshots: tuple[Listed, ...]
+    snapshots: tuple[ListedSnapshot, ...]
     disk_bytes: int
     limit_bytes: int
     building: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class SnapshotsResult(Result, frozen=True, kw_only=True):
         return [table(rows), total]
 
 
-def _row(snapshot: Listed) -> tuple[str, ...]:
+def _row(snapshot: ListedSnapshot) -> tuple[str, ...]:
     details = snapshot.details
     return (
         details.name,
@@ -215,7 +215,7 @@ def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
 def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     if bool(options.name) == options.all:
         raise UsageError("name snapshots, or give --all", hint="edgeinfer snapshots verify --all")
-    chosen = registry.own() if options.all else [registry.find(name) for name in options.name]
+    chosen = registry.list_own() if options.all else [registry.find(name) for name in options.name]
     folders, stale = list[Path](), list[str]()
     faults, failed = list[str](), list[str]()
     for folder in chosen:
@@ -312,7 +312,7 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
         if not self.was_built:
             outcome = f"is what process {self.pid} has loaded, nothing has changed since it was built"
         lines = [f"{d.name} {outcome}; {size}, {self.wall_s:.1f} s"]
-        if format.is_given(d.name, d.model, d.requested):
+        if format.has_user_name(d.name, d.model, d.requested):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
         return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
-from edgeinfer.snapshots.running import Running, processes
+from edgeinfer.snapshots.running import RunningLaunch, processes
 
 #: How long (s) a process may finish running requests (`serve` drains) before it is killed.
 GRACE_S = 35.0
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, _host: Host) -> StopResult:
     return StopResult(stopped=stopped, killed=tuple(pid for pid in outcomes if pid not in stopped))
 
 
-def _find_processes(name: str, running: list[Running]) -> list[Running]:
+def _find_processes(name: str, running: list[RunningLaunch]) -> list[RunningLaunch]:
     matches = [r for r in running if name == str(r.pid) or name in r.arguments]
     if not matches:
         hint = "`edgeinfer ps --everywhere` lists all processes, including other data folders"

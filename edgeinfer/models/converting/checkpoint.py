@@ -194,7 +194,7 @@ class ModelCheckpoint:
         return tensor
 
     @property
-    def own_type(self) -> str:
+    def native_type(self) -> str:
         """BF16 or F16: the type that loses least for most of the weights."""
         bytes_of: Counter[str] = Counter()
         for file in set(self.home.values()):

@@ -29,7 +29,7 @@ from edgeinfer.models.converting.checkpoint import (
 from edgeinfer.models.converting.families import Family, Transform, Values, required_number
 from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
-from edgeinfer.platform.disk import need_room, room_errors
+from edgeinfer.platform.disk import disk_full_errors, require_free_space
 
 #: Prefixes of vision tower tensors, which become a separate file (`vision`).
 VISION = (
@@ -38,7 +38,7 @@ VISION = (
 )
 
 
-class Planned(msgspec.Struct, frozen=True):
+class PlannedTensor(msgspec.Struct, frozen=True):
     """A tensor of the result, made from the checkpoint's tensor `source`.
 
     `exact`: stored as float32 whatever the file's type. `shape` begins with the slowest dimension.
@@ -51,7 +51,7 @@ class Planned(msgspec.Struct, frozen=True):
     exact: bool
 
 
-def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[Planned]:
+def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[PlannedTensor]:
     """Plan every tensor. Raises ConversionError for a tensor that llama.cpp does not know."""
     table = tensor_names(family, required_number(config, "block_count", MAX_LAYERS))
     planned = []
@@ -60,13 +60,13 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
             continue
         if config.get("tie_word_embeddings") and source.endswith("lm_head.weight"):
             continue
-        name = table.get_name(plain_name(source), try_suffixes=(".weight", ".bias"))
+        name = table.get_name(text_model_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
             hint = "the checkpoint has parts that a model of this family does not have"
             raise ConversionError(f"llama.cpp's {family.arch} has no tensor for {source}", hint=hint)
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
-        planned.append(Planned(name, shape, source, transform_of(family, name), exact))
+        planned.append(PlannedTensor(name, shape, source, find_transform(family, name), exact))
     return sorted(planned, key=lambda tensor: _order(tensor.name))
 
 
@@ -76,7 +76,7 @@ def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
     return gguf.get_tensor_name_map(arch, n_layer)
 
 
-def plain_name(name: str) -> str:
+def text_model_name(name: str) -> str:
     """Return the tensor's name without a text model's wrappers."""
     for prefix, plain in (
         ("model.language_model.", "model."),
@@ -89,7 +89,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def transform_of(family: Family, name: str) -> Transform | None:
+def find_transform(family: Family, name: str) -> Transform | None:
     """Return the family's transform of the GGUF tensor `name`, or None."""
     return next(
         (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
@@ -126,8 +126,8 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckp
             checkpoint = ModelCheckpoint(folder)
             family = families.find_family(checkpoint.architectures)
             checkpoint.config = family.defaults | checkpoint.config
-            families.check(family, checkpoint.config)
-            type_name = type_name or checkpoint.own_type
+            families.refuse_unsupported(family, checkpoint.config)
+            type_name = type_name or checkpoint.native_type
             Conversion(checkpoint, family, type_name).write(target, job)
             return checkpoint
     except BaseException:
@@ -143,7 +143,7 @@ class Conversion:
         self.arch = family.arch
         self.family = family
         self.type_name = type_name
-        self.heads = families.count_heads(checkpoint.config)
+        self.heads = families.attention_heads(checkpoint.config)
         self.planned = _plan(checkpoint, family, checkpoint.config)
         self.computed = families.rope_tensors(checkpoint.config, self.heads.head_dim)
 
@@ -160,15 +160,15 @@ class Conversion:
             size = math.prod(tensor.shape) // block * block_bytes
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, kind)
             total += size
-        need_room(target.parent, total, target.name)
+        require_free_space(target.parent, total, target.name)
         job.begin("converting", target.name.removesuffix(".part"), total=total)
-        with room_errors(target), closing(writer):
+        with disk_full_errors(target), closing(writer):
             writer.write_header_to_file(target)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             self._data(writer, job)
 
-    def _type(self, tensor: Planned) -> gguf.GGMLQuantizationType:
+    def _type(self, tensor: PlannedTensor) -> gguf.GGMLQuantizationType:
         """Return the tensor's type; rows that do not divide into blocks of Q8_0 are stored as F16."""
         name = "F32" if tensor.exact else self.type_name
         if name == "Q8_0" and tensor.shape[-1] % 32:
@@ -211,10 +211,10 @@ class Conversion:
             kind = self._type(tensor)
             for block in self._blocks(tensor, kind):
                 block.tofile(out)
-                job.at(out.tell() - begin)
+                job.report(out.tell() - begin)
             writer.write_padding(out, out.tell() - begin)
 
-    def _blocks(self, tensor: Planned, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
+    def _blocks(self, tensor: PlannedTensor, kind: gguf.GGMLQuantizationType) -> Iterator[Array]:
         stored = self.checkpoint.tensor(tensor.source).dtype
         file = self.checkpoint.home[tensor.source]
         values = file.view(tensor.source)

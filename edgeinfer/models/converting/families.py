@@ -70,7 +70,7 @@ def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
     return value
 
 
-def count_heads(config: Values) -> Heads:
+def attention_heads(config: Values) -> Heads:
     """Return the shape of attention. Raises ConversionError if config.json lacks it."""
     n_head = required_number(config, "attention.head_count")
     width = required_number(config, "embedding_length")
@@ -86,7 +86,7 @@ def count_heads(config: Values) -> Heads:
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
     """Return the architecture's keys (without its prefix) and values. Raises ConversionError."""
-    heads = count_heads(config)
+    heads = attention_heads(config)
     required_number(config, "context_length")
     keys: dict[str, Any] = {}
     for key, (kind, word) in KEYS.items():
@@ -289,7 +289,7 @@ def find_family(architectures: list[str]) -> Family:
     )
 
 
-def check(family: Family, config: Values) -> None:
+def refuse_unsupported(family: Family, config: Values) -> None:
     """Refuse settings that the family's graph in llama.cpp lacks. Raises ConversionError."""
     spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
     activations = [config[word] for word in spellings if config.get(word)]

@@ -11,10 +11,12 @@ from edgeinfer.models.converting.checkpoint import ModelCheckpoint
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG
 from edgeinfer.models.converting.convert import convert
 from edgeinfer.models.progress import Job
-from edgeinfer.models.pull_plan import Fetched
+from edgeinfer.models.pull_plan import FetchedFile
 
 
-def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job) -> list[Fetched]:
+def convert_fetched(
+    fetched: list[FetchedFile], type_name: str, work: Path, job: Job
+) -> list[FetchedFile]:
     """Convert verified files or a local folder to one GGUF in `work`, and a vision tower to a
     projector.
 
@@ -29,10 +31,10 @@ def convert_fetched(fetched: list[Fetched], type_name: str, work: Path, job: Job
     folder = first.path if first.path.is_dir() else link_files(fetched, work / "checkpoint")
     target = work / f"{first.file_name if first.path.is_dir() else 'model'}.gguf.part"
     checkpoint = convert(folder, target, type_name, job)
-    return [Fetched.made_here(target, job), *_projector(checkpoint, type_name, work, job)]
+    return [FetchedFile.hash_result(target, job), *_projector(checkpoint, type_name, work, job)]
 
 
-def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job) -> list[Fetched]:
+def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job) -> list[FetchedFile]:
     target = work / "mmproj.gguf.part"
     if not vision.find_tower(checkpoint):
         return []
@@ -41,12 +43,12 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
     except (ConversionError, InvalidGgufError) as error:
         job.note(f"converted without its projector, so it accepts no pictures: {error.message}")
         return []
-    projector = Fetched.made_here(target, job)
+    projector = FetchedFile.hash_result(target, job)
     projector.is_projector = True
     return [projector]
 
 
-def link_files(fetched: list[Fetched], folder: Path) -> Path:
+def link_files(fetched: list[FetchedFile], folder: Path) -> Path:
     """Link the files in `folder` under their published names, and return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)

@@ -26,7 +26,7 @@ from edgeinfer.models.converting.checkpoint import (
     to_float32,
 )
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from edgeinfer.models.converting.convert import plain_name, tensor_names, transform_of
+from edgeinfer.models.converting.convert import find_transform, tensor_names, text_model_name
 from edgeinfer.models.converting.families import FAMILIES, Family, Heads, plus_one
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
@@ -66,7 +66,7 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 problem = f"the adapter's {name} contains NaN or infinity"
                 raise ConversionError(problem, hint=_SAVE_AGAIN)
-            transform = transform_of(family, name)
+            transform = find_transform(family, name)
             if transform is not None and transform is not plus_one:
                 b = transform(b, _heads(base))
             writer.add_tensor(f"{name}.lora_a", np.ascontiguousarray(a))
@@ -121,7 +121,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
         match = _PAIR.fullmatch(key)
         if match is None:
             raise ConversionError(f"{file.path.name} has {key}: not a plain LoRA", hint=_NO_WAY)
-        name = table.get_name(plain_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
+        name = table.get_name(text_model_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
             problem = f"the adapter changes {match[1]}, which the base ({family.arch}) does not have"
             raise ConversionError(problem, hint=_OTHER_BASE)

@@ -107,7 +107,7 @@ class Vocabulary:
         self.types = [TokenType.UNUSED] * size
         self.scores = [-1000.0] * size
 
-    def put(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
+    def set_token(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
         """Set a token. Raises ConversionError if the model has no row for its id."""
         if not 0 <= index < len(self.tokens):
             bound = f"config.json says {len(self.tokens)} tokens"
@@ -150,7 +150,7 @@ def _merges(model: Values) -> list[tuple[str, str]]:
 def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for token, index in model["vocab"].items():
-        vocabulary.put(index, token, TokenType.NORMAL)
+        vocabulary.set_token(index, token, TokenType.NORMAL)
     # inside a token a space is written Ġ, so one space separates the pair
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     pre = pre_tokenizer_name(tokenizer)
@@ -175,11 +175,11 @@ def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     unknown = model.get("unk_token")
     for token, index in model["vocab"].items():
         if token == unknown:
-            vocabulary.put(index, token, TokenType.UNKNOWN, 0.0)
+            vocabulary.set_token(index, token, TokenType.UNKNOWN, 0.0)
         elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            vocabulary.put(index, token, TokenType.BYTE, 0.0)
+            vocabulary.set_token(index, token, TokenType.BYTE, 0.0)
         else:
-            vocabulary.put(index, token, TokenType.NORMAL, -float(rank.get(token, len(rank))))
+            vocabulary.set_token(index, token, TokenType.NORMAL, -float(rank.get(token, len(rank))))
     return {"ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": _prefixes(tokenizer)}
 
 
@@ -196,7 +196,7 @@ def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
         if index < len(vocabulary.types) and vocabulary.types[index] == TokenType.UNKNOWN:
             continue
         kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-        vocabulary.put(index, token["content"], kind)
+        vocabulary.set_token(index, token["content"], kind)
 
 
 def _specials(folder: Path, tokenizer: Values) -> Values:
@@ -215,18 +215,18 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
             index = index[0] if index else None
         if isinstance(index, int):
             keys[f"ggml.{key}"] = index
-    begins, ends = _frame(tokenizer.get("post_processor"))
+    begins, ends = _adds_bos_eos(tokenizer.get("post_processor"))
     if begins is None and isinstance(special.get("add_bos_token"), bool):
         begins = special["add_bos_token"]
     return keys | {"ggml.add_bos_token": bool(begins), "ggml.add_eos_token": bool(ends)}
 
 
-def _frame(step: Values | None) -> tuple[bool | None, bool | None]:
+def _adds_bos_eos(step: Values | None) -> tuple[bool | None, bool | None]:
     """Return whether a special token goes before and after a text; None if the file does not say."""
     if step is None:
         return None, None
     if step["type"] == "Sequence":
-        frames = [_frame(frame) for frame in step["processors"]]
+        frames = [_adds_bos_eos(frame) for frame in step["processors"]]
         return next((frame for frame in frames if frame != (None, None)), (None, None))
     if step["type"] == "TemplateProcessing":
         pieces = step["single"]

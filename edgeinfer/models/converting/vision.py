@@ -19,7 +19,7 @@ import msgspec
 from edgeinfer.errors import ConversionError
 from edgeinfer.models import projectors
 from edgeinfer.models.converting.checkpoint import Array, ModelCheckpoint, conversion_errors, read_json
-from edgeinfer.models.converting.convert import VISION, Conversion, Planned, add_key
+from edgeinfer.models.converting.convert import VISION, Conversion, PlannedTensor, add_key
 from edgeinfer.models.converting.families import Heads, Transform, Values, plus_one
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
@@ -88,7 +88,7 @@ _QWEN = {
 _QWEN2_5 = {"num_hidden_layers": 32, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 _QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
 #: Qwen's key in vision_config → the common key.
-_WORDS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
+_QWEN_KEYS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
 def _sizes(width: int, feed_forward: int, image: int, patch: int, **further: Any) -> Values:
@@ -189,14 +189,14 @@ class _TowerConversion(Conversion):
         self.checkpoint, self.tower = checkpoint, tower
         self.type_name = type_name
         vision_config = checkpoint.whole_config["vision_config"]
-        renamed = {_WORDS.get(key, key): value for key, value in vision_config.items()}
+        renamed = {_QWEN_KEYS.get(key, key): value for key, value in vision_config.items()}
         self.vision = tower.defaults | renamed
         n_layer = min(int(self.vision["num_hidden_layers"]), 512)
         self.table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, n_layer)
         self.heads, self.computed = Heads(1, 1, 1), {}
         self.planned = list(self._plan())
 
-    def _plan(self) -> Iterator[Planned]:
+    def _plan(self) -> Iterator[PlannedTensor]:
         for source in self.checkpoint.home:
             # SigLIP's head pools a picture to one row
             if not source.startswith(VISION) or ".head." in source:
@@ -207,7 +207,7 @@ class _TowerConversion(Conversion):
             whole = self.checkpoint.tensor(source).shape
             for part, shape, transform in self._parts(name, whole):
                 exact = len(shape) < 2 or "_embd" in name
-                yield Planned(part, shape, source, transform, exact)
+                yield PlannedTensor(part, shape, source, transform, exact)
 
     def _name(self, plain: str) -> str | None:
         deep = _DEEPSTACK.fullmatch(plain)

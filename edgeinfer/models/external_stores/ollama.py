@@ -22,7 +22,7 @@ from edgeinfer.models.external_stores import reader
 from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel, ExternalStore
 from edgeinfer.platform import paths
 
-PREFIX = paths.FOUND[0]
+PREFIX = paths.EXTERNAL_PREFIXES[0]
 _SERVICE = "/usr/share/ollama/.ollama/models"
 _REGISTRY, _LIBRARY = "registry.ollama.ai", "library"
 _TAG = ":latest"
@@ -61,7 +61,7 @@ class OllamaStore(ExternalStore):
     def _model(self, root: Path, manifest: Path) -> ExternalModel:
         name = _name(manifest)
         try:
-            _, info = reader.file_in(manifest, root)
+            _, info = reader.resolve_inside(manifest, root)
             layers = _layers(reader.small_file(manifest, root), manifest)
             files = {kind: _blob(root, layer) for kind, layer in layers.items()}
             weights = _weights(files)
@@ -103,7 +103,7 @@ def _blob(root: Path, layer: _Layer) -> ExternalFile:
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:
         raise reader.UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
-    path, info = reader.file_in(root / "blobs" / f"sha256-{digest[1]}", root)
+    path, info = reader.resolve_inside(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
         raise reader.UnusableError(
             f"{path} has {info.st_size} bytes, but its manifest says {layer.size}"

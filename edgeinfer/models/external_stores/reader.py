@@ -160,7 +160,7 @@ def ggufs(folder: Path, depth: int) -> Iterator[Path]:
             yield from ggufs(Path(entry.path), depth - 1)
 
 
-def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
+def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
     """Return the ordinary file that `path` is or links to, and its status. `store` is a real path.
 
     Raises UnusableError if it does not exist, is not a readable file, or is outside `store`.
@@ -186,7 +186,7 @@ def file_in(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
 def small_file(path: Path, store: Path) -> bytes:
     """Read a manifest or another short file whole. Raises UnusableError."""
-    real, info = file_in(path, store)
+    real, info = resolve_inside(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")
     try:

@@ -75,7 +75,7 @@ def _parts(file: str) -> list[str]:
 def _found_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
         raise reader.UnusableError(f"its part {path.name} is missing")
-    real, info = reader.file_in(path, root)
+    real, info = reader.resolve_inside(path, root)
     # a blob of Hugging Face is named by SHA-256 if it is large, otherwise by Git's digest
     blob = os.path.basename(real)
     digest = blob if _SHA256.fullmatch(blob) else ""
@@ -84,7 +84,7 @@ def _found_file(path: Path, root: Path) -> ExternalFile:
 
 class HuggingFaceCache(_RepositoryStore):
     name = "Hugging Face"
-    prefix = paths.FOUND[1]
+    prefix = paths.EXTERNAL_PREFIXES[1]
     fix = "`edgeinfer pull {}` fetches a separate copy"
     depth = 3
     suffix = ""
@@ -137,7 +137,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 class LmStudioFolder(_RepositoryStore):
     name = "LM Studio"
-    prefix = paths.FOUND[2]
+    prefix = paths.EXTERNAL_PREFIXES[2]
     fix = "fetch it again in LM Studio"
     depth = 2
     suffix = ".gguf"

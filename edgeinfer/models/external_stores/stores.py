@@ -116,7 +116,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
         raise ModelNotPulledError(problem, hint=model.fix or None)
-    headers = [gguf.check(path, vocabulary=vocabulary) for path in model.paths]
+    headers = [gguf.read_model_header(path, vocabulary=vocabulary) for path in model.paths]
     for index, header in enumerate(headers):
         gguf.check_part(header, header.path, index, len(headers))
     return headers
@@ -161,7 +161,7 @@ def describe_files(model: ExternalModel) -> ModelFiles:
         stop=stored.stop,
         sampling=msgspec.structs.replace(Sampling(), **stored.sampling),
         system_prompt=stored.system_prompt,
-        projector=projectors.fitting([file.path for file in model.projectors], header),
+        projector=projectors.find_fitting([file.path for file in model.projectors], header),
     )
 
 

@@ -17,7 +17,7 @@ from edgeinfer.errors import ChecksumError, DownloadError
 from edgeinfer.models.fetching import http_client
 from edgeinfer.models.fetching.http_client import RetryableError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
-from edgeinfer.platform.disk import need_room, room_errors, size_or_zero, write_whole
+from edgeinfer.platform.disk import disk_full_errors, require_free_space, size_or_zero, write_durably
 from edgeinfer.units import format_bytes
 
 PART = ".part"
@@ -51,7 +51,7 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     """Download `remote` into `folder` and return the partial file, complete but not verified.
 
     Raises DownloadError and its subclasses, ChecksumError if the server's length is not the expected
-    one, DiskFullError, InterruptedByUser. Fetched bytes are kept for the next attempt unless they
+    one, DiskFullError, InterruptedByUser. FetchedFile bytes are kept for the next attempt unless they
     belong to another file.
     """
     partial_file = folder / (remote.file_name + PART)
@@ -120,12 +120,12 @@ def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
 def _receive(
     remote: Remote, response: httpx2.Response, partial_file: Path, state: _PartialState, job: Job
 ) -> None:
-    offset, total = http_client.placement(response, size_or_zero(partial_file))
+    offset, total = http_client.parse_range(response, size_or_zero(partial_file))
     if remote.size_bytes and total is not None and total != remote.size_bytes:
         problem = f"{remote.origin} has {total} bytes, not the expected {remote.size_bytes}"
         raise ChecksumError(f"{problem}; nothing was fetched")
     if total is not None:
-        need_room(partial_file.parent, total - size_or_zero(partial_file), remote.file_name)
+        require_free_space(partial_file.parent, total - size_or_zero(partial_file), remote.file_name)
     validator = http_client.validator(response)
     if offset and not remote.sha256 and validator != state.validator:
         partial_file.unlink()
@@ -133,11 +133,11 @@ def _receive(
     if offset == 0 and state.validator not in ("", validator):
         partial_file.unlink(missing_ok=True)  # the server now has another file
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
-    write_whole(_state_path(partial_file), msgspec.json.encode(new_state))
-    job.at(offset, total)
+    write_durably(_state_path(partial_file), msgspec.json.encode(new_state))
+    job.report(offset, total)
     with (
-        job.waking(lambda: http_client.hang_up(response)),
-        room_errors(partial_file, FETCHED_IS_KEPT),
+        job.call_on_cancel(lambda: http_client.hang_up(response)),
+        disk_full_errors(partial_file, FETCHED_IS_KEPT),
         open(partial_file, "r+b" if partial_file.exists() else "w+b", buffering=0) as file,
     ):
         file.seek(offset)
@@ -150,7 +150,7 @@ def _receive(
             while view:
                 view = view[file.write(view) :]
             offset += len(chunk)
-            job.at(offset)
+            job.report(offset)
         file.truncate()  # cut off what a longer earlier file left
     if total is not None and offset != total:
         raise RetryableError(f"the server sent {offset} of {total} bytes")

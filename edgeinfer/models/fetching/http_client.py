@@ -84,7 +84,7 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
     return headers
 
 
-def placement(response: httpx2.Response, start: int) -> tuple[int, int | None]:
+def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     """Return the body's offset in the file, and the file's length or None, by the response headers.
 
     Raises DownloadError, RetryableError.

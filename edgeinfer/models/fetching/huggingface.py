@@ -94,7 +94,7 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
 
     return Remote(
         url=hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint),
-        file_name=names.file_name(file.rfilename),
+        file_name=names.check_file_name(file.rfilename),
         origin=f"hf:{source.repo}/{file.rfilename}",
         size_bytes=file.size or 0,
         sha256=file.lfs.sha256 if file.lfs else "",

@@ -160,7 +160,7 @@ class Registry:
             file_name=file_name,
             origin=f"oci://{self._source.registry}/{self._source.repository}@{digest}",
             size_bytes=int(layer["size"]),
-            sha256=names.digest(digest),
+            sha256=names.parse_digest(digest),
             headers={"Authorization": self._authorization} if self._authorization else {},
         )
 
@@ -170,7 +170,7 @@ class Registry:
         return self.send("GET", f"{self.base}/blobs/{digest}", {}).content
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
-        remote = self.blob({"digest": digest, "size": size}, names.digest(digest))
+        remote = self.blob({"digest": digest, "size": size}, names.parse_digest(digest))
         job.begin("downloading", digest, total=size)
         return download.fetch(remote, folder, job)
 

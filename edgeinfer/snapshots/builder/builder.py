@@ -37,12 +37,12 @@ from edgeinfer.errors import (
 )
 from edgeinfer.launcher import messages
 from edgeinfer.platform import linux, process
-from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_whole
+from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_durably
 from edgeinfer.snapshot_format import criu, fingerprint, format
 from edgeinfer.snapshots import registry
-from edgeinfer.snapshots.builder.bake import Baked, bake
+from edgeinfer.snapshots.builder.bake import BakeResult, bake
 from edgeinfer.snapshots.inputs import SnapshotInputs
-from edgeinfer.snapshots.parked import Parked, Stages
+from edgeinfer.snapshots.parked import ParkedProcess, Stages
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
@@ -81,7 +81,12 @@ class Builder:
         baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._stages.report)
         self._stages.begin("verify")
         manifest = self._manifest(parked)
-        if checks.ask(manifest, str(self._folder), checks.nobodys_request("canary")) != parked.canary:
+        if (
+            checks.ask_resumed_process(
+                manifest, str(self._folder), checks.make_internal_request("canary")
+            )
+            != parked.canary
+        ):
             problem = "the new snapshot computes different tokens than the process it was made from"
             raise RestoreError(f"{problem}; it was deleted")
         self._stages.begin("")
@@ -91,7 +96,7 @@ class Builder:
 
     # --- parking and dumping
 
-    def _park_and_dump(self) -> Parked:
+    def _park_and_dump(self) -> ParkedProcess:
         mine, parked_link = socket.socketpair()
         order, orders = socket.socketpair()
         user, group = os.getuid(), os.getgid()
@@ -104,7 +109,7 @@ class Builder:
             self._init(flags, user, group, parked_link, orders)
         parked_link.close()
         orders.close()
-        parked = self._converse(mine, order)
+        parked = self._wait_until_parked(mine, order)
         self._stages.begin("dump")
         order.sendall(b"%d\n" % parked.pid)
         if order.recv(64) != b"dumped":
@@ -115,7 +120,7 @@ class Builder:
         os.waitpid(init, 0)
         return parked
 
-    def _converse(self, link: socket.socket, order: socket.socket) -> Parked:
+    def _wait_until_parked(self, link: socket.socket, order: socket.socket) -> ParkedProcess:
         """Let the process park; return once it has closed its end of the link."""
         messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.inputs)))
         try:
@@ -128,7 +133,7 @@ class Builder:
                 raise registry.killed_error("the process to snapshot")
             hint = _tail(self._folder / format.PARK_LOG)
             raise DumpError("the process to snapshot died while it loaded", hint=hint)
-        return msgspec.json.decode(content, type=Parked)
+        return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
@@ -156,7 +161,7 @@ class Builder:
         try:
             linux.drop_privileges(can_map_root=True)
             os.setsid()
-            process.stay_back()
+            process.keep_lowest_priority()
             os.chdir("/")
             os.umask(0o077)
             null = os.open("/dev/null", os.O_RDONLY)
@@ -187,7 +192,7 @@ class Builder:
 
     # --- trying and publishing
 
-    def _manifest(self, parked: Parked) -> format.Manifest:
+    def _manifest(self, parked: ParkedProcess) -> format.Manifest:
         request, inputs = self._request, self._request.inputs
         manifest = format.Manifest(
             name=inputs.name,
@@ -205,7 +210,7 @@ class Builder:
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
         self._refuse_changed(stamps)
-        manifest.files = stamps | fingerprint.own_files()
+        manifest.files = stamps | fingerprint.package_stamps()
         manifest.images = {format.MEMORY: os.path.getsize(self._folder / format.MEMORY)}
         for path in sorted(self._images.iterdir()):
             path.chmod(0o600)
@@ -220,7 +225,7 @@ class Builder:
                 hint = "run the command again once the file is complete"
                 raise SnapshotStaleError(problem, key=path, hint=hint)
 
-    def _details(self, manifest: format.Manifest, parked: Parked, baked: Baked) -> Details:
+    def _details(self, manifest: format.Manifest, parked: ParkedProcess, baked: BakeResult) -> Details:
         images_bytes = sum(manifest.images.values()) - manifest.images[format.MEMORY]
         return Details(
             name=manifest.name,
@@ -242,11 +247,11 @@ class Builder:
             digests={name: sha256_of(self._folder / name) for name in manifest.images},
             stages_ms=parked.stages_ms | self._stages.ms,
             depends_on=self._request.depends_on,
-            sources=self._sources(manifest),
+            sources=self._source_digests(manifest),
             canary=hashlib.sha256(parked.canary).hexdigest(),
         )
 
-    def _sources(self, manifest: format.Manifest) -> dict[str, str]:
+    def _source_digests(self, manifest: format.Manifest) -> dict[str, str]:
         """Return the digests of the manifest's files; a model in one file has that of its pull."""
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
@@ -260,9 +265,9 @@ class Builder:
         for name in manifest.images:
             sync(self._folder / name)
         sync(self._images)
-        write_whole(self._folder / format.DETAILS, msgspec.json.encode(details), 0o600)
+        write_durably(self._folder / format.DETAILS, msgspec.json.encode(details), 0o600)
         text = format.manifest_text(manifest).encode("utf-8", "surrogateescape")
-        write_whole(self._folder / format.MANIFEST, text, 0o600)
+        write_durably(self._folder / format.MANIFEST, text, 0o600)
 
 
 def parked_environment() -> dict[str, str]:
@@ -351,7 +356,9 @@ def _digest_on_disk(path: Path) -> str:
 def computes_canary(folder: Path) -> bool:
     """Resume the snapshot; return whether it computes the bits of its build. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
-    content = checks.ask(manifest, str(folder), checks.nobodys_request("canary"), criu.CHECK_LIMIT_S)
+    content = checks.ask_resumed_process(
+        manifest, str(folder), checks.make_internal_request("canary"), criu.CHECK_LIMIT_S
+    )
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
@@ -360,7 +367,9 @@ def repeated_randomness(folder: Path) -> list[str]:
     manifest = format.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
-        facts = checks.ask(manifest, str(folder), checks.nobodys_request("facts"), criu.CHECK_LIMIT_S)
+        facts = checks.ask_resumed_process(
+            manifest, str(folder), checks.make_internal_request("facts"), criu.CHECK_LIMIT_S
+        )
         drawn.append(msgspec.json.decode(facts, type=checks.Facts).random)
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.config.config_file import Config, SnapshotsConfig
-from edgeinfer.config.load_options import NO_DRAFT, differing, snapshot_options
+from edgeinfer.config.load_options import NO_DRAFT, first_difference, snapshot_options
 from edgeinfer.errors import (
     DiskFullError,
     EdgeInferError,
@@ -73,7 +73,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
             progress(WAITING, None)
 
     with locked(lock, on_busy):
-        sweep(root)
+        remove_unfinished(root)
         registry.make_room(root, config, name, _NEED_BYTES)
         refuse_full(root, name, _NEED_BYTES)
         details = _build_in_new_folder(root, inputs, probed, progress)
@@ -139,7 +139,7 @@ def _end_background(lock: Path) -> bool:
     return False
 
 
-def sweep(root: Path) -> None:
+def remove_unfinished(root: Path) -> None:
     """Remove folders of killed builds: those without a manifest whose lock is free."""
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
@@ -157,7 +157,7 @@ def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Deta
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
-        builder = process.start_dying(
+        builder = process.start_child(
             command,
             pass_fds=(builder_link.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -204,12 +204,12 @@ def take(
     the lowest priority, one at a time. Raises SnapshotStaleError if a file was changed since it was
     loaded, and what `build` raises.
     """
-    process.step_back()
+    process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
     with locked(lock, lambda: progress("wait for another build", None)):
         _refuse_changed(description)
         inputs = msgspec.structs.replace(description, given_name=given_name or description.given_name)
-        existing = _already_there(inputs)
+        existing = _find_same(inputs)
         return (existing, False) if existing else (build(inputs, config, progress), True)
 
 
@@ -224,7 +224,7 @@ def _refuse_changed(description: ProcessDescription) -> None:
             raise SnapshotStaleError(f"{problem}: {effect}", key=path, hint=hint)
 
 
-def _already_there(inputs: SnapshotInputs) -> Details | None:
+def _find_same(inputs: SnapshotInputs) -> Details | None:
     """Return the valid snapshot of that name with the same inputs and choices, if there is one."""
     root = str(paths.snapshots_dir())
     folders = format.generations(root, fingerprint.program_tag()).get(inputs.name)
@@ -234,14 +234,14 @@ def _already_there(inputs: SnapshotInputs) -> Details | None:
         details = registry.read_details(Path(folders[0]))
     except EdgeInferError:
         return None
-    requested = snapshot_options(inputs.as_loaded)
+    requested = snapshot_options(inputs.options_to_repeat)
     has_changed = details.depends_on != inputs.depends_on
-    if has_changed or differing(requested, details.requested, details.actual):
+    if has_changed or first_difference(requested, details.requested, details.actual):
         return None
     return details if registry.state_of(Path(folders[0]))[0] else None
 
 
-def reason_not_to(config: Config, inputs: SnapshotInputs) -> str:
+def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
     """Return why the snapshot of `inputs` should not be built, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
@@ -268,7 +268,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
         name = ref.name
         files = host.files(ref, draft=options.draft)
         inputs = SnapshotInputs(model=name, files=files, options=options, system=files.system_prompt)
-        if why_not := reason_not_to(host.config, inputs):
+        if why_not := reason_not_to_build(host.config, inputs):
             return f"{name}: not built: {why_not}"
         began = time.monotonic()
         details = build(inputs, host.config.snapshots, lambda _stage, _fraction: None)
@@ -282,7 +282,7 @@ def main() -> None:
     """Run the background process; one at a time."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    process.step_back()
+    process.use_lowest_priority()
     with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
         outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
         builds.log(outcome)

@@ -76,7 +76,7 @@ class AppHost(Host):
         self._loaded = loaded
         self._listeners = listeners
         self._asking = threading.Lock()
-        self._note = process_metadata.Note(process_metadata.DESCRIPTION)
+        self._note = process_metadata.ProcessRecord(process_metadata.DESCRIPTION)
         self._description: ProcessDescription | None = None
         self._url = ""
 
@@ -140,7 +140,9 @@ class AppHost(Host):
             system=files.system_prompt,
             stamps=stamps_of(files, options),
         )
-        if self._hint and format.part_of(self._request.expected_model) != format.part_of(name):
+        if self._hint and format.model_prefix(self._request.expected_model) != format.model_prefix(
+            name
+        ):
             reason = f"the launcher expected {self._request.expected_model}"
             try:
                 selection.find(name, snapshot_options(options))

@@ -60,8 +60,8 @@ def run_app(
     try:
         # the set of all module names costs 900 page faults, so only for tests
         modules = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
-        listeners = _take_over(request, fds, loaded)
-        start = _start(request, resumed_ns)
+        listeners = _adopt_launch(request, fds, loaded)
+        start = _describe_start(request, resumed_ns)
         code = _run_role(link, request, loaded, start, listeners)
         if path := os.environ.get(TRACE_IMPORTS):
             Path(path).write_text("\n".join(sorted(set(sys.modules) - modules)), "utf-8")
@@ -78,7 +78,7 @@ def run_app(
     os._exit(code)
 
 
-def _take_over(
+def _adopt_launch(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
     """Adopt entropy, then descriptors, then everything else; return the request's sockets."""
@@ -86,7 +86,7 @@ def _take_over(
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
         os.close(fd)
-    adopt(request)
+    adopt_environment(request)
     new_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -98,7 +98,7 @@ def _take_over(
         loaded.resume(samplers)
     sockets = [socket.socket(fileno=fd) for fd in fds[3:]]
     if sockets and sockets[-1].family == socket.AF_NETLINK:
-        tcp.ask_through(sockets.pop())
+        tcp.use_netlink_socket(sockets.pop())
     return sockets
 
 
@@ -113,7 +113,7 @@ def _stop(_number: int, _frame: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _start(request: LaunchRequest, resumed_ns: int) -> Start:
+def _describe_start(request: LaunchRequest, resumed_ns: int) -> Start:
     """Describe this launch's start, with its stages (ms) from the launcher's exec."""
     stages = {
         "launcher": request.main_ns,
@@ -149,7 +149,7 @@ def _run_role(
         serve_engine(sockets[0], start, lambda progress: host.engine(request.model, options, progress))
         return 0
     if request.role == "canary" and loaded is not None:
-        process.stay_back()
+        process.keep_lowest_priority()
         messages.send(link, messages.Payload(content=loaded.canary()))
         return 0
     if request.role == "facts":
@@ -187,7 +187,7 @@ def read_droppable_ranges() -> list[Range]:
         return droppable_ranges(file.read())
 
 
-def forget_random_state(ranges: list[Range]) -> None:
+def clear_random_state(ranges: list[Range]) -> None:
     """Empty those ranges before a dump and after a restore, because CRIU 4.1 restores them."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
@@ -198,7 +198,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
     `entropy` comes from the launcher, and is mixed with the kernel's. Raises OSError.
     """
-    forget_random_state(ranges)
+    clear_random_state(ranges)
     seed = linux.getrandom(64) + entropy
     ssl.RAND_add(seed, 64.0)
     random.seed(linux.getrandom(32) + entropy)
@@ -209,7 +209,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
     return linux.getrandom(32) + entropy
 
 
-def adopt(request: LaunchRequest) -> None:
+def adopt_environment(request: LaunchRequest) -> None:
     """Adopt the launcher's environment, folder, umask, zone, locale, processors and soft limits."""
     os.environ.clear()
     for assignment in request.env:

@@ -85,7 +85,7 @@ def _sample(loaded: LoadedModel) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
-def ask(
+def ask_resumed_process(
     manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
     """Resume the snapshot to answer one request, within `limit_s`. Raises RestoreError, OSError."""
@@ -108,7 +108,7 @@ def ask(
     return payload.content
 
 
-def nobodys_request(role: str) -> LaunchRequest:
+def make_internal_request(role: str) -> LaunchRequest:
     """Make a launch request without a user: "canary" or "facts"."""
     now = time.monotonic_ns()
     return LaunchRequest(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from edgeinfer.config.load_options import differing, snapshot_options, unmet
+from edgeinfer.config.load_options import first_difference, first_mismatch, snapshot_options
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.page_cache import is_cached, is_cold
@@ -59,7 +59,9 @@ class LoadedModel:
         if not self.is_open or model != self.model:
             return False
         wished, requested = snapshot_options(options), snapshot_options(self.description.options)
-        return not (differing if named else unmet)(wished, requested, actual(self.engine))
+        return not (first_difference if named else first_mismatch)(
+            wished, requested, actual(self.engine)
+        )
 
     def engine_for(self, options: LoadOptions) -> Engine:
         """Return the engine, set to the requested number of threads."""

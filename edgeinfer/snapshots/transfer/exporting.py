@@ -30,7 +30,7 @@ from edgeinfer.snapshots.transfer.image import (
 )
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     """Size (bytes) of an export's layers, and of those that the store did not have."""
 
     digest: str
@@ -39,7 +39,9 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int
 
 
-def export(folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]) -> Exported:
+def export(
+    folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]
+) -> ExportResult:
     """Export the snapshot in `folder`.
 
     Raises SnapshotStaleError if it cannot be resumed here, SnapshotError if no other machine could
@@ -61,7 +63,7 @@ def export(folder: Path, store: ImageStore, progress: Callable[[str, float | Non
             written_bytes += blob.size
     store.put_blob(sha256(config), len(config), iter([config]))
     store.put_manifest(image)
-    return Exported(
+    return ExportResult(
         digest=sha256(image),
         signer=key.fingerprint,
         layers_bytes=sum(blob.size for blob in blobs),

@@ -24,7 +24,7 @@ from edgeinfer.models.names import Reference, parse_reference
 from edgeinfer.models.progress import Job
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import room_errors, sha256_of, sync
+from edgeinfer.platform.disk import disk_full_errors, sha256_of, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
 from edgeinfer.snapshot_format import format
 from edgeinfer.snapshots.builder import jobs
@@ -53,7 +53,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     _refuse_other_options(description)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
-    given_name = format.given_part(description.name, model, requested)
+    given_name = format.user_name_of(description.name, model, requested)
     if description.adapters:  # the adapters' local paths are part of the snapshot's name
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
@@ -70,7 +70,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
 
 
 def _local(file: SnapshotFile) -> Adapter:
-    return Adapter(file.name, str(adapters.place(file.name)), file.scale)
+    return Adapter(file.name, str(adapters.adapter_path(file.name)), file.scale)
 
 
 def _refuse_other_options(description: SnapshotDescription) -> None:
@@ -132,7 +132,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 def _has_adapter(file: SnapshotFile) -> bool:
     """Return whether the adapter is stored here. Raises SnapshotStaleError if its name is taken."""
-    path = adapters.place(file.name)
+    path = adapters.adapter_path(file.name)
     if not path.exists():
         return False
     if sha256_of(path) != file.sha256:
@@ -145,7 +145,7 @@ def _store_adapter(file: SnapshotFile, fetched: dict[SnapshotFile, Path]) -> Non
     with store.model_lock(Reference(file.name)):
         if not _has_adapter(file):
             sync(fetched[file])
-            os.replace(fetched[file], adapters.place(file.name))
+            os.replace(fetched[file], adapters.adapter_path(file.name))
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _scratch() -> Iterator[Path]:
     partial.mkdir(mode=0o700, parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))
     try:
-        with room_errors(work):
+        with disk_full_errors(work):
             yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)

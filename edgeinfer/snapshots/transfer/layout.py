@@ -19,7 +19,7 @@ import msgspec
 from edgeinfer.errors import SnapshotMissingError
 from edgeinfer.models.fetching.fetch import copy_into
 from edgeinfer.models.progress import Job
-from edgeinfer.platform.disk import open_regular, whole_file, write_whole
+from edgeinfer.platform.disk import durable_file, open_regular, write_durably
 from edgeinfer.snapshots.transfer.image import (
     MANIFEST_TYPE,
     MAX_BYTES,
@@ -85,7 +85,7 @@ class Layout:
     def put_blob(self, digest: str, _size: int, chunks: Iterator[bytes]) -> None:
         """Write a blob. Raises DiskFullError."""
         self.blob(digest).parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(self.blob(digest)) as file:
+        with durable_file(self.blob(digest)) as file:
             for chunk in chunks:
                 file.write(chunk)
 
@@ -93,9 +93,9 @@ class Layout:
         """Write the manifest, which makes the folder an image."""
         descriptor = Descriptor(MANIFEST_TYPE, sha256(content), len(content))
         self.put_blob(descriptor.digest, len(content), iter([content]))
-        write_whole(self.folder / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
+        write_durably(self.folder / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
         index = {"schemaVersion": 2, "manifests": [descriptor]}
-        write_whole(self.folder / "index.json", msgspec.json.encode(index))
+        write_durably(self.folder / "index.json", msgspec.json.encode(index))
 
 
 def _read(path: Path) -> bytes:

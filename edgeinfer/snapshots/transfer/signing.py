@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrustedError, UsageError
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import write_whole
+from edgeinfer.platform.disk import write_durably
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, new_key_text, parse_key
 from edgeinfer.snapshot_format.format import refuse_unsafe
 
@@ -54,7 +54,7 @@ def _write_private(name: str, text: str) -> None:
     path = paths.data_dir() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.encode(), 0o600)
+        write_durably(path, text.encode(), 0o600)
     except PermissionError as error:
         problem = f"{path} cannot be written: {error.strerror}"
         raise SnapshotError(problem, hint="run `edgeinfer doctor`") from error

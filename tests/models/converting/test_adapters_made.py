@@ -58,7 +58,7 @@ def test_applied_adapter_equals_changed_weights(name, tmp_path) -> None:
         options=PullOptions(quantize="F32"),
     )
     base = resolve("base").pulled.paths[0]
-    applied = read(base, token_ids(), adapters={adapters.place("red"): 0.5})
+    applied = read(base, token_ids(), adapters={adapters.adapter_path("red"): 0.5})
     changed = read(added.paths[0], token_ids())
     assert gap(applied, changed) < 1e-5
     assert gap(read(base, token_ids()), changed) > 0.01
@@ -113,9 +113,9 @@ def test_unsupported_adapter_is_refused_by_name(config, message, tmp_path) -> No
 def test_a_damaged_adapter_is_left_out_of_the_list(tmp_path, caplog) -> None:
     pulled_base("qwen3", tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ATTENTION)), "base")
-    whole = adapters.place("red").read_bytes()
-    adapters.place("cut").write_bytes(whole[:100])
-    adapters.place("empty").write_bytes(b"")
+    whole = adapters.adapter_path("red").read_bytes()
+    adapters.adapter_path("cut").write_bytes(whole[:100])
+    adapters.adapter_path("empty").write_bytes(b"")
     assert [adapter.name for adapter in adapters.list_adapters()] == ["red"]
     assert "skipped the adapter cut" in caplog.text
     assert "skipped the adapter empty" in caplog.text
@@ -137,7 +137,7 @@ def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:
     files = resolve("base").files()
     blue = os.path.expanduser("~/blue.gguf")
     assert LoadOptions().adapters(files) == (
-        Adapter("red", str(adapters.place("red")), 0.5),
+        Adapter("red", str(adapters.adapter_path("red")), 0.5),
         Adapter("blue", blue),
     )
     assert LoadOptions(lora="none").adapters(files) == ()

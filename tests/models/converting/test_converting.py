@@ -104,7 +104,7 @@ def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
     expected = weights("model.layers.1.mlp.up_proj.weight", (48, 32))
     step = np.abs(expected).max() / 127 if kind == "Q8_0" else 0
     assert np.abs(values - expected).max() <= step
-    assert gguf.check(tmp_path / "made.gguf").quantization == kind
+    assert gguf.read_model_header(tmp_path / "made.gguf").quantization == kind
 
 
 def test_repository_is_pulled_and_stored_in_the_type_that_is_named(

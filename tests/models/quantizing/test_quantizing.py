@@ -24,7 +24,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.models import quantizing, store
-from edgeinfer.models.gguf import FILE_TYPES, check
+from edgeinfer.models.gguf import FILE_TYPES, read_model_header
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import pull
 from edgeinfer.models.quantizing import NEEDS_IMATRIX, QuantizeOptions, quantize, score_model
@@ -58,7 +58,11 @@ def test_smollm2_to_q2_k(smol: str) -> None:
     assert 10 < done.source_perplexity < done.perplexity < 10_000
     assert done.n_scored_tokens == 160 - 1 - 32
     tensors = [now for now in seen if now.stage == "quantizing" and now.total_bytes]
-    assert tensors[-1].done_bytes == tensors[-1].total_bytes == len(check(done.model.paths[0]).tensors)
+    assert (
+        tensors[-1].done_bytes
+        == tensors[-1].total_bytes
+        == len(read_model_header(done.model.paths[0]).tensors)
+    )
     assert generate("smol:Q2_K")
     assert not list((paths.models_dir() / ".partial").iterdir())
 
@@ -67,7 +71,10 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
     assert done.model.quantization == "Q8_0"
     assert done.source_perplexity is None
-    assert check(done.model.paths[0]).n_params == check(resolve(gemma).files().paths[0]).n_params
+    assert (
+        read_model_header(done.model.paths[0]).n_params
+        == read_model_header(resolve(gemma).files().paths[0]).n_params
+    )
     assert "capital" in generate("gemma:Q8_0")
 
 
@@ -132,7 +139,7 @@ def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
     """An importance matrix that finds every value equally important."""
     rows = {
         t.name: t.shape[0]
-        for t in check(model).tensors
+        for t in read_model_header(model).tensors
         if len(t.shape) == 2 and t.name.startswith("blk.")
     }
     tensors = [
@@ -150,7 +157,7 @@ def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
 def test_importance_matrix_allows_small_types(gemma: str, gemma3: Path, tmp_path: Path) -> None:
     matrix = importance(gemma3, tmp_path / "imatrix.gguf")
     done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))
-    assert "Q2_K" in {tensor.type for tensor in check(done.model.paths[0]).tensors}
+    assert "Q2_K" in {tensor.type for tensor in read_model_header(done.model.paths[0]).tensors}
 
 
 def test_bad_importance_matrix_is_refused(gemma: str, gemma3: Path, tmp_path: Path) -> None:

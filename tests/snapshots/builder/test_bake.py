@@ -53,7 +53,7 @@ class Dump:
     def areas(self) -> list[ImageMessage]:
         return self.first(f"mm-{PID}.img").parts(criu_images.MM_AREAS)
 
-    def bake(self) -> bake.Baked:
+    def bake(self) -> bake.BakeResult:
         return bake.bake(self.folder, self.memory, PID, lambda fraction: None)
 
     def restored_pages(self) -> dict[int, bytes | None]:

@@ -103,7 +103,7 @@ def last_adapter(**changes):
 
 def other_adapter_here(export_folder, folder, key):
     sign_again(export_folder, folder, key, lambda d: d)
-    make_adapter(adapters.place("red"), 5, strength=0.5)
+    make_adapter(adapters.adapter_path("red"), 5, strength=0.5)
 
 
 def wished_otherwise(export_folder, folder, key):
@@ -139,7 +139,7 @@ def test_altered_adapters_are_refused_by_name_and_nothing_is_published(export_fo
     paths.private_dir(paths.adapters_dir())
     for name, tampering in TAMPERINGS.items():
         all_refused({name: tampering}, export_folder, signer)
-        adapters.place("red").unlink(missing_ok=True)
+        adapters.adapter_path("red").unlink(missing_ok=True)
         assert not list(paths.adapters_dir().iterdir()), name
 
 
